@@ -1,0 +1,1 @@
+"""Core ML on the Apple Neural Engine: fixed-shape functions, placement share, shape and packed admission."""

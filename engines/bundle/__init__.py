@@ -1,0 +1,1 @@
+"""Model bundles: what a model is on disk, agreed between host and workers."""

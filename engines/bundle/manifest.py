@@ -1,0 +1,200 @@
+"""``manifest.json``: types, canonical bytes, digest, and validation that names the key.
+
+Canonical form and digest: protocol-v3 section 2. Keys: interfaces.md, "A bundle's manifest.json". No floats occur in a
+manifest: a non-integer number is a string such as ``"1e-12"``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from engines.protocol.messages import Pooling
+
+FILE_NAME: Final = "manifest.json"
+MAX_BYTES: Final = 4 * 1024 * 1024
+
+Task: TypeAlias = Literal["embed", "rerank", "generate"]
+Score: TypeAlias = Literal["sigmoid", "identity"]
+Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+Positive = Annotated[int, Meta(ge=1, le=2**32 - 1)]
+
+
+class BundleError(Exception):
+    """A bundle can't be used. The message names the file, the key and what to do."""
+
+
+class FileRef(Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of the bundle, by relative path and digest."""
+
+    path: str
+    digest: Digest
+
+
+class Function(Struct, frozen=True, forbid_unknown_fields=True):
+    """One compiled function of a Core ML package: a bucket or a packed width, in tokens."""
+
+    name: str
+    bucket: Positive | UnsetType = UNSET
+    packed_width: Positive | UnsetType = UNSET
+
+
+class Artifact(Struct, frozen=True, forbid_unknown_fields=True):
+    """One loadable artifact. ``coreml`` ones are folders: ``digest`` the compatible one, ``tree`` the injective one."""
+
+    format: str
+    path: str
+    digest: Digest
+    dtype: str
+    bytes: int | UnsetType = UNSET
+    tree: Digest | UnsetType = UNSET
+    layers: Positive | UnsetType = UNSET
+    functions: list[Function] | UnsetType = UNSET
+    files: int | UnsetType = UNSET
+
+
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a model is. ``dims``: vector width (embed), 1 (rerank), hidden size (generate)."""
+
+    manifest_version: Literal[1]
+    model_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    family: Literal["bert", "modernbert", "qwen3", "llama"]
+    task: Task
+    dims: Positive
+    max_tokens: Positive
+    artifacts: list[Artifact]
+    pooling: Pooling | UnsetType = UNSET
+    normalize: bool | UnsetType = UNSET
+    score: Score | UnsetType = UNSET
+    tokenizer: FileRef | UnsetType = UNSET
+    special_ids: dict[str, int] | UnsetType = UNSET
+    head: dict[str, Any] | UnsetType = UNSET
+    token_types: bool | UnsetType = UNSET
+    config: dict[str, Any] | UnsetType = UNSET
+    fixtures: FileRef | UnsetType = UNSET
+    chat_template: str | UnsetType = UNSET
+    license: str | UnsetType = UNSET
+    source: str | UnsetType = UNSET
+
+
+class Bundle(Struct, frozen=True):
+    """A manifest in its folder. ``digest``: lowercase hex SHA-256 of the canonical bytes, without a prefix."""
+
+    root: Path
+    manifest: Manifest
+    digest: str
+
+    def path(self, relative: str) -> Path:
+        """Return a file's absolute path; the manifest was checked to stay inside the folder."""
+        return self.root / relative
+
+    def artifacts(self, format: str) -> list[Artifact]:
+        """Return the artifacts of one format, in manifest order."""
+        return [artifact for artifact in self.manifest.artifacts if artifact.format == format]
+
+
+def canonical_bytes(obj: Any) -> bytes:
+    """Return the canonical JSON bytes of a plain manifest object (protocol-v3, 2), without a final newline."""
+    return json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def manifest_digest(data: bytes) -> str:
+    """Return the lowercase hex SHA-256 of a manifest file's canonical form; BundleError if it isn't one JSON object."""
+    return hashlib.sha256(canonical_bytes(parse_strict(data))).hexdigest()
+
+
+def parse_strict(data: bytes) -> dict[str, Any]:
+    """Parse one JSON object; duplicate keys, floats, NaN and other types are refused with a BundleError."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        obj: dict[str, Any] = {}
+        for key, value in items:
+            if key in obj:
+                raise BundleError(f"{FILE_NAME}: key {key!r} occurs twice")
+            obj[key] = value
+        return obj
+
+    def number(text: str) -> Any:
+        raise BundleError(f"{FILE_NAME}: {text} is not an integer; write non-integers as strings")
+
+    if len(data) > MAX_BYTES:
+        raise BundleError(f"{FILE_NAME} has {len(data)} bytes, at most {MAX_BYTES}")
+    try:
+        obj = json.loads(data, object_pairs_hook=pairs, parse_float=number, parse_constant=number)
+    except (ValueError, RecursionError) as exc:
+        raise BundleError(f"{FILE_NAME} is not valid JSON: {exc}") from exc
+    if not isinstance(obj, dict):
+        raise BundleError(f"{FILE_NAME} must hold one JSON object")
+    return obj
+
+
+def read(root: Path | str) -> Bundle:
+    """Read and validate the manifest of a bundle folder (or the path of its manifest.json).
+
+    Files are not opened here; digests are checked where they are used. Raises BundleError.
+    """
+    root = Path(root)
+    if root.name == FILE_NAME:
+        root = root.parent
+    file = root / FILE_NAME
+    try:
+        data = file.read_bytes()
+    except OSError as exc:
+        raise BundleError(f"{root} is not a model bundle: {file.name}: {exc.strerror or exc}") from exc
+    return Bundle(root.absolute(), parse(data), manifest_digest(data))
+
+
+def parse(data: bytes) -> Manifest:
+    """Decode and validate manifest bytes; BundleError names the key."""
+    obj = parse_strict(data)
+    try:
+        manifest = msgspec.convert(obj, Manifest)
+    except msgspec.ValidationError as exc:
+        raise BundleError(f"{FILE_NAME}: {exc}") from exc
+    _validate(manifest)
+    return manifest
+
+
+def write(root: Path, manifest: Manifest) -> str:
+    """Validate and write ``manifest.json`` in canonical form; return its digest."""
+    _validate(manifest)
+    data = canonical_bytes(msgspec.to_builtins(manifest))
+    parse_strict(data)
+    (root / FILE_NAME).write_bytes(data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def _validate(manifest: Manifest) -> None:
+    def refuse(key: str, why: str) -> None:
+        raise BundleError(f"{FILE_NAME}: {key}: {why}")
+
+    if not manifest.artifacts:
+        refuse("artifacts", "a bundle needs at least one")
+    if manifest.task == "embed":
+        if manifest.pooling is UNSET:
+            refuse("pooling", "an embedding bundle names mean, cls or last")
+        if manifest.normalize is UNSET:
+            refuse("normalize", "an embedding bundle says true or false")
+    if manifest.task == "rerank":
+        if manifest.score is UNSET:
+            refuse("score", "a reranking bundle says sigmoid or identity")
+        if manifest.dims != 1:
+            refuse("dims", "a reranker has 1")
+    refs = [(f"artifacts[{i}].path", a.path) for i, a in enumerate(manifest.artifacts)]
+    refs += [(key, ref.path) for key in ("tokenizer", "fixtures") if isinstance(ref := getattr(manifest, key), FileRef)]
+    for key, text in refs:
+        pure = PurePosixPath(text)
+        if not text or pure.is_absolute() or ".." in pure.parts or "\\" in text or "\0" in text or ":" in text:
+            refuse(key, f"{text!r} must be a relative path inside the bundle")
+    seen: set[tuple[str, str]] = set()
+    for i, artifact in enumerate(manifest.artifacts):
+        if (artifact.format, artifact.dtype) in seen:
+            refuse(f"artifacts[{i}].dtype", f"a second {artifact.format} artifact of dtype {artifact.dtype}")
+        seen.add((artifact.format, artifact.dtype))
+        if artifact.format == "coreml" and (artifact.tree is UNSET or artifact.functions is UNSET):
+            refuse(f"artifacts[{i}]", "a coreml artifact names its tree digest and functions")

@@ -1,0 +1,124 @@
+"""Length-prefixed frames: u32 little-endian payload length, then the payload.
+
+Small frames share one staging buffer, so that a header and its payload cost one read; a payload that doesn't fit there
+is received straight into its own buffer, so it lands once, in its final place.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Final
+
+from engines.protocol.errors import LocalProtocolError, RemoteProtocolError
+from engines.protocol.messages import Buffer
+
+LENGTH: Final = struct.Struct("<I")
+STAGING_BYTES: Final = 64 * 1024
+
+Allocate = Callable[[int], memoryview]
+"""Return a writable, C-contiguous byte view of exactly the given length for one raw payload."""
+
+
+def allocate_fresh(size: int) -> memoryview:
+    """Return a new buffer that belongs to whoever receives it."""
+    return memoryview(bytearray(size))
+
+
+class ReusedBuffer:
+    """An allocator that hands out the same memory again: valid until the next payload (a worker's receive buffer)."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(0)
+
+    def __call__(self, size: int) -> memoryview:
+        """Return a view of *size* bytes; grows by doubling, never shrinks."""
+        if size > len(self._buffer):
+            self._buffer = bytearray(max(size, 2 * len(self._buffer)))
+        return memoryview(self._buffer)[:size]
+
+
+def encode_frame(payload: Buffer, *, max_frame: int) -> bytes:
+    """Return length prefix and payload of one control frame; LocalProtocolError above *max_frame*."""
+    size = len(payload)
+    if size > max_frame:
+        raise LocalProtocolError(f"frame length {size} exceeds max {max_frame}")
+    return LENGTH.pack(size) + payload
+
+
+class FrameReader:
+    """Cuts the peer's byte stream into frame payloads. It knows lengths, not meanings.
+
+    Fill :meth:`get_buffer`, tell :meth:`buffer_updated` how much arrived, then call :meth:`next_frame` until it returns
+    None. A returned control frame is a view into the staging buffer, valid until the next :meth:`get_buffer`.
+    """
+
+    def __init__(self, *, max_frame: int, allocate: Allocate = allocate_fresh) -> None:
+        self.max_frame = max_frame
+        self._allocate = allocate
+        self._staging = memoryview(bytearray(STAGING_BYTES))
+        self._start = 0
+        self._end = 0
+        self._large: memoryview | None = None
+        self._filled = 0
+
+    @property
+    def at_boundary(self) -> bool:
+        """True when no part of an unfinished frame has arrived."""
+        return self._large is None and self._start == self._end
+
+    def get_buffer(self) -> memoryview:
+        """Return where the next bytes belong; never empty while frames are pulled as they complete."""
+        if self._large is not None and self._filled < len(self._large):
+            return self._large[self._filled :]
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start and self._end == STAGING_BYTES:
+            rest = self._end - self._start
+            self._staging[:rest] = self._staging[self._start : self._end]
+            self._start, self._end = 0, rest
+        return self._staging[self._end :]
+
+    def buffer_updated(self, count: int) -> None:
+        """Record that *count* bytes were written into the last :meth:`get_buffer`."""
+        if self._large is not None and self._filled < len(self._large):
+            self._filled += count
+        else:
+            self._end += count
+
+    def next_frame(self, *, raw: bool, exact: int | None = None) -> memoryview | None:
+        """Return the next frame's payload, or None when more bytes are needed.
+
+        *raw* frames come in a buffer of their own (from the allocator). *exact* is the only length that is legal here;
+        it is compared before anything is allocated. Raises RemoteProtocolError on an illegal length.
+        """
+        if self._large is not None:
+            if self._filled < len(self._large):
+                return None
+            whole, self._large, self._filled = self._large, None, 0
+            return whole
+        available = self._end - self._start
+        if available < LENGTH.size:
+            return None
+        (size,) = LENGTH.unpack_from(self._staging, self._start)
+        # Spec: the length is checked before anything is allocated.
+        if size > self.max_frame:
+            raise RemoteProtocolError(f"frame length {size} exceeds max {self.max_frame}")
+        if exact is not None and size != exact:
+            raise RemoteProtocolError(f"raw frame of {size} bytes where the header promises {exact}")
+        body = self._start + LENGTH.size
+        if available >= LENGTH.size + size:
+            self._start = body + size
+            view = self._staging[body : body + size]
+            if not raw:
+                return view
+            own = self._allocate(size)
+            own[:] = view
+            return own
+        if LENGTH.size + size > STAGING_BYTES or raw:
+            own = self._allocate(size) if raw else allocate_fresh(size)
+            arrived = available - LENGTH.size
+            own[:arrived] = self._staging[body : self._end]
+            self._start = self._end = 0
+            self._large, self._filled = own, arrived
+        return None

@@ -1,0 +1,62 @@
+"""Requests as an engine sees them: numpy views of the payload, no copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engines.protocol.messages import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    import numpy.typing as npt
+
+    IntArray = npt.NDArray[np.int32]
+    FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Rows of token ids, laid end to end.
+
+    ``input_ids``: int32 (tokens,), read-only by convention, valid until the reply was sent.
+    ``cu_seqlens``: int32 (rows + 1,), starting at 0; row i is ``input_ids[cu_seqlens[i]:cu_seqlens[i + 1]]``.
+    """
+
+    input_ids: IntArray
+    cu_seqlens: IntArray
+
+    def __len__(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of each row, int32 (rows,)."""
+        lengths: IntArray = self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+        return lengths
+
+    def rows(self) -> Iterator[IntArray]:
+        """Yield each row's ids as a view."""
+        for start, end in zip(self.cu_seqlens[:-1].tolist(), self.cu_seqlens[1:].tolist(), strict=True):
+            yield self.input_ids[start:end]
+
+
+@dataclass(frozen=True, slots=True)
+class RerankPairs:
+    """One query and its candidates, in request order; the engine composes the pairs."""
+
+    query_ids: IntArray
+    candidates: TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished greedy generation; ``n_gen`` excludes the stop token."""
+
+    text: str
+    n_prompt: int
+    n_gen: int
+    finish_reason: FinishReason
+    generated_token_ids: tuple[int, ...] = ()

@@ -1,0 +1,168 @@
+"""What an engine has to provide: an identity, a floor probe, and models that answer requests.
+
+An engine raises :class:`~engines.protocol.errors.EngineError` when a request fails and the worker may live (ERR, no
+strike). Any other exception is a bug or a dead device: it ends the process, and the host sees a crash.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, NoReturn
+
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import (
+    EmbedBatch,
+    Generate,
+    Inventory,
+    Load,
+    PackedCapability,
+    Pooling,
+    Request,
+    Rerank,
+    RerankSequences,
+    type_name,
+)
+
+if TYPE_CHECKING:
+    from engines.runtime.batch import FloatArray, Generation, IntArray, RerankPairs, TokenBatch
+    from engines.runtime.progress import ProgressReporter
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """What HELLO says. ``manifest_digest`` and ``kernel_revision`` only from owned engines."""
+
+    engine: str
+    version: str
+    build_flags: dict[str, str] = field(default_factory=dict)
+    manifest_digest: str | None = None
+    kernel_revision: str | None = None
+    packed: PackedCapability | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The ``--probe-floor`` envelope; ``status`` is ``ok`` or ``refused``."""
+
+    status: str
+    code: str
+    required: dict[str, object]
+    observed: dict[str, object] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """A model's part of PONG; every field may be unknown."""
+
+    placement_share: float | None = None
+    buckets: tuple[int, ...] = ()
+    resident_shapes: tuple[int, ...] = ()
+    resident_packed: tuple[int, ...] = ()
+
+
+class Model(ABC):
+    """One loaded model. Methods it doesn't serve answer ``operation_mismatch``.
+
+    Every method runs on the worker's main thread, one at a time. ``progress`` counts completed work only.
+    """
+
+    dims: int
+    """Vector width of VECTORS; 1 for a reranker, n_embd for a generator."""
+    buckets: tuple[int, ...] = ()
+    """Sequence lengths the model runs, where it has fixed ones (LOADED.buckets)."""
+
+    def embed(
+        self,
+        batch: TokenBatch,
+        *,
+        pooling: Pooling,
+        normalize: bool,
+        packed_width: int | None,
+        progress: ProgressReporter,
+    ) -> FloatArray:
+        """Return float32 (rows, dims), C-contiguous, in row order."""
+        self._mismatch("embed")
+
+    def rerank(self, pairs: RerankPairs, *, progress: ProgressReporter) -> FloatArray:
+        """Return raw logits, float32 (candidates,), in request order."""
+        self._mismatch("rerank")
+
+    def rerank_sequences(self, batch: TokenBatch, *, progress: ProgressReporter) -> FloatArray:
+        """Return raw logits of already composed sequences, float32 (rows,), in request order."""
+        self._mismatch("rerank")
+
+    def generate(
+        self, input_ids: IntArray, *, max_tokens: int, grammar: str | None, progress: ProgressReporter
+    ) -> Generation:
+        """Generate greedily after the prompt *input_ids*, int32 (tokens,)."""
+        self._mismatch("generate")
+
+    def admit_shape(self, shape: int, *, progress: ProgressReporter) -> Inventory:
+        """Make one bucket resident; idempotent."""
+        self._unsupported("ANE_ADMIT_SHAPE")
+
+    def evict_shape(self, shape: int, *, progress: ProgressReporter) -> None:
+        """Release one bucket; a bucket that isn't resident is fine."""
+        self._unsupported("ANE_EVICT_SHAPE")
+
+    def admit_packed(self, width: int, *, progress: ProgressReporter) -> Inventory:
+        """Make one packed width resident; idempotent."""
+        self._unsupported("ANE_ADMIT_PACKED")
+
+    def evict_packed(self, width: int, *, progress: ProgressReporter) -> None:
+        """Release one packed width."""
+        self._unsupported("ANE_EVICT_PACKED")
+
+    def status(self) -> ModelStatus:
+        """Return the cached part of PONG; never touches the device."""
+        return ModelStatus()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release native memory, contexts before models; idempotent."""
+
+    def _mismatch(self, operation: str) -> NoReturn:
+        raise EngineError(ErrorCode.OPERATION_MISMATCH, f"this model does not {operation}")
+
+    def _unsupported(self, name: str) -> NoReturn:
+        raise EngineError(ErrorCode.UNSUPPORTED_REQUEST, f"{name} is not supported by this worker")
+
+
+class Engine(ABC):
+    """One kind of worker. Constructing it and :meth:`identity` must not import the native library."""
+
+    name: ClassVar[str]
+    """HELLO engine name."""
+    serves: ClassVar[frozenset[type[Request]]]
+    """Request types beyond LOAD, UNLOAD and PING; others are drained and answer ``unsupported_request``."""
+    max_models: ClassVar[int | None] = None
+    """Models this worker may hold at once; None for any number. One more LOAD is ``config_invalid``."""
+    ref_prefix: ClassVar[str]
+    """Model refs are ``<ref_prefix>:<n>``, n counting up per process."""
+
+    @abstractmethod
+    def identity(self) -> EngineIdentity:
+        """Return what HELLO says, from package metadata and arguments only."""
+
+    @abstractmethod
+    def probe_floor(self) -> Probe:
+        """Return whether this machine can run the engine at all; opens no artifact."""
+
+    @abstractmethod
+    def load(self, request: Load, *, progress: ProgressReporter) -> Model:
+        """Verify and load one artifact; all or nothing."""
+
+    def close(self) -> None:  # noqa: B027 - an optional hook
+        """Release what outlives models; called once before exit 0."""
+
+
+SEGMENT_SERVING: frozenset[type[Request]] = frozenset({EmbedBatch, Rerank, Generate})
+"""What the llama worker serves."""
+OWNED_SERVING: frozenset[type[Request]] = frozenset({EmbedBatch, RerankSequences})
+"""What owned workers serve, before shapes and packing."""
+
+
+def refusal(request: Request) -> EngineError:
+    """Return the answer to a request type that a worker does not serve."""
+    return EngineError(ErrorCode.UNSUPPORTED_REQUEST, f"{type_name(request)} is not supported by this worker")

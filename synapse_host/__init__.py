@@ -1,0 +1,31 @@
+"""The host module: selects an engine per lane and supervises single-lane worker processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from synapse_host.config import HostConfig, Windows
+    from synapse_host.errors import SynapseError
+    from synapse_host.host import Generation, Host, SyncHost
+
+__all__ = ["Generation", "Host", "HostConfig", "SynapseError", "SyncHost", "Windows"]
+
+_HOMES = {
+    "HostConfig": "synapse_host.config",
+    "Windows": "synapse_host.config",
+    "SynapseError": "synapse_host.errors",
+    "Host": "synapse_host.host",
+    "SyncHost": "synapse_host.host",
+    "Generation": "synapse_host.host",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: `import synapse_host` stays cheap.
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(home), name)
