@@ -1,1 +1,140 @@
-"""The command line: one file per verb group."""
+"""The ``synapse`` command: one file per verb group, found through one table.
+
+A verb module offers two functions::
+
+    def configure(parser: Parser) -> None: ...           # arguments, description, examples
+    def run(args: argparse.Namespace, console: Console) -> int: ...   # exit code; raises SynapseError
+
+Only the chosen verb's module is imported, so ``synapse --help`` costs nothing but argparse. The common options
+(``--json``, ``--quiet``, ``--matrix``, ``--models-dir``, ``--runtime-dir``, ``--deadline``) are added here, not there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from synapse_host.cli.console import Console
+from synapse_host.cli.parser import Parser, UsageError, common_options, nearest
+from synapse_host.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    BundleInvalid,
+    InvalidRequest,
+    SynapseError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Verb(NamedTuple):
+    """Where a verb lives and what the page of verbs says about it."""
+
+    module: str
+    summary: str
+    group: str
+
+
+VERBS: Final[dict[str, Verb]] = {
+    "embed": Verb("synapse_host.cli.embed", "vectors of texts, in input order", "work"),
+    "rerank": Verb("synapse_host.cli.rerank", "score documents against a query", "work"),
+    "generate": Verb("synapse_host.cli.generate", "continue a prompt, or answer a chat message", "work"),
+    "build": Verb("synapse_host.cli.build", "make a model bundle from a checkpoint", "models"),
+    "models": Verb("synapse_host.cli.models", "list, find, verify and install model bundles", "models"),
+    "matrix": Verb("synapse_host.cli.matrix", "check hw_matrix.yaml; explain why a lane got its engine", "machine"),
+    "doctor": Verb(
+        "synapse_host.cli.doctor", "what this machine can run, what is wrong, and the line that fixes it", "machine"
+    ),
+    "demo": Verb("synapse_host.cli.demo", "embed, rerank, generate, and kill a worker on purpose", "machine"),
+}
+"""A verb is listed here when it works."""
+
+_GROUPS: Final = {"work": "Work", "models": "Models", "machine": "This machine"}
+
+
+def host_version() -> str:
+    """Return the installed version, or ``0+unknown`` in a tree that was never installed."""
+    try:
+        return version("synapse-workers")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def _page() -> str:
+    lines = [
+        "synapse: local inference that survives its engines.",
+        "",
+        "  synapse embed 'a text' 'another'            vectors, 384 numbers each",
+        "  synapse rerank 'a question' 'doc' 'doc'     which document answers it",
+        "  synapse doctor                              what this machine can run",
+    ]
+    for key, title in _GROUPS.items():
+        lines += ["", title]
+        lines += [f"  {name:<10} {verb.summary}" for name, verb in VERBS.items() if verb.group == key]
+    lines += [
+        "",
+        "Every verb: --help with examples, --json (one document on stdout), --quiet, --matrix FILE, --models-dir DIR,",
+        "--runtime-dir DIR, --deadline SECONDS. Exit codes: 0 ok, 1 failed, 2 usage or configuration, 3 lane",
+        "quarantined or refused, 4 hardware or engine missing, 5 deadline exceeded, 130 interrupted.",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code. No exception leaves here, and no traceback is shown to a user."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Before parsing has succeeded the flags are looked up by hand: a usage error under --json is a document too.
+    head = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    console = Console(json="--json" in head, quiet="--quiet" in head)
+    try:
+        return _dispatch(arguments, console)
+    except SynapseError as exc:
+        return console.fail(exc)
+    except KeyboardInterrupt:
+        console.note("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`synapse embed … | head`): nothing is left to say, and nowhere to say it.
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - stdout's own flush at exit must not fail again
+        return EXIT_FAILED
+    except OSError as exc:
+        place = f"{exc.filename}: " if exc.filename else ""
+        return console.fail(InvalidRequest(f"{place}{exc.strerror or exc}"))
+    except Exception as exc:  # the process boundary: a bug of ours still gets one line and an exit code
+        from engines.bundle.manifest import BundleError
+
+        if isinstance(exc, BundleError):
+            return console.fail(BundleInvalid(str(exc)))
+        if os.environ.get("SYNAPSE_DEBUG"):
+            raise
+        return console.bug(exc)
+
+
+def _dispatch(arguments: list[str], console: Console) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_page())
+        return EXIT_OK
+    if arguments[0] in ("-V", "--version"):
+        print(f"synapse {host_version()}")
+        return EXIT_OK
+    name = arguments[0]
+    verb = VERBS.get(name)
+    if verb is None:
+        raise UsageError(f"no verb {name!r}{nearest(name, VERBS)}. See them all: synapse --help")
+    module = import_module(verb.module)
+    parser = Parser(prog=f"synapse {name}", description=verb.summary[0].upper() + verb.summary[1:] + ".")
+    module.configure(parser)
+    common_options(parser)
+    try:
+        args = parser.parse_intermixed_args(arguments[1:]) if parser.intermixed else parser.parse_args(arguments[1:])
+    except SystemExit as exc:  # --help only: errors raise UsageError
+        return int(exc.code or 0)
+    console.configure(json=args.json, quiet=args.quiet)
+    code: int = module.run(args, console)
+    sys.stdout.flush()
+    return code

@@ -1,0 +1,38 @@
+"""Progress bars on a terminal. Imported only when one is shown, since rich costs start-up time."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class TerminalBar:
+    """A rich progress task behind the console's small interface."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def advance(self, amount: int = 1) -> None:
+        """Count finished work."""
+        self._progress.advance(self._task, amount)
+
+
+@contextmanager
+def terminal_bar(label: str, total: int | None, *, unit: str) -> Iterator[TerminalBar]:
+    """Show one bar on stderr; it disappears when the block ends, what matters was printed by the block."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TextColumn(f"{{task.completed:,.0f}} {unit}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=RichConsole(stderr=True), transient=True) as progress:
+        yield TerminalBar(progress, progress.add_task(label, total=total))

@@ -1,0 +1,103 @@
+"""Where a command's words go: results on stdout, remarks on stderr, colour and bars only where a person looks."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from synapse_host.errors import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from synapse_host.errors import SynapseError
+
+_CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+
+
+class Bar(Protocol):
+    """A running progress display."""
+
+    def advance(self, amount: int = 1) -> None:
+        """Count finished work."""
+
+
+class _SilentBar:
+    def advance(self, amount: int = 1) -> None:
+        pass
+
+
+class Console:
+    """One command's output. ``json`` and ``quiet`` as on the command line."""
+
+    def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
+        self.configure(json=json, quiet=quiet)
+
+    def configure(self, *, json: bool, quiet: bool) -> None:
+        """Apply the parsed flags."""
+        self.json = json
+        self.quiet = quiet
+        plain = bool(os.environ.get("NO_COLOR")) or json or os.environ.get("TERM") == "dumb"
+        self.colour = not plain and sys.stdout.isatty()
+        self.bars = not plain and not quiet and sys.stderr.isatty()
+
+    def style(self, text: str, *names: str) -> str:
+        """Return *text* in colour where stdout is a terminal."""
+        if not self.colour:
+            return text
+        return f"\x1b[{';'.join(_CODES[name] for name in names)}m{text}\x1b[0m"
+
+    def line(self, text: str = "") -> None:
+        """Print a line of the result; not under ``--json``."""
+        if not self.json:
+            print(text)
+
+    def document(self, document: dict[str, Any]) -> None:
+        """Print the JSON document, under ``--json`` only."""
+        if self.json:
+            print(jsonlib.dumps(document, ensure_ascii=False, allow_nan=False))
+
+    def note(self, text: str) -> None:
+        """Say something on stderr that is not the result."""
+        if not self.quiet and not self.json:
+            print(f"synapse: {text}", file=sys.stderr)
+
+    @contextmanager
+    def bar(self, label: str, total: int | None = None, *, unit: str = "") -> Iterator[Bar]:
+        """Show a progress bar on stderr while the block runs; silent off a terminal."""
+        if not self.bars:
+            yield _SilentBar()
+            return
+        from synapse_host.cli.bar import terminal_bar
+
+        with terminal_bar(label, total, unit=unit) as bar:
+            yield bar
+
+    def fail(self, error: SynapseError) -> int:
+        """Report a typed error and return its exit code."""
+        if self.json:
+            print(jsonlib.dumps({"error": error.to_dict()}, ensure_ascii=False, default=str))
+        else:
+            from synapse_host.cli.explanation import explain
+
+            print(f"synapse: {explain(error)}", file=sys.stderr)
+        return error.exit_code
+
+    def bug(self, exc: Exception) -> int:
+        """Report an exception that nobody foresaw: one line, exit 1."""
+        text = f"internal error: {type(exc).__name__}: {exc} (SYNAPSE_DEBUG=1 shows where)"
+        if self.json:
+            error = {
+                "code": "internal_error",
+                "class": "permanent",
+                "safe_to_retry_same_request": False,
+                "message": text,
+                "details": {},
+            }
+            print(jsonlib.dumps({"error": error}, ensure_ascii=False))
+        else:
+            print(f"synapse: {text}", file=sys.stderr)
+        return EXIT_FAILED

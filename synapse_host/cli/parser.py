@@ -1,0 +1,83 @@
+"""Argument parsing: argparse whose errors are typed and whose help reads like a page."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from synapse_host.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class UsageError(InvalidRequest):
+    """The command line makes no sense."""
+
+
+class Parser(argparse.ArgumentParser):
+    """One verb's parser. ``examples`` is printed under the options."""
+
+    def __init__(self, *, prog: str, description: str | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.intermixed = True
+        """False for a verb with sub-parsers, where options can't be mixed with positionals."""
+
+    def examples(self, text: str) -> None:
+        """Set the examples shown at the end of ``--help``."""
+        self.epilog = "examples:\n" + "\n".join(f"  {line.strip()}" for line in text.strip().splitlines())
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exiting, so that ``--json`` can print the error as a document."""
+        raise UsageError(f"{message}. See: {self.prog} --help")
+
+
+def common_options(parser: Parser) -> None:
+    """Add the options every verb takes (interfaces.md, Commands)."""
+    group = parser.add_argument_group("everywhere")
+    group.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else")
+    group.add_argument("--quiet", action="store_true", help="no progress bars and no remarks")
+    group.add_argument(
+        "--matrix",
+        type=Path,
+        metavar="FILE",
+        default=Path(env) if (env := os.environ.get("SYNAPSE_MATRIX")) else None,
+        help="hw_matrix.yaml to use (default: the packaged one; env SYNAPSE_MATRIX)",
+    )
+    group.add_argument("--models-dir", type=Path, metavar="DIR", help="where bundles live (default: the user cache)")
+    group.add_argument(
+        "--runtime-dir", type=Path, metavar="DIR", help="exclusive runtime directory (default: a private one)"
+    )
+    group.add_argument("--deadline", type=seconds, metavar="SECONDS", help="give up waiting after this long")
+
+
+def seconds(text: str) -> float:
+    """Parse a positive, finite number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value
+
+
+def count(text: str) -> int:
+    """Parse a positive integer."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 2**32 - 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for the closest known word, or nothing."""
+    match = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""
