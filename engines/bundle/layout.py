@@ -1,0 +1,154 @@
+"""Which tensors a checkpoint of each family holds, under which canonical name and in which shape.
+
+Canonical names are Hugging Face's without the leading ``bert.`` or ``model.``; matrices are (out, in). H hidden_size, I
+intermediate_size, V vocab_size, P max_position_embeddings, T type_vocab_size; N counts layers from 0.
+
+bert
+    embeddings.word_embeddings.weight (V, H) · embeddings.position_embeddings.weight (P, H)
+    embeddings.token_type_embeddings.weight (T, H) · embeddings.LayerNorm.{weight,bias} (H)
+    encoder.layer.N.attention.self.{query,key,value}.{weight (H, H),bias (H)}
+    encoder.layer.N.attention.output.dense.{weight (H, H),bias (H)} · ...attention.output.LayerNorm.{weight,bias} (H)
+    encoder.layer.N.intermediate.dense.{weight (I, H),bias (I)} · encoder.layer.N.output.dense.{weight (H, I),bias (H)}
+    encoder.layer.N.output.LayerNorm.{weight,bias} (H)
+    rerank: pooler.dense.{weight (H, H),bias (H)} · classifier.{weight (1, H),bias (1)}
+modernbert
+    embeddings.tok_embeddings.weight (V, H) · embeddings.norm.weight (H)
+    layers.N.attn_norm.weight (H; absent for N = 0) · layers.N.attn.Wo.weight (H, H)
+    layers.N.attn.Wqkv.weight (3H, H; query, key, value stacked)
+    layers.N.mlp_norm.weight (H) · layers.N.mlp.Wi.weight (2I, H; the half that is activated first, then the gate)
+    layers.N.mlp.Wo.weight (H, I) · final_norm.weight (H)
+    ``.bias`` beside each where norm_bias, attention_bias, mlp_bias say so
+    rerank: head.dense.weight (H, H) · head.norm.weight (H) · classifier.{weight (1, H),bias (1)}
+qwen3, llama (head_dim D, query heads Q, key/value heads K)
+    embed_tokens.weight (V, H) · layers.N.input_layernorm.weight (H) · layers.N.self_attn.q_proj.weight (Q·D, H)
+    layers.N.self_attn.{k_proj,v_proj}.weight (K·D, H) · layers.N.self_attn.o_proj.weight (H, Q·D)
+    layers.N.self_attn.{q_norm,k_norm}.weight (D; qwen3 only) · layers.N.post_attention_layernorm.weight (H)
+    layers.N.mlp.{gate_proj,up_proj}.weight (I, H) · layers.N.mlp.down_proj.weight (H, I) · norm.weight (H)
+    lm_head.weight (V, H): only where tie_word_embeddings is false and the task is generate or rerank
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final, Literal, TypeAlias
+
+Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "llama"]
+Task: TypeAlias = Literal["embed", "rerank", "generate"]
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+
+FAMILIES: Final[tuple[Family, ...]] = ("bert", "modernbert", "qwen3", "llama")
+
+#: Stored names that belong to a training head or a buffer and never enter a forward pass.
+_BUFFERS: Final = re.compile(r"(^|\.)(position_ids|token_type_ids|rotary_emb\.inv_freq)$|^cls\.|^decoder\.")
+#: Heads that other tasks don't use.
+_OTHER_HEADS: Final = re.compile(r"^(pooler|head|classifier)\.|^lm_head\.")
+
+
+def ignorable(name: str, task: Task) -> bool:
+    """Tell whether a tensor beyond ``required`` may be left out without changing the task's numbers."""
+    if _BUFFERS.search(name):
+        return True
+    # A tied output matrix is stored by some writers; a rerank head's unexpected part would change the score.
+    return name == "lm_head.weight" or (task != "rerank" and bool(_OTHER_HEADS.search(name)))
+
+
+def canonical(stored: str) -> str:
+    """Return a stored tensor's canonical name; LayerNorm's older ``gamma`` and ``beta`` are weight and bias."""
+    name = re.sub(r"^(bert|model)\.", "", stored)
+    return re.sub(r"LayerNorm\.(gamma|beta)$", lambda m: "LayerNorm." + ("weight" if m[1] == "gamma" else "bias"), name)
+
+
+def required(family: Family, task: Task, config: dict[str, Any]) -> Shapes:
+    """Return every tensor that the family needs for the task, with its shape, in a fixed order."""
+    if family == "bert":
+        return dict(_bert(task, config))
+    if family == "modernbert":
+        return dict(_modernbert(task, config))
+    return dict(_decoder(family, task, config))
+
+
+def layer_of(name: str) -> int | None:
+    """Return the layer a canonical name belongs to, or None."""
+    match = re.match(r"(?:encoder\.layer|layers)\.(\d+)\.", name)
+    return int(match[1]) if match else None
+
+
+_Item: TypeAlias = tuple[str, tuple[int, ...]]
+
+
+def _linear(name: str, out: int, inp: int, bias: bool = True) -> Iterator[_Item]:
+    yield f"{name}.weight", (out, inp)
+    if bias:
+        yield f"{name}.bias", (out,)
+
+
+def _norm(name: str, size: int, bias: bool = True) -> Iterator[_Item]:
+    yield f"{name}.weight", (size,)
+    if bias:
+        yield f"{name}.bias", (size,)
+
+
+def _bert(task: Task, c: dict[str, Any]) -> Iterator[_Item]:
+    hidden, ffn = c["hidden_size"], c["intermediate_size"]
+    yield "embeddings.word_embeddings.weight", (c["vocab_size"], hidden)
+    yield "embeddings.position_embeddings.weight", (c["max_position_embeddings"], hidden)
+    yield "embeddings.token_type_embeddings.weight", (c["type_vocab_size"], hidden)
+    yield from _norm("embeddings.LayerNorm", hidden)
+    for n in range(c["num_hidden_layers"]):
+        layer = f"encoder.layer.{n}"
+        for part in ("query", "key", "value"):
+            yield from _linear(f"{layer}.attention.self.{part}", hidden, hidden)
+        yield from _linear(f"{layer}.attention.output.dense", hidden, hidden)
+        yield from _norm(f"{layer}.attention.output.LayerNorm", hidden)
+        yield from _linear(f"{layer}.intermediate.dense", ffn, hidden)
+        yield from _linear(f"{layer}.output.dense", hidden, ffn)
+        yield from _norm(f"{layer}.output.LayerNorm", hidden)
+    if task == "rerank":
+        yield from _linear("pooler.dense", hidden, hidden)
+        yield from _linear("classifier", 1, hidden)
+
+
+def _modernbert(task: Task, c: dict[str, Any]) -> Iterator[_Item]:
+    hidden, ffn = c["hidden_size"], c["intermediate_size"]
+    norm_bias, attn_bias, mlp_bias = c["norm_bias"], c["attention_bias"], c["mlp_bias"]
+    yield "embeddings.tok_embeddings.weight", (c["vocab_size"], hidden)
+    yield from _norm("embeddings.norm", hidden, norm_bias)
+    for n in range(c["num_hidden_layers"]):
+        layer = f"layers.{n}"
+        if n:
+            yield from _norm(f"{layer}.attn_norm", hidden, norm_bias)
+        yield from _linear(f"{layer}.attn.Wqkv", 3 * hidden, hidden, attn_bias)
+        yield from _linear(f"{layer}.attn.Wo", hidden, hidden, attn_bias)
+        yield from _norm(f"{layer}.mlp_norm", hidden, norm_bias)
+        yield from _linear(f"{layer}.mlp.Wi", 2 * ffn, hidden, mlp_bias)
+        yield from _linear(f"{layer}.mlp.Wo", hidden, ffn, mlp_bias)
+    yield from _norm("final_norm", hidden, norm_bias)
+    if task == "rerank":
+        yield from _linear("head.dense", hidden, hidden, c["classifier_bias"])
+        yield from _norm("head.norm", hidden, norm_bias)
+        yield from _linear("classifier", 1, hidden)
+
+
+def _decoder(family: Family, task: Task, c: dict[str, Any]) -> Iterator[_Item]:
+    hidden, ffn, dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    queries, keys = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
+    attn_bias, mlp_bias = c["attention_bias"], c.get("mlp_bias", False)
+    yield "embed_tokens.weight", (c["vocab_size"], hidden)
+    for n in range(c["num_hidden_layers"]):
+        layer = f"layers.{n}"
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield from _linear(f"{layer}.self_attn.q_proj", queries, hidden, attn_bias)
+        yield from _linear(f"{layer}.self_attn.k_proj", keys, hidden, attn_bias)
+        yield from _linear(f"{layer}.self_attn.v_proj", keys, hidden, attn_bias)
+        yield from _linear(f"{layer}.self_attn.o_proj", hidden, queries, attn_bias)
+        if family == "qwen3":
+            yield f"{layer}.self_attn.q_norm.weight", (dim,)
+            yield f"{layer}.self_attn.k_norm.weight", (dim,)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+        yield from _linear(f"{layer}.mlp.gate_proj", ffn, hidden, mlp_bias)
+        yield from _linear(f"{layer}.mlp.up_proj", ffn, hidden, mlp_bias)
+        yield from _linear(f"{layer}.mlp.down_proj", hidden, ffn, mlp_bias)
+    yield "norm.weight", (hidden,)
+    if task != "embed" and not c["tie_word_embeddings"]:
+        yield "lm_head.weight", (c["vocab_size"], hidden)

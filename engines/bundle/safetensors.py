@@ -1,0 +1,290 @@
+"""The safetensors file format: a bounded header parser, a mapped reader, and a deterministic writer.
+
+Layout (the format's own page): u64 little-endian header length, a JSON object ``{name: {dtype, shape, data_offsets}}``
+with an optional ``__metadata__`` of strings, then the data buffer; offsets count from its start. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from engines.bundle.manifest import BundleError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+    FloatArray = npt.NDArray[np.float32]
+
+METADATA_KEY: Final = "__metadata__"
+MAX_HEADER: Final = 16 * 1024 * 1024
+MAX_RANK: Final = 8
+ITEM_SIZES: Final = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
+    "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+NUMPY_NAMES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a file. ``begin`` and ``end`` are byte offsets within the file (not within the data buffer)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A parsed header: tensors in file order, and the metadata strings."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+
+
+def parse_header(head: bytes, *, file_size: int, where: str) -> Header:
+    """Parse and check the first bytes of a file (8 + header length; more is ignored).
+
+    Every count is bounded before it is used, and the tensors must tile the data buffer exactly: no hole, no overlap,
+    nothing beyond the file. Raises BundleError naming *where* and the tensor.
+    """
+
+    def refuse(why: str) -> BundleError:
+        return BundleError(f"{where}: {why}; the file is damaged or not a safetensors file")
+
+    length = header_length(head, file_size=file_size, where=where)
+    raw = head[8 : 8 + length]
+    if len(raw) < length:
+        raise refuse(f"the header ends after {len(raw)} of {length} bytes")
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        obj = dict(items)
+        if len(obj) != len(items):
+            twice = next(key for key, _ in items if sum(key == other for other, _ in items) > 1)
+            raise refuse(f"{twice!r} occurs twice in the header")
+        return obj
+
+    try:
+        obj = json.loads(raw, object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as exc:
+        raise refuse(f"the header is not valid JSON ({exc})") from exc
+    if not isinstance(obj, dict):
+        raise refuse("the header is not a JSON object")
+    metadata = obj.pop(METADATA_KEY, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise refuse(f"{METADATA_KEY} must map strings to strings")
+    infos = [_tensor(name, entry, 8 + length, refuse) for name, entry in obj.items()]
+    infos.sort(key=lambda info: (info.begin, info.end))
+    position = 8 + length
+    for info in infos:
+        if info.begin != position:
+            raise refuse(f"tensor {info.name!r} starts at byte {info.begin}, expected {position}")
+        position = info.end
+    if position != file_size:
+        raise refuse(f"the tensors end at byte {position}, the file at {file_size}")
+    return Header({info.name: info for info in infos}, metadata)
+
+
+def header_length(head: bytes, *, file_size: int, where: str) -> int:
+    """Return the header's length from the first 8 bytes, checked against the bound and the file."""
+    if len(head) < 8:
+        raise BundleError(f"{where}: {file_size} bytes are too few for a safetensors file")
+    (length,) = struct.unpack_from("<Q", head)
+    if not 2 <= length <= min(MAX_HEADER, file_size - 8):
+        raise BundleError(
+            f"{where}: a header of {length} bytes can't be; the file is damaged or not a safetensors file"
+        )
+    return int(length)
+
+
+def _tensor(name: str, entry: Any, base: int, refuse: Callable[[str], BundleError]) -> TensorInfo:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise refuse(f"tensor {name!r} lacks dtype, shape or data_offsets") from None
+    numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
+    if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or len(shape) > MAX_RANK:
+        raise refuse(f"tensor {name!r} has a shape or offsets that can't be")
+    if dtype not in ITEM_SIZES:
+        raise refuse(f"tensor {name!r} has unknown dtype {dtype!r}")
+    size = math.prod(shape) * ITEM_SIZES[dtype]
+    if end - begin != size:
+        raise refuse(f"tensor {name!r} of {dtype}{shape} needs {size} bytes, its offsets give {end - begin}")
+    return TensorInfo(name, dtype, tuple(shape), base + begin, base + end)
+
+
+class SafetensorsFile:
+    """A mapped file. Tensors are read as views of the map; BF16 is widened to float32 one tensor at a time.
+
+    The map lives as long as any view of it: nothing has to be closed, and a view never dangles.
+    """
+
+    def __init__(self, header: Header, buffer: mmap.mmap, path: Path) -> None:
+        self.header = header
+        self.path = path
+        self._buffer = buffer
+
+    @classmethod
+    def open(cls, path: Path | str, *, fd: int | None = None) -> SafetensorsFile:
+        """Map *path*, or the already open descriptor *fd* (kept by the caller; *path* then only names it in errors).
+
+        Raises BundleError for anything that isn't a whole safetensors file.
+        """
+        path = Path(path)
+        try:
+            own = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)) if fd is None else fd
+        except OSError as exc:
+            raise BundleError(f"{path}: {exc.strerror or exc}") from exc
+        try:
+            size = os.fstat(own).st_size
+            if size < 10:
+                raise BundleError(f"{path}: {size} bytes are too few for a safetensors file")
+            buffer = mmap.mmap(own, size, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as exc:
+            raise BundleError(f"{path}: can't be mapped: {exc}") from exc
+        finally:
+            if fd is None:
+                os.close(own)
+        length = header_length(buffer[:8], file_size=size, where=str(path))
+        return cls(parse_header(buffer[: 8 + length], file_size=size, where=str(path)), buffer, path)
+
+    def raw(self, name: str) -> memoryview:
+        """Return a tensor's stored bytes as a read-only view of the map."""
+        info = self.header.tensors[name]
+        return memoryview(self._buffer)[info.begin : info.end]
+
+    def array(self, name: str) -> Array:
+        """Return a tensor: a read-only view, for BF16 a fresh float32 array (the exact same values)."""
+        import numpy as np
+
+        info = self.header.tensors[name]
+        if info.dtype == "BF16":
+            return widen_bf16(np.frombuffer(self.raw(name), "<u2")).reshape(info.shape)
+        if info.dtype not in NUMPY_NAMES:
+            raise BundleError(f"{self.path}: tensor {name!r} has dtype {info.dtype}, which no model here uses")
+        array = np.frombuffer(self.raw(name), NUMPY_NAMES[info.dtype]).reshape(info.shape)
+        return array if sys.byteorder == "little" else array.astype(array.dtype.newbyteorder("="))
+
+
+def widen_bf16(bits: Array) -> FloatArray:
+    """Turn bfloat16 bit patterns (uint16, any shape) into float32 of the same values."""
+    import numpy as np
+
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def narrow_bf16(array: Array) -> npt.NDArray[np.uint16]:
+    """Round float32 to bfloat16 bit patterns: nearest, ties to even; NaN stays (quiet) NaN."""
+    import numpy as np
+
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.where(nan, quiet, rounded >> np.uint32(16)).astype(np.uint16)
+
+
+def write(
+    path: Path | str,
+    tensors: Mapping[str, Array],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    dtype: str | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Write a file, one tensor in memory at a time, byte for byte the same for the same input; return its size.
+
+    ``tensors``: name -> float array. ``dtype``: F32, F16 or BF16 for all of them; None keeps each array's own (float32,
+    float16). With ``dtype`` and ``shapes`` no tensor is touched before it is written. ``progress(done, total)``: bytes
+    of data written. The order in the file is by name, so it doesn't depend on the mapping.
+    """
+    import numpy as np
+
+    path = Path(path)
+    kinds = {
+        np.dtype(np.float32): "F32",
+        np.dtype(np.float16): "F16",
+        np.dtype(np.int64): "I64",
+        np.dtype(np.int32): "I32",
+    }
+    header: dict[str, Any] = {}
+    if metadata:
+        header[METADATA_KEY] = dict(sorted(metadata.items()))
+    position = 0
+    plan: list[tuple[str, str]] = []
+    for name in sorted(tensors):
+        shape = list(shapes[name] if shapes is not None else tensors[name].shape)
+        kind = dtype or kinds.get(tensors[name].dtype)
+        if kind is None:
+            raise BundleError(f"{path}: tensor {name!r} has dtype {tensors[name].dtype}; write float32 or float16")
+        end = position + math.prod(shape) * ITEM_SIZES[kind]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [position, end]}
+        position = end
+        plan.append((name, kind))
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)  # data starts on 8 bytes, so views are aligned
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        done = 0
+        for name, kind in plan:
+            data = _encode(tensors[name], kind)
+            file.write(data)
+            done += len(data)
+            if progress is not None:
+                progress(done, position)
+    return 8 + len(raw) + position
+
+
+def _encode(array: Array, kind: str) -> memoryview:
+    import numpy as np
+
+    stored = narrow_bf16(array).astype("<u2") if kind == "BF16" else np.ascontiguousarray(array, NUMPY_NAMES[kind])
+    return stored.reshape(-1).view(np.uint8).data if stored.size else memoryview(b"")
+
+
+class MappedTensors(Mapping[str, "Array"]):
+    """Tensors of one or several files under canonical names, each read only when asked for."""
+
+    def __init__(self, places: Mapping[str, tuple[SafetensorsFile, str]]) -> None:
+        self._places = dict(places)
+
+    def __getitem__(self, name: str) -> Array:
+        file, stored = self._places[name]
+        return file.array(stored)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def info(self, name: str) -> TensorInfo:
+        """Return dtype, shape and place without touching the data."""
+        file, stored = self._places[name]
+        return file.header.tensors[stored]
+
+    def file(self, name: str) -> Path:
+        """Return the file a tensor comes from, for messages."""
+        return self._places[name][0].path
