@@ -10,20 +10,40 @@ receiving it is a RemoteProtocolError (close the transport; nothing later is val
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Final, TypeAlias, cast
+from typing import NoReturn, cast
 
 import msgspec
 from msgspec import UNSET, Struct
 
-from engines.protocol.errors import LocalProtocolError, RemoteProtocolError, VersionMismatch
-from engines.protocol.framing import LENGTH, Allocate, FrameReader, allocate_fresh, encode_frame
+from engines.protocol.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, VersionMismatch
+from engines.protocol.events import (
+    AckReceived,
+    Event,
+    HelloReceived,
+    PeerClosed,
+    ProgressReceived,
+    ReplyReceived,
+    ReplyStarted,
+    RequestReceived,
+    ShutdownReceived,
+)
+from engines.protocol.framing import (
+    LENGTH,
+    Allocate,
+    FrameReader,
+    SpentReader,
+    allocate_fresh,
+    encode_frame,
+    raw_view,
+)
 from engines.protocol.messages import (
+    DECODE_ERRORS,
     DEFAULT_MAX_FRAME,
     HELLO_MAX_FRAME,
     ITEM_BYTES,
     MAX_ITEMS,
     REPLY_TO,
+    U32_MAX,
     VERSION,
     AnyReply,
     AnyRequest,
@@ -41,142 +61,37 @@ from engines.protocol.messages import (
     Request,
     Scores,
     Shutdown,
-    Unloaded,
+    Unload,
     Vectors,
-    check,
     decode_ack,
     decode_from_host,
     decode_from_worker,
     decode_hello,
-    encode,
+    encode_checked,
     n_rows,
-    n_tokens,
     phases,
+    token_counts,
     type_name,
 )
+from engines.protocol.states import KINDS, TRANSITIONS, Kind, Role, State
 
-
-class Role(Enum):
-    """The two ends of a connection."""
-
-    HOST = "host"
-    WORKER = "worker"
-
-    @property
-    def peer(self) -> Role:
-        """The other end."""
-        return Role.WORKER if self is Role.HOST else Role.HOST
-
-
-class State(Enum):
-    """Where a connection stands."""
-
-    HELLO = "waiting for HELLO"
-    ACK = "waiting for HELLO_ACK"
-    IDLE = "idle"
-    REQUEST_PAYLOAD = "waiting for a request's raw frame"
-    BUSY = "exchange running"
-    REPLY_PAYLOAD = "waiting for a reply's raw frame"
-    STOPPING = "exchange running, shutdown sent"
-    STOPPING_PAYLOAD = "waiting for the last reply's raw frame"
-    CLOSED = "closed"
-
-
-class Kind(Enum):
-    """Classes of frames that the rules tell apart."""
-
-    HELLO = "HELLO"
-    ACK = "HELLO_ACK"
-    REQUEST = "request"
-    REQUEST_WITH_PAYLOAD = "request with raw frame"
-    PROGRESS = "PROGRESS"
-    REPLY = "reply"
-    REPLY_WITH_PAYLOAD = "reply with raw frame"
-    PAYLOAD = "raw frame"
-    SHUTDOWN = "SHUTDOWN"
-
-
-TRANSITIONS: Final[dict[tuple[State, Role, Kind], State]] = {
-    (State.HELLO, Role.WORKER, Kind.HELLO): State.ACK,
-    (State.ACK, Role.HOST, Kind.ACK): State.IDLE,
-    (State.IDLE, Role.HOST, Kind.REQUEST): State.BUSY,
-    (State.IDLE, Role.HOST, Kind.REQUEST_WITH_PAYLOAD): State.REQUEST_PAYLOAD,
-    (State.REQUEST_PAYLOAD, Role.HOST, Kind.PAYLOAD): State.BUSY,
-    (State.BUSY, Role.WORKER, Kind.PROGRESS): State.BUSY,
-    (State.BUSY, Role.WORKER, Kind.REPLY): State.IDLE,
-    (State.BUSY, Role.WORKER, Kind.REPLY_WITH_PAYLOAD): State.REPLY_PAYLOAD,
-    (State.REPLY_PAYLOAD, Role.WORKER, Kind.PAYLOAD): State.IDLE,
-    # Spec: "SHUTDOWN {} -> worker exits 0 after current request."
-    (State.IDLE, Role.HOST, Kind.SHUTDOWN): State.CLOSED,
-    (State.BUSY, Role.HOST, Kind.SHUTDOWN): State.STOPPING,
-    (State.REPLY_PAYLOAD, Role.HOST, Kind.SHUTDOWN): State.STOPPING_PAYLOAD,
-    (State.STOPPING, Role.WORKER, Kind.PROGRESS): State.STOPPING,
-    (State.STOPPING, Role.WORKER, Kind.REPLY): State.CLOSED,
-    (State.STOPPING, Role.WORKER, Kind.REPLY_WITH_PAYLOAD): State.STOPPING_PAYLOAD,
-    (State.STOPPING_PAYLOAD, Role.WORKER, Kind.PAYLOAD): State.CLOSED,
-}
-"""(state, sender, kind of frame) -> next state. What is not here is a violation."""
-
-
-class HelloReceived(Struct, frozen=True):
-    """Host: a well-formed HELLO of the right version; the host checks nonce, peer and identity, then sends ACK."""
-
-    hello: Hello
-
-
-class AckReceived(Struct, frozen=True):
-    """Worker: accepted; ``max_frame`` is in force."""
-
-    ack: HelloAck
-
-
-class RequestReceived(Struct, frozen=True):
-    """Worker: a request with its whole payload. The payload's length is not compared with the header's counts: a
-    mismatch is the request's fault (``invalid_request``), not the stream's.
-    """
-
-    request: AnyRequest
-    payload: memoryview | None
-
-
-class ShutdownReceived(Struct, frozen=True):
-    """Worker: leave the loop and exit 0."""
-
-
-class ProgressReceived(Struct, frozen=True):
-    """Host: validated progress of the running exchange."""
-
-    progress: Progress
-
-
-class ReplyStarted(Struct, frozen=True):
-    """Host: a terminal header whose raw frame is still on its way; renews the silence window once."""
-
-    reply: Vectors | Scores
-
-
-class ReplyReceived(Struct, frozen=True):
-    """Host: the exchange is over and drained."""
-
-    request: AnyRequest
-    reply: AnyReply
-    payload: memoryview | None
-
-
-class PeerClosed(Struct, frozen=True):
-    """The peer closed the stream between two frames."""
-
-
-Event: TypeAlias = (
-    HelloReceived
-    | AckReceived
-    | RequestReceived
-    | ShutdownReceived
-    | ProgressReceived
-    | ReplyStarted
-    | ReplyReceived
-    | PeerClosed
-)
+__all__ = [
+    "KINDS",
+    "TRANSITIONS",
+    "AckReceived",
+    "Connection",
+    "Event",
+    "HelloReceived",
+    "Kind",
+    "PeerClosed",
+    "ProgressReceived",
+    "ReplyReceived",
+    "ReplyStarted",
+    "RequestReceived",
+    "Role",
+    "ShutdownReceived",
+    "State",
+]
 
 
 class Connection:
@@ -199,14 +114,16 @@ class Connection:
         self.engine = engine
         self.request: AnyRequest | None = None
         self.completed = 0
+        self._peer = role.peer
         self._phases: tuple[Phase, ...] = ()
         self._phase_index = 0
         self._header: Vectors | Scores | None = None
+        self._expected = 0
         self._started = False
         self._pending: AnyRequest | None = None
         self._dims: dict[str, int] = {}
-        # Spec (protocol-v3, 1): HELLO is read under min(64 KiB, own maximum).
-        self._reader = FrameReader(max_frame=min(HELLO_MAX_FRAME, max_frame), allocate=allocate)
+        # Spec (protocol-v3, 1): HELLO is read under min(64 KiB, own maximum). The ACK is no larger.
+        self._reader: FrameReader = FrameReader(max_frame=min(HELLO_MAX_FRAME, max_frame), allocate=allocate)
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
@@ -231,7 +148,8 @@ class Connection:
     def receive(self, data: Buffer) -> list[Event]:
         """Feed bytes from the peer and return the events they complete; handle each before feeding more.
 
-        Raises RemoteProtocolError once; close the transport, nothing later is valid.
+        Raises RemoteProtocolError once; close the transport, nothing later is valid. Events that the same bytes
+        completed before the violation are lost with it: a shell that wants them pulls :meth:`next_event` itself.
         """
         events: list[Event] = []
         view = memoryview(data)
@@ -246,66 +164,67 @@ class Connection:
         return events
 
     def receive_eof(self) -> PeerClosed:
-        """Record the end of the stream: PeerClosed between two frames, RemoteProtocolError inside one."""
-        torn = self.mid_frame
+        """Record the end of the stream: PeerClosed between two frames, RemoteProtocolError inside one.
+
+        Between two frames also means: between a header and its raw frame. What an EOF costs is the owner's rule: a
+        worker exits 0, a host with an exchange open counts a crash.
+        """
+        if self.mid_frame:
+            self._fail(RemoteProtocolError("the stream ended inside a frame"))
         self.state = State.CLOSED
-        if torn:
-            raise RemoteProtocolError("the stream ended inside a frame")
         return PeerClosed()
 
     def next_event(self) -> Event | None:
         """Return the next event in what has arrived, or None when more bytes are needed.
 
-        Raises RemoteProtocolError; the connection is closed then.
+        Raises RemoteProtocolError once; the connection is closed then and takes no notice of anything later.
         """
         try:
             return self._next_event()
-        except RemoteProtocolError:
-            self.state = State.CLOSED
-            raise
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-            expected = "HELLO" if self.state is State.HELLO else "control frame"
-            self.state = State.CLOSED
-            raise RemoteProtocolError(f"malformed {expected}: {exc}") from exc
+        except RemoteProtocolError as exc:
+            self._fail(exc)
+        except DECODE_ERRORS as exc:
+            self._fail(RemoteProtocolError(f"malformed frame while {self.state.value}: {exc}"), exc)
+
+    def _fail(self, error: RemoteProtocolError, cause: BaseException | None = None) -> NoReturn:
+        self.state = State.CLOSED
+        self._reader = SpentReader()
+        if cause is None:
+            raise error
+        raise error from cause
 
     def _next_event(self) -> Event | None:
         reader = self._reader
         state = self.state
-        if state is State.REPLY_PAYLOAD or state is State.STOPPING_PAYLOAD:
-            if self.role is Role.HOST:
-                return self._reply_payload()
-        elif state is State.REQUEST_PAYLOAD and self.role is Role.WORKER:
-            payload = reader.next_frame(raw=True)
-            if payload is None:
-                return None
-            self._advance(Kind.PAYLOAD)
-            request = cast(AnyRequest, self._pending)
-            self._open(request)
-            return RequestReceived(request, payload)
-        if state is State.CLOSED:
-            if reader.at_boundary:
-                return None
-            raise RemoteProtocolError("data after the end of the connection")
-        frame = reader.next_frame(raw=False)
-        if frame is None:
-            return None
         if self.role is Role.HOST:
+            if state is State.BUSY or state is State.IDLE or state is State.STOPPING:
+                frame = reader.next_frame(raw=False)
+                return None if frame is None else self._from_worker(decode_from_worker(frame))
+            if state is State.REPLY_PAYLOAD or state is State.STOPPING_PAYLOAD:
+                return self._reply_payload()
             if state is State.HELLO:
-                return self._hello(decode_hello(frame))
+                frame = reader.next_frame(raw=False)
+                return None if frame is None else self._hello(decode_hello(frame))
+        else:
+            if state is State.IDLE or state is State.BUSY or state is State.STOPPING:
+                frame = reader.next_frame(raw=False)
+                return None if frame is None else self._from_host(decode_from_host(frame))
+            if state is State.REQUEST_PAYLOAD:
+                return self._request_payload()
             if state is State.ACK:
-                raise RemoteProtocolError("the worker sent a frame before HELLO_ACK")
-            return self._from_worker(decode_from_worker(frame))
-        if state is State.ACK:
-            return self._ack(decode_ack(frame))
-        if state is State.HELLO:
-            raise RemoteProtocolError("the host sent a frame before HELLO")
-        return self._from_host(decode_from_host(frame))
+                frame = reader.next_frame(raw=False)
+                return None if frame is None else self._ack(decode_ack(frame))
+        # What is left: the peer has nothing to say in this state. Spec: "Anything else before HELLO_ACK = protocol
+        # violation", so the first byte is one already.
+        if reader.at_boundary:
+            return None
+        raise RemoteProtocolError(f"data from the {self._peer.value} while {state.value}")
 
     def _advance(self, kind: Kind) -> None:
         """Move on a frame from the peer."""
-        following = TRANSITIONS.get((self.state, self.role.peer, kind))
+        following = TRANSITIONS.get((self.state, self._peer, kind))
         if following is None:
-            raise RemoteProtocolError(f"{kind.value} from the {self.role.peer.value} while {self.state.value}")
+            raise RemoteProtocolError(f"{kind.value} from the {self._peer.value} while {self.state.value}")
         self.state = following
 
     def _hello(self, hello: Hello) -> Event:
@@ -332,42 +251,52 @@ class Connection:
         return AckReceived(ack)
 
     def _from_host(self, message: FromHost) -> Event | None:
+        self._advance(KINDS[type(message)])
         if isinstance(message, Shutdown):
-            self._advance(Kind.SHUTDOWN)
             return ShutdownReceived()
         if message.payload is None:
-            self._advance(Kind.REQUEST)
             self._open(message)
             return RequestReceived(message, None)
-        self._advance(Kind.REQUEST_WITH_PAYLOAD)
         self._pending = message
-        return self._next_event()
+        return self._request_payload()
+
+    def _request_payload(self) -> Event | None:
+        # Any length is read: the worker drains the raw frame even of a request it refuses.
+        payload = self._reader.next_frame(raw=True)
+        if payload is None:
+            return None
+        request = cast(AnyRequest, self._pending)
+        self._pending = None
+        self._advance(Kind.PAYLOAD)
+        self._open(request)
+        return RequestReceived(request, payload)
 
     def _from_worker(self, message: FromWorker) -> Event | None:
+        self._advance(KINDS[type(message)])
         if isinstance(message, Progress):
-            self._advance(Kind.PROGRESS)
-            self._check_progress(message, RemoteProtocolError)
+            index = self._check_progress(message, RemoteProtocolError)
+            self._phase_index, self.completed = index, message.completed
             return ProgressReceived(message)
+        expected = self._check_reply(message, RemoteProtocolError)
         if message.payload is None:
-            self._advance(Kind.REPLY)
-            self._check_reply(message, RemoteProtocolError)
             return self._close_exchange(message, None)
-        self._advance(Kind.REPLY_WITH_PAYLOAD)
-        self._check_reply(message, RemoteProtocolError)
+        if expected > self.max_frame:
+            raise RemoteProtocolError(f"{type_name(message)} promises {expected} bytes, max_frame is {self.max_frame}")
         self._header = cast(Vectors | Scores, message)
+        self._expected = expected
         self._started = False
         return self._reply_payload()
 
     def _reply_payload(self) -> Event | None:
         header = cast(Vectors | Scores, self._header)
-        payload = self._reader.next_frame(raw=True, exact=self._payload_bytes(header))
+        payload = self._reader.next_frame(raw=True, exact=self._expected)
         if payload is None:
             if self._started:
                 return None
             self._started = True
             return ReplyStarted(header)
-        self._advance(Kind.PAYLOAD)
         self._header = None
+        self._advance(Kind.PAYLOAD)
         return self._close_exchange(header, payload)
 
     # --- sending -----------------------------------------------------------------------------------------------------
@@ -375,64 +304,99 @@ class Connection:
     def send(self, message: Hello | HelloAck | Message, payload: Buffer | None = None) -> list[Buffer]:
         """Return the buffers that carry *message* and its raw *payload*, to be written without a gap.
 
-        The first buffer holds every length prefix and header, the second (if any) is *payload* itself, uncopied.
+        The first buffer holds every length prefix and header, the second (if any) shows *payload* itself, uncopied:
+        leave it unchanged until written. *payload* is any buffer that :func:`framing.raw_view` accepts.
         Raises LocalProtocolError before anything may be written; the state is then unchanged.
         """
-        kind = _kind(message)
+        kind = KINDS.get(type(message))
+        if kind is None:
+            raise LocalProtocolError(f"{type(message).__name__} is not a frame of this protocol")
         following = TRANSITIONS.get((self.state, self.role, kind))
         if following is None:
             raise LocalProtocolError(f"{type_name(message)} can't be sent while {self.state.value}")
         dtype = message.payload if isinstance(message, Message) else None
         if (dtype is None) != (payload is None):
             raise LocalProtocolError(f"{type_name(message)} {'takes no' if dtype is None else 'needs its'} raw frame")
-        if isinstance(message, Message):
-            try:
-                check(message)
-            except msgspec.ValidationError as exc:
-                raise LocalProtocolError(f"{type_name(message)}: {exc}") from exc
+        try:
+            body = encode_checked(message)
+        except msgspec.ValidationError as exc:
+            raise LocalProtocolError(f"{type_name(message)}: {exc}") from exc
+        raw = None if payload is None or dtype is None else raw_view(payload, dtype)
+        index = 0
+        limit = self.max_frame
         if isinstance(message, Request):
-            self._check_request(message, payload)
+            if raw is not None:
+                self._check_request(message, raw.nbytes)
         elif isinstance(message, Progress):
-            self._check_progress(message, LocalProtocolError)
+            index = self._check_progress(message, LocalProtocolError)
         elif isinstance(message, Reply):
-            self._check_reply(message, LocalProtocolError)
-            if payload is not None and _size(payload) != self._payload_bytes(cast(Vectors | Scores, message)):
-                raise LocalProtocolError(f"raw frame of {_size(payload)} bytes does not fit {type_name(message)}")
-        limit = min(HELLO_MAX_FRAME, self.max_frame) if isinstance(message, Hello) else self.max_frame
-        head = encode_frame(encode(message), max_frame=limit)
+            expected = self._check_reply(message, LocalProtocolError)
+            if raw is not None and raw.nbytes != expected:
+                raise LocalProtocolError(
+                    f"raw frame of {raw.nbytes} bytes where {type_name(message)} promises {expected}"
+                )
+        elif not isinstance(message, Shutdown):
+            limit = self._check_handshake(message)
+        head = encode_frame(body, max_frame=limit)
         buffers: list[Buffer] = [head]
-        if payload is not None:
-            size = _size(payload)
-            if size > self.max_frame:
-                raise LocalProtocolError(f"frame length {size} exceeds max {self.max_frame}")
-            buffers = [head + LENGTH.pack(size), payload] if size else [head + LENGTH.pack(0)]
+        if raw is not None:
+            if raw.nbytes > limit:
+                raise LocalProtocolError(f"frame length {raw.nbytes} exceeds max {limit}")
+            buffers[0] = head + LENGTH.pack(raw.nbytes)
+            if raw.nbytes:
+                buffers.append(raw)
             following = TRANSITIONS[(following, self.role, Kind.PAYLOAD)]
-        self._sent(message)
         self.state = following
-        return buffers
-
-    def _sent(self, message: Hello | HelloAck | Message) -> None:
         if isinstance(message, Request):
             self._open(cast(AnyRequest, message))
+        elif isinstance(message, Progress):
+            self._phase_index, self.completed = index, message.completed
         elif isinstance(message, Reply):
             self._close_exchange(cast(AnyReply, message), None)
-        elif isinstance(message, Hello):
+        elif not isinstance(message, Shutdown):
+            self._greeted(message)
+        return buffers
+
+    def _check_handshake(self, message: Struct) -> int:
+        """Refuse a HELLO or ACK that doesn't say what this end will do; return the limit of its frame."""
+        if isinstance(message, Hello):
+            if message.v != VERSION or not 1 <= message.max_frame <= self.max_frame:
+                raise LocalProtocolError(
+                    f"HELLO must name version {VERSION} and a max_frame of 1 to {self.max_frame},"
+                    f" not {message.v} and {message.max_frame}"
+                )
+            return min(HELLO_MAX_FRAME, self.max_frame)
+        ack = cast(HelloAck, message)
+        # Spec (protocol-v3, 1 and 2): ACK names min(host, worker); "accept:false is never sent".
+        if ack.v != VERSION or not ack.accept or ack.max_frame != self.max_frame:
+            raise LocalProtocolError(
+                f"HELLO_ACK must accept version {VERSION} with a max_frame of {self.max_frame},"
+                f" not {ack.v}, {ack.accept} and {ack.max_frame}"
+            )
+        return HELLO_MAX_FRAME  # the negotiated value rules from here on, not yet this frame
+
+    def _greeted(self, message: Struct) -> None:
+        if isinstance(message, Hello):
             self.engine = message.engine.engine
             self.max_frame = message.max_frame
-        elif isinstance(message, HelloAck):
-            self.max_frame = self._reader.max_frame = message.max_frame
+        else:
+            self._reader.max_frame = self.max_frame
 
-    def _check_request(self, request: Request, payload: Buffer | None) -> None:
-        if payload is None:
-            return
-        size = _size(payload)
+    @staticmethod
+    def _check_request(request: Request, size: int) -> None:
         if size % ITEM_BYTES:
             raise LocalProtocolError(f"i32 frame length {size} is not divisible by {ITEM_BYTES}")
-        expected = n_tokens(request)
-        if expected is not None and size != expected * ITEM_BYTES:
+        rows = n_rows(request)
+        if rows > MAX_ITEMS:
+            raise LocalProtocolError(f"{rows} items in one exchange, at most {MAX_ITEMS}")
+        counts = token_counts(request)
+        if counts is None:
+            return
+        if counts and min(counts) < 0:
+            raise LocalProtocolError(f"a row of {min(counts)} tokens")
+        expected = sum(counts)
+        if size != expected * ITEM_BYTES:
             raise LocalProtocolError(f"raw frame of {size} bytes where the header counts {expected} ids")
-        if n_rows(request) > MAX_ITEMS:
-            raise LocalProtocolError(f"{n_rows(request)} items in one exchange, at most {MAX_ITEMS}")
 
     # --- rules of an exchange, the same for both ends -----------------------------------------------------------------
 
@@ -447,63 +411,49 @@ class Connection:
         self.request = None
         if isinstance(reply, Loaded):
             self._dims[reply.model_ref] = reply.dims
-        elif isinstance(reply, Unloaded):
-            self._dims.pop(getattr(request, "model_ref", ""), None)
+        elif isinstance(request, Unload) and (not isinstance(reply, Err) or reply.code == ErrorCode.MODEL_NOT_LOADED):
+            # protocol-v3, 3: an UNLOAD answered with model_not_loaded counts as done.
+            self._dims.pop(request.model_ref, None)
         return ReplyReceived(request, reply, payload)
 
-    def _payload_bytes(self, reply: Vectors | Scores) -> int:
-        rows = n_rows(cast(Request, self.request))
-        width = reply.dims if isinstance(reply, Vectors) else 1
-        return rows * width * ITEM_BYTES
-
-    def _check_progress(self, progress: Progress, error: type[Exception]) -> None:
+    def _check_progress(self, progress: Progress, error: type[Exception]) -> int:
+        """Return the index of the phase that *progress* moves to."""
         request = cast(AnyRequest, self.request)
         if progress.req_id != request.req_id:
             raise error(f"PROGRESS for {progress.req_id!r} while {request.req_id!r} runs")
         # Spec: "counters strictly increase for completed work", so equal is wrong too.
         if progress.completed <= self.completed:
             raise error(f"progress {progress.completed} after {self.completed}")
-        if progress.phase not in self._phases[self._phase_index :]:
-            accepted = ", ".join(phase.value for phase in self._phases[self._phase_index :])
-            raise error(f"phase {progress.phase.value} in {type_name(request)}, accepted now: {accepted}")
-        self._phase_index = self._phases.index(progress.phase)
-        self.completed = progress.completed
+        for index in range(self._phase_index, len(self._phases)):
+            if progress.phase is self._phases[index]:
+                return index
+        accepted = ", ".join(phase.value for phase in self._phases[self._phase_index :])
+        raise error(f"phase {progress.phase} in {type_name(request)}, accepted now: {accepted}")
 
-    def _check_reply(self, reply: Reply, error: type[Exception]) -> None:
+    def _check_reply(self, reply: Reply, error: type[Exception]) -> int:
+        """Return how many bytes the raw frame behind *reply* must have."""
         request = cast(AnyRequest, self.request)
-        req_id = getattr(reply, "req_id", UNSET)
-        if req_id is not UNSET and req_id != request.req_id:
-            raise error(f"{type_name(reply)} for {req_id!r} while {request.req_id!r} runs")
-        if isinstance(reply, Err):
-            return
-        if type(reply) is not REPLY_TO[type(request)]:
+        kind = type(reply)
+        if kind is Err:
+            req_id = cast(Err, reply).req_id
+            if req_id is not UNSET and req_id != request.req_id:
+                raise error(f"ERR for {req_id!r} while {request.req_id!r} runs")
+            return 0
+        if kind is not REPLY_TO[type(request)]:
             raise error(f"{type_name(reply)} in answer to {type_name(request)}")
+        answered = cast(AnyReply, reply).req_id
+        if answered != request.req_id:
+            raise error(f"{type_name(reply)} for {answered!r} while {request.req_id!r} runs")
         if isinstance(reply, Vectors):
-            if reply.n != n_rows(request):
-                raise error(f"VECTORS names {reply.n} rows for {n_rows(request)} items")
+            rows = n_rows(request)
+            if reply.n != rows:
+                raise error(f"VECTORS names {reply.n} rows for {rows} items")
             known = self._dims.get(getattr(request, "model_ref", ""))
-            if reply.dims == 0 or (known is not None and reply.dims != known):
+            if not 1 <= reply.dims <= U32_MAX or (known is not None and reply.dims != known):
                 raise error(f"VECTORS names {reply.dims} dims, the model has {known}")
-        elif isinstance(reply, Loaded) and reply.dims == 0:
+            return rows * reply.dims * ITEM_BYTES
+        if kind is Scores:
+            return n_rows(request) * ITEM_BYTES
+        if isinstance(reply, Loaded) and reply.dims == 0:
             raise error("LOADED names 0 dims")
-
-
-def _size(payload: Buffer) -> int:
-    return payload.nbytes if isinstance(payload, memoryview) else len(payload)
-
-
-def _kind(message: Hello | HelloAck | Message) -> Kind:
-    match message:
-        case Hello():
-            return Kind.HELLO
-        case HelloAck():
-            return Kind.ACK
-        case Progress():
-            return Kind.PROGRESS
-        case Shutdown():
-            return Kind.SHUTDOWN
-        case Request():
-            return Kind.REQUEST if message.payload is None else Kind.REQUEST_WITH_PAYLOAD
-        case Reply():
-            return Kind.REPLY if message.payload is None else Kind.REPLY_WITH_PAYLOAD
-    raise LocalProtocolError(f"{type_name(message)} is not a frame of this protocol")
+        return 0

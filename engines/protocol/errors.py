@@ -60,6 +60,8 @@ class EngineError(Exception):
     """A request failed and the worker lives: it becomes an ERR frame and is never a strike."""
 
     def __init__(self, code: ErrorCode, msg: str) -> None:
+        # Paths and library messages may hold undecodable bytes (surrogates); JSON can't, and an ERR must always leave.
+        msg = msg.encode("utf-8", "backslashreplace").decode("utf-8")
         super().__init__(f"{code.value}: {msg}")
         self.code = code
         self.msg = msg

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from engines.protocol.errors import LocalProtocolError, RemoteProtocolError
-from engines.protocol.messages import Buffer
+from engines.protocol.messages import ITEM_BYTES, Buffer, Dtype
 
 LENGTH: Final = struct.Struct("<I")
 STAGING_BYTES: Final = 64 * 1024
@@ -46,6 +46,29 @@ def encode_frame(payload: Buffer, *, max_frame: int) -> bytes:
     return LENGTH.pack(size) + payload
 
 
+_FORMATS: Final[dict[Dtype, str]] = {"<i4": "Bbcil", "<f4": "Bbcf"}
+"""Buffer formats a raw frame may be made of: plain bytes, or elements of the frame's own dtype."""
+
+
+def raw_view(payload: Buffer, dtype: Dtype) -> memoryview:
+    """Return the bytes of *payload* as one flat view, uncopied: what a raw frame of *dtype* may be sent from.
+
+    Accepted is every C-contiguous buffer of plain bytes or of native 4-byte elements of that dtype, read-only or not,
+    of any shape, also empty. Raises LocalProtocolError for the rest: sliced, transposed, big-endian, float64, a list.
+    """
+    try:
+        view = memoryview(payload)
+    except (TypeError, ValueError, BufferError) as exc:
+        raise LocalProtocolError(f"a raw frame needs a buffer, not {type(payload).__name__}: {exc}") from exc
+    if view.format not in _FORMATS[dtype] or (view.itemsize != ITEM_BYTES and view.format in "ilf"):
+        raise LocalProtocolError(f"a raw {dtype} frame can't be made of elements of format {view.format!r}")
+    if not view.c_contiguous:
+        raise LocalProtocolError("a raw frame needs a C-contiguous buffer: copy it first (numpy.ascontiguousarray)")
+    if view.nbytes == 0:
+        return memoryview(b"")  # a view with a zero in its shape can't be cast
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
 class FrameReader:
     """Cuts the peer's byte stream into frame payloads. It knows lengths, not meanings.
 
@@ -73,7 +96,8 @@ class FrameReader:
             return self._large[self._filled :]
         if self._start == self._end:
             self._start = self._end = 0
-        elif self._start and self._end == STAGING_BYTES:
+        elif self._start > STAGING_BYTES // 2:
+            # A frame that was cut near the end moves to the front, so that the rest arrives in one read.
             rest = self._end - self._start
             self._staging[:rest] = self._staging[self._start : self._end]
             self._start, self._end = 0, rest
@@ -122,3 +146,13 @@ class FrameReader:
             self._start = self._end = 0
             self._large, self._filled = own, arrived
         return None
+
+
+class SpentReader(FrameReader):
+    """Takes the place of a reader whose stream can't be trusted any more: swallows bytes and finds no frame."""
+
+    def __init__(self) -> None:
+        super().__init__(max_frame=0)
+
+    def buffer_updated(self, count: int) -> None:
+        """Forget what arrived."""

@@ -2,7 +2,7 @@
 
 Field names, tags and types are those of the seed and of protocol-v3 section 3. Optional fields are omitted, never
 null (``UNSET``). Unknown fields are refused everywhere but in HELLO. msgspec's own bounds stop at int64, so the u64
-ceilings and the limits in bytes are checked by :func:`check`, which both :func:`encode` and :func:`decode` apply.
+ceilings and the limits in bytes are checked by :func:`check`, which sending and receiving both apply.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ CUDA_ENGINE: Final = "owned-cuda"
 OWNED_ENGINES: Final = frozenset({ANE_ENGINE, CUDA_ENGINE})
 """Workers that report manifest_digest and kernel_revision and serve RERANK_SEQUENCES instead of RERANK."""
 
+Byte = Annotated[int, Meta(ge=0, le=255)]
 U32 = Annotated[int, Meta(ge=0, le=U32_MAX)]
 U64 = Annotated[int, Meta(ge=0)]
 Identifier = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -72,6 +73,11 @@ class EngineInfo(Struct, frozen=True):
     version: str
     build_flags: dict[str, str] | UnsetType = UNSET
 
+    def __post_init__(self) -> None:
+        """Spec (protocol-v3, 2): ``build_flags`` is omitted when empty."""
+        if not self.build_flags:
+            msgspec.structs.force_setattr(self, "build_flags", UNSET)
+
 
 class PackedCapability(Struct, frozen=True):
     """HELLO's ``packed``: which fixed widths several rows may share, and how many rows."""
@@ -84,7 +90,7 @@ class PackedCapability(Struct, frozen=True):
 class Hello(Struct, frozen=True):
     """The worker's first frame. Unknown extra fields are ignored (the original's decode worker sends one)."""
 
-    v: int
+    v: Byte
     nonce: str
     engine: EngineInfo
     pid: U32
@@ -97,7 +103,7 @@ class Hello(Struct, frozen=True):
 class HelloAck(Struct, frozen=True, forbid_unknown_fields=True):
     """The host's answer; ``max_frame`` rules both directions from then on."""
 
-    v: int
+    v: Byte
     accept: bool
     max_frame: U32
 
@@ -266,6 +272,11 @@ class Text(Reply, frozen=True, tag="TEXT"):
     finish_reason: FinishReason
     generated_token_ids: list[U32] | UnsetType = UNSET
 
+    def __post_init__(self) -> None:
+        """Spec (protocol-v3, 3): ``generated_token_ids`` is omitted when empty."""
+        if not self.generated_token_ids:
+            msgspec.structs.force_setattr(self, "generated_token_ids", UNSET)
+
 
 class Unloaded(Reply, frozen=True, tag="UNLOADED"):
     """The model is gone."""
@@ -357,65 +368,95 @@ SERVING: Final = frozenset({EmbedBatch, Rerank, RerankSequences, Generate})
 """Requests that do inference: they take an execution permit, and only their success clears strikes."""
 
 
+_SETUP: Final = (Phase.SETUP,)
+_INFERENCE: Final = (Phase.INFERENCE,)
+_CONTROL: Final = (Phase.CONTROL,)
+_SWITCHING: Final = (Phase.SETUP, Phase.INFERENCE)
+_PHASES: Final[dict[type[Request], tuple[Phase, ...]]] = {
+    Load: _SETUP,
+    AneAdmitShape: _SETUP,
+    AneAdmitPacked: _SETUP,
+    AneEvictShape: _CONTROL,
+    AneEvictPacked: _CONTROL,
+    Unload: _CONTROL,
+    Ping: _CONTROL,
+    EmbedBatch: _INFERENCE,
+    Rerank: _INFERENCE,
+    RerankSequences: _INFERENCE,
+    Generate: _INFERENCE,
+}
+
+
 def phases(request: type[Request], engine: str) -> tuple[Phase, ...]:
     """Return the phases an exchange passes through, in order; the first one is where it starts.
 
     Protocol-v3 section 4: only ``owned-cuda`` starts an inference exchange in ``setup``, and never goes back.
     """
-    if request in SERVING:
-        return (Phase.SETUP, Phase.INFERENCE) if engine == CUDA_ENGINE else (Phase.INFERENCE,)
-    if request in (Load, AneAdmitShape, AneAdmitPacked):
-        return (Phase.SETUP,)
-    return (Phase.CONTROL,)
+    found = _PHASES[request]
+    return _SWITCHING if found is _INFERENCE and engine == CUDA_ENGINE else found
+
+
+def token_counts(request: Request) -> list[int] | None:
+    """Return the lengths of the token rows in a request's raw frame, in order, or None where the header names none."""
+    if isinstance(request, EmbedBatch):
+        return [item.n_tokens for item in request.items]
+    if isinstance(request, Rerank):
+        return [request.query_n_tokens, *[segment.n_tokens for segment in request.candidates]]
+    if isinstance(request, RerankSequences):
+        return [segment.n_tokens for segment in request.sequences]
+    return None
 
 
 def n_tokens(request: Request) -> int | None:
     """Return how many ids the raw frame must hold by the header's own count, or None where it doesn't say."""
-    match request:
-        case EmbedBatch():
-            return sum(item.n_tokens for item in request.items)
-        case Rerank():
-            return request.query_n_tokens + sum(segment.n_tokens for segment in request.candidates)
-        case RerankSequences():
-            return sum(segment.n_tokens for segment in request.sequences)
-        case _:
-            return None
+    counts = token_counts(request)
+    return None if counts is None else sum(counts)
 
 
 def n_rows(request: Request) -> int:
     """Return how many rows the reply of a serving request describes (0 for other requests)."""
-    match request:
-        case EmbedBatch():
-            return len(request.items)
-        case Rerank():
-            return len(request.candidates)
-        case RerankSequences():
-            return len(request.sequences)
-        case _:
-            return 0
+    if isinstance(request, EmbedBatch):
+        return len(request.items)
+    if isinstance(request, Rerank):
+        return len(request.candidates)
+    if isinstance(request, RerankSequences):
+        return len(request.sequences)
+    return 0
 
 
-_U64_FIELDS: Final[dict[type, tuple[str, ...]]] = {
+_U64_FIELDS: Final[dict[type[Struct], tuple[str, ...]]] = {
     Progress: ("completed",),
     Loaded: ("cold_load_ms",),
     Vectors: ("n",),
     Pong: ("rss_mb", "models_loaded"),
 }
+_NO_FIELDS: Final = ()
+_POOLINGS: Final = frozenset(Pooling)
+
+
+def _too_long(text: str) -> bool:
+    # The types count characters, the rule counts bytes; for ASCII both are the same.
+    return not text.isascii() and len(text.encode("utf-8", "surrogatepass")) > 64
 
 
 def check(message: Message) -> None:
     """Apply the limits that msgspec's types can't express; raise :class:`msgspec.ValidationError`."""
     req_id = getattr(message, "req_id", UNSET)
-    if isinstance(req_id, str) and not 1 <= len(req_id.encode("utf-8", "surrogatepass")) <= 64:
+    if req_id is not UNSET and _too_long(req_id):
         raise msgspec.ValidationError("req_id must have 1 to 64 bytes")
-    for name in _U64_FIELDS.get(type(message), ()):
+    kind = type(message)
+    for name in _U64_FIELDS.get(kind, _NO_FIELDS):
         if getattr(message, name) > U64_MAX:
             raise msgspec.ValidationError(f"{name} is above the u64 range")
     if isinstance(message, EmbedBatch):
+        if message.pooling not in _POOLINGS:
+            raise msgspec.ValidationError(f"pooling {message.pooling!r} is none of {', '.join(_POOLINGS)}")
         for item in message.items:
-            if not item.id.isascii() and len(item.id.encode("utf-8", "surrogatepass")) > 64:
+            if _too_long(item.id):
                 raise msgspec.ValidationError("item id must have 1 to 64 bytes")
 
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _encoder = msgspec.json.Encoder()
 _from_host: msgspec.json.Decoder[FromHost] = msgspec.json.Decoder(FromHost)
@@ -423,36 +464,67 @@ _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker
 _hello: msgspec.json.Decoder[Hello] = msgspec.json.Decoder(Hello)
 _ack: msgspec.json.Decoder[HelloAck] = msgspec.json.Decoder(HelloAck)
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
-
 
 def encode(message: Hello | HelloAck | Message) -> bytes:
-    """Return the JSON bytes of a control frame."""
+    """Return the JSON bytes of a control frame: fields in the order of the type, the tag first, no spaces."""
     return _encoder.encode(message)
 
 
 def decode_from_host(data: Buffer) -> FromHost:
-    """Decode what a worker reads after the handshake; raise :class:`msgspec.DecodeError` (or ValidationError)."""
+    """Decode what a worker reads after the handshake; raise :data:`DECODE_ERRORS`."""
     message = _from_host.decode(data)
     check(message)
     return message
 
 
 def decode_from_worker(data: Buffer) -> FromWorker:
-    """Decode what a host reads after the handshake; raise :class:`msgspec.DecodeError` (or ValidationError)."""
+    """Decode what a host reads after the handshake; raise :data:`DECODE_ERRORS`."""
     message = _from_worker.decode(data)
     check(message)
     return message
 
 
 def decode_hello(data: Buffer) -> Hello:
-    """Decode HELLO. ``v`` must be a JSON integer: ``3.0``, ``"3"`` and ``true`` are refused."""
+    """Decode HELLO. ``v`` must be a JSON integer in a byte: ``3.0``, ``"3"``, ``true`` and 256 are refused."""
+    # The decoder skips what it doesn't know without looking at its encoding; JSON text is UTF-8 as a whole.
+    bytes(data).decode("utf-8")
     return _hello.decode(data)
 
 
 def decode_ack(data: Buffer) -> HelloAck:
     """Decode HELLO_ACK."""
     return _ack.decode(data)
+
+
+DECODE_ERRORS: Final = (msgspec.DecodeError, ValueError, RecursionError)
+"""What decoding a stranger's bytes may raise: malformed or mistyped JSON, bad UTF-8, absurd numbers, deep nesting."""
+
+_STREAMED: Final = frozenset({EmbedBatch, Rerank, RerankSequences, Vectors, Scores, Progress})
+
+
+def encode_checked(message: Hello | HelloAck | Message) -> bytes:
+    """Return the JSON bytes of a frame that the peer's decoder accepts; raise :class:`msgspec.ValidationError`.
+
+    Structs don't validate what they are built with, so a rare frame is decoded again. Frames of the hot path would pay
+    more for that than for their encoding: their numbers are compared with the payload by the connection instead.
+    """
+    try:
+        if isinstance(message, Message):
+            check(message)
+        data = _encoder.encode(message)
+        if type(message) in _STREAMED:
+            return data
+        if isinstance(message, Hello):
+            decode_hello(data)
+        elif isinstance(message, HelloAck):
+            decode_ack(data)
+        elif isinstance(message, (Request, Shutdown)):
+            decode_from_host(data)
+        else:
+            decode_from_worker(data)
+    except (*DECODE_ERRORS, TypeError, AttributeError, OverflowError) as exc:
+        raise msgspec.ValidationError(str(exc)) from exc
+    return data
 
 
 def type_name(message: type[Struct] | Struct) -> str:

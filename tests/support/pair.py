@@ -1,0 +1,140 @@
+"""Both ends of a worker connection wired back to back, without a transport between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from engines.protocol.connection import Connection, Event, PeerClosed, Role, State
+from engines.protocol.framing import Allocate, allocate_fresh
+from engines.protocol.messages import (
+    DEFAULT_MAX_FRAME,
+    LLAMA_ENGINE,
+    VERSION,
+    Buffer,
+    EngineInfo,
+    Hello,
+    HelloAck,
+    Message,
+)
+
+Cut = Callable[[bytes], Iterator[bytes]]
+"""Cuts a stretch of the stream into the pieces that one read after another delivers."""
+
+NONCE = "0123456789abcdef"
+
+
+def whole(data: bytes) -> Iterator[bytes]:
+    """Deliver everything with one read."""
+    if data:
+        yield data
+
+
+def byte_by_byte(data: bytes) -> Iterator[bytes]:
+    """Deliver every byte alone."""
+    for index in range(len(data)):
+        yield data[index : index + 1]
+
+
+def random_cuts(seed: int) -> Cut:
+    """Return a cutter with pieces of 1 to 64 bytes, now and then of many thousand."""
+    rng = random.Random(seed)
+
+    def cut(data: bytes) -> Iterator[bytes]:
+        start = 0
+        while start < len(data):
+            size = rng.randint(1, 64) if rng.random() < 0.95 else rng.randint(65, 100_000)
+            yield data[start : start + size]
+            start += size
+
+    return cut
+
+
+def cut_at(*points: int) -> Cut:
+    """Return a cutter that cuts every stretch exactly at *points*."""
+
+    def cut(data: bytes) -> Iterator[bytes]:
+        edges = [0, *sorted(point for point in points if 0 < point < len(data)), len(data)]
+        for start, end in zip(edges, edges[1:], strict=False):
+            if start < end:
+                yield data[start:end]
+
+    return cut
+
+
+def joined(buffers: Sequence[Buffer]) -> bytes:
+    """Return what a transport would put on the wire for the buffers of one send."""
+    return b"".join(bytes(buffer) for buffer in buffers)
+
+
+def make_hello(**changes: object) -> Hello:
+    """Return a valid HELLO of a llama worker with *changes* applied."""
+    fields: dict[str, object] = {
+        "v": VERSION,
+        "nonce": NONCE,
+        "engine": EngineInfo(engine=LLAMA_ENGINE, version="0.3.0"),
+        "pid": 4242,
+        "max_frame": DEFAULT_MAX_FRAME,
+    }
+    return Hello(**(fields | changes))  # type: ignore[arg-type]
+
+
+def ready(role: Role, *, engine: str = LLAMA_ENGINE, max_frame: int = DEFAULT_MAX_FRAME) -> Connection:
+    """Return one end that has its handshake behind it."""
+    pair = ConnectionPair(engine=engine, host_max_frame=max_frame, worker_max_frame=max_frame)
+    pair.handshake()
+    return pair.host if role is Role.HOST else pair.worker
+
+
+class ConnectionPair:
+    """A host and a worker end; what one sends, the other receives at once, cut by *cut*."""
+
+    def __init__(
+        self,
+        *,
+        cut: Cut = whole,
+        engine: str = LLAMA_ENGINE,
+        host_max_frame: int = DEFAULT_MAX_FRAME,
+        worker_max_frame: int = DEFAULT_MAX_FRAME,
+        host_allocate: Allocate = allocate_fresh,
+        worker_allocate: Allocate = allocate_fresh,
+    ) -> None:
+        self.cut = cut
+        self.engine = engine
+        self.host = Connection(Role.HOST, max_frame=host_max_frame, allocate=host_allocate)
+        self.worker = Connection(Role.WORKER, max_frame=worker_max_frame, allocate=worker_allocate, engine=engine)
+        self.host_events: list[Event] = []
+        self.worker_events: list[Event] = []
+
+    def end(self, role: Role) -> Connection:
+        """Return the end of *role*."""
+        return self.host if role is Role.HOST else self.worker
+
+    def handshake(self, hello: Hello | None = None) -> None:
+        """Exchange HELLO and HELLO_ACK."""
+        if hello is None:
+            hello = make_hello(engine=EngineInfo(engine=self.engine, version="0.3.0"), max_frame=self.worker.max_frame)
+        self.worker_sends(hello)
+        self.host_sends(HelloAck(v=VERSION, accept=True, max_frame=self.host.max_frame))
+        assert self.host.state is State.IDLE and self.worker.state is State.IDLE
+
+    def host_sends(self, message: HelloAck | Message, payload: Buffer | None = None) -> list[Event]:
+        """Send from the host; return the events at the worker."""
+        return self.deliver(Role.WORKER, joined(self.host.send(message, payload)))
+
+    def worker_sends(self, message: Hello | Message, payload: Buffer | None = None) -> list[Event]:
+        """Send from the worker; return the events at the host."""
+        return self.deliver(Role.HOST, joined(self.worker.send(message, payload)))
+
+    def deliver(self, to: Role, data: bytes) -> list[Event]:
+        """Let *to* receive arbitrary bytes, cut; return its events."""
+        connection = self.end(to)
+        events: list[Event] = []
+        for piece in self.cut(data):
+            events += connection.receive(piece)
+        (self.host_events if to is Role.HOST else self.worker_events).extend(events)
+        return events
+
+    def close(self, to: Role) -> PeerClosed:
+        """Let *to* see the end of the stream."""
+        return self.end(to).receive_eof()
