@@ -7,8 +7,9 @@ strike). Any other exception is a bug or a dead device: it ends the process, and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NoReturn
+
+from msgspec import Struct
 
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import (
@@ -25,24 +26,41 @@ from engines.protocol.messages import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engines.runtime.batch import FloatArray, Generation, IntArray, RerankPairs, TokenBatch
     from engines.runtime.progress import ProgressReporter
 
 
-@dataclass(frozen=True, slots=True)
-class EngineIdentity:
-    """What HELLO says. ``manifest_digest`` and ``kernel_revision`` only from owned engines."""
+# Structs, not dataclasses, in this module: `dataclasses` pulls in `inspect`, 10 ms that every spawn would pay.
+
+
+class WorkerOptions(Struct, frozen=True):
+    """What the command line tells an engine."""
+
+    device: str = "cpu"
+    """``cpu``, ``cuda[:N]``, ``metal`` or ``ane``; echoed as ``build_flags.device``."""
+    manifest: Path | None = None
+    """The bundle's manifest.json, passed to owned workers."""
+    packed: tuple[int, ...] | None = None
+    """Packed widths the host qualifies; None without the flag, and then HELLO omits ``packed``."""
+
+
+class EngineIdentity(Struct, frozen=True):
+    """What HELLO says. ``manifest_digest`` and ``kernel_revision`` only from owned engines.
+
+    The runtime adds ``build_flags.device`` from the command line where the engine doesn't set it itself.
+    """
 
     engine: str
     version: str
-    build_flags: dict[str, str] = field(default_factory=dict)
+    build_flags: dict[str, str] = {}
     manifest_digest: str | None = None
     kernel_revision: str | None = None
     packed: PackedCapability | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(Struct, frozen=True):
     """The ``--probe-floor`` envelope; ``status`` is ``ok`` or ``refused``."""
 
     status: str
@@ -51,14 +69,17 @@ class Probe:
     observed: dict[str, object] | None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelStatus:
+class ModelStatus(Struct, frozen=True):
     """A model's part of PONG; every field may be unknown."""
 
     placement_share: float | None = None
     buckets: tuple[int, ...] = ()
     resident_shapes: tuple[int, ...] = ()
     resident_packed: tuple[int, ...] = ()
+
+
+class DeviceLost(EngineError):
+    """The request failed and so would every later one (a sticky device error): ERR, then the process exits 1."""
 
 
 class Model(ABC):

@@ -21,16 +21,22 @@ class ProgressReporter:
     """Counts the finished work of one exchange and emits it, coalesced; safe to call from any thread.
 
     *emit* gets (completed, phase) in rising order. It is called under the reporter's lock, so a frame can't overtake
-    another one or follow :meth:`close`.
+    another one or follow :meth:`close`. A worker passes its write lock as *lock*: two locks would be taken in opposite
+    orders by a progress callback (reporter, then stream) and by the terminal reply (stream, then reporter).
     """
 
     def __init__(
-        self, emit: Callable[[int, Phase], None], *, phase: Phase, clock: Callable[[], float] = time.monotonic
+        self,
+        emit: Callable[[int, Phase], None],
+        *,
+        phase: Phase,
+        clock: Callable[[], float] = time.monotonic,
+        lock: threading.RLock | None = None,
     ) -> None:
         self._emit = emit
         self._phase = phase
         self._clock = clock
-        self._lock = threading.RLock()
+        self._lock = threading.RLock() if lock is None else lock
         self._completed = 0
         self._sent = 0
         self._closed = False

@@ -1,0 +1,161 @@
+"""The request loop: one thread receives, computes and replies.
+
+Order of authority in an exchange: read JSON and raw completely, compute with progress under the write lock, close the
+reporter and send header and payload under that same lock. SHUTDOWN is simply the next frame read after the reply.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from msgspec import UNSET
+
+from engines.protocol.connection import AckReceived, Connection, PeerClosed, RequestReceived, Role, ShutdownReceived
+from engines.protocol.errors import LocalProtocolError
+from engines.protocol.framing import ReusedBuffer
+from engines.protocol.messages import (
+    DEFAULT_MAX_FRAME,
+    VERSION,
+    AnyRequest,
+    EngineInfo,
+    Hello,
+    Phase,
+    Progress,
+    phases,
+)
+from engines.runtime.dispatch import Answer, Dispatcher
+from engines.runtime.progress import ProgressReporter
+from engines.runtime.transport import HANDSHAKE_S, Channel, PeerGone, PeerWatcher, Transport, TransportFailed
+
+if TYPE_CHECKING:
+    from engines.runtime.engine import Engine, EngineIdentity
+
+
+class DeviceLostExit(Exception):
+    """The last answer said that the device is gone; the process ends with status 1."""
+
+
+def hello(identity: EngineIdentity, nonce: str, *, max_frame: int = DEFAULT_MAX_FRAME) -> Hello:
+    """Return the HELLO of *identity*; absent fields are omitted, never null."""
+    return Hello(
+        v=VERSION,
+        nonce=nonce,
+        engine=EngineInfo(
+            engine=identity.engine, version=identity.version, build_flags=dict(identity.build_flags) or UNSET
+        ),
+        pid=os.getpid(),
+        max_frame=max_frame,
+        manifest_digest=identity.manifest_digest if identity.manifest_digest is not None else UNSET,
+        kernel_revision=identity.kernel_revision if identity.kernel_revision is not None else UNSET,
+        packed=identity.packed if identity.packed is not None else UNSET,
+    )
+
+
+class Worker:
+    """One worker on one connection.
+
+    *exit* ends the process at once (``os._exit``): only the watcher and a progress report that finds the host gone use
+    it, since neither may wait for the call that runs.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        engine: Engine,
+        identity: EngineIdentity,
+        *,
+        max_frame: int = DEFAULT_MAX_FRAME,
+        clock: Callable[[], float] = time.monotonic,
+        exit: Callable[[int], object] = os._exit,
+    ) -> None:
+        connection = Connection(Role.WORKER, max_frame=max_frame, allocate=ReusedBuffer())
+        self.channel = Channel(transport, connection)
+        self.engine = engine
+        self.identity = identity
+        self.dispatcher = Dispatcher(engine, identity, max_frame=max_frame, clock=clock)
+        self._max_frame = max_frame
+        self._clock = clock
+        self._exit = exit
+        self._watcher = PeerWatcher(transport.wait_gone, exit)
+        self._fault: LocalProtocolError | None = None
+
+    def greet(self, nonce: str) -> None:
+        """Send HELLO. Raises PeerGone."""
+        self.channel.send(hello(self.identity, nonce, max_frame=self._max_frame))
+
+    def await_ack(self, *, deadline: float | None = None) -> bool:
+        """Wait for HELLO_ACK; False when the host closed instead, which is an orderly end.
+
+        *deadline* is a ``time.monotonic()`` value, by default 10 s from now; after it TransportFailed is raised.
+        Raises RemoteProtocolError when the host refuses or sends anything else.
+        """
+        transport = self.channel.transport
+        transport.set_deadline(time.monotonic() + HANDSHAKE_S if deadline is None else deadline)
+        try:
+            event = self.channel.receive()
+        except TimeoutError as exc:
+            raise TransportFailed("no HELLO_ACK within the handshake deadline") from exc
+        transport.set_deadline(None)
+        if isinstance(event, PeerClosed):
+            return False
+        assert isinstance(event, AckReceived), f"{event} before HELLO_ACK"
+        self.dispatcher.max_frame = event.ack.max_frame
+        return True
+
+    def serve(self) -> None:
+        """Answer requests until SHUTDOWN or the end of the stream, then close the models.
+
+        Raises RemoteProtocolError when the stream can't be trusted, DeviceLostExit after a sticky device error, and
+        whatever bug an engine has.
+        """
+        self._watcher.start()
+        try:
+            while True:
+                event = self.channel.receive()
+                match event:
+                    case RequestReceived(request=request, payload=payload):
+                        with self._watcher:
+                            self.exchange(request, payload)
+                    case ShutdownReceived() | PeerClosed():
+                        break
+                    case _:
+                        raise AssertionError(f"{event} while serving")
+        except PeerGone:
+            pass  # Spec (protocol-v3, 1): EOF between frames is orderly, "also when it comes in mid-exchange"
+        self.dispatcher.close()
+        self.engine.close()
+
+    def exchange(self, request: AnyRequest, payload: memoryview | None) -> None:
+        """Compute and send the terminal reply of one request."""
+
+        def emit(completed: int, phase: Phase) -> None:
+            self._emit(request.req_id, completed, phase)
+
+        first = phases(type(request), self.identity.engine)[0]
+        progress = ProgressReporter(emit, phase=first, clock=self._clock, lock=self.channel.lock)
+        answer = self.dispatcher.handle(request, payload, progress)
+        self.finish(progress, answer)
+
+    def finish(self, progress: ProgressReporter, answer: Answer) -> None:
+        """Close *progress* and send *answer* in one hold of the lock, so that no frame follows or splits the reply."""
+        with self.channel.lock:
+            progress.close()
+            if self._fault is not None:
+                raise self._fault
+            self.channel.send(answer.reply, answer.payload)
+        if self.dispatcher.device_lost:
+            raise DeviceLostExit("the device is lost; a fresh worker is needed")
+
+    def _emit(self, req_id: str, completed: int, phase: Phase) -> None:
+        try:
+            self.channel.send(Progress(req_id=req_id, completed=completed, phase=phase))
+        except PeerGone:
+            # We may be inside a native callback, where an exception would be lost and the call run to its end.
+            self._exit(0)
+            raise
+        except LocalProtocolError as exc:
+            self._fault = exc  # lost in a native callback too, so the terminal reply repeats it
+            raise
