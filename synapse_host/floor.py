@@ -1,0 +1,228 @@
+"""An engine's hardware floor, asked of the engine itself in a throw-away child with a time limit.
+
+A driver that crashes or hangs hurts only the child; whatever it does becomes a :class:`Floor`, never an exception.
+Answers are cached per boot, operating system build and installed versions; crashes, hangs and rubbish are not, and a
+refusal only for an hour, so that a driver installed meanwhile is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+TIME_LIMIT: Final = 15.0
+OUTPUT_LIMIT: Final = 64 * 1024
+REFUSAL_TTL: Final = 3600.0
+
+Status: TypeAlias = Literal["ok", "refused", "failed"]
+
+DISTRIBUTIONS: Final = {
+    "llama": ("llama-cpp-python",),
+    "cuda": ("onnxruntime-gpu", "onnxruntime", "onnx", "cuda-python"),
+    "ane": ("coremltools", "pyobjc-framework-CoreML"),
+}
+"""What each engine stands on; another version is another answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """One answer. ``failed`` means that the probe itself went wrong; ``why`` then says how, for people."""
+
+    status: Status
+    code: str
+    required: dict[str, Any] = field(default_factory=dict)
+    observed: dict[str, Any] | None = None
+    why: str = ""
+
+
+def package_root() -> Path:
+    """Return the folder that holds the ``engines`` package: where workers and probes are started."""
+    import engines
+
+    return Path(next(iter(engines.__path__))).parent
+
+
+def worker_command(engine: str) -> tuple[str, ...]:
+    """Return the command of our own worker for ``llama``, ``cuda`` or ``ane``."""
+    return (sys.executable, "-m", f"engines.{engine}")
+
+
+def probe(command: tuple[str, ...], *, cwd: Path | None = None, limit: float = TIME_LIMIT) -> Floor:
+    """Run ``<command> --probe-floor`` and return what came of it within *limit* seconds."""
+    try:
+        child = subprocess.Popen(  # noqa: S603 - our own worker module, or the command the matrix names
+            command,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=os.name == "posix",
+        )
+    except OSError as exc:
+        return Floor("failed", "probe_not_started", why=f"can't start {command[0]}: {exc.strerror or exc}")
+    assert child.stdout is not None and child.stderr is not None
+    outputs = [bytearray(), bytearray()]
+    flooded = threading.Event()
+
+    def drain(stream: Any, into: bytearray) -> None:
+        while data := stream.read1(8192):
+            if len(into) + len(data) > OUTPUT_LIMIT:
+                flooded.set()
+                _kill(child)
+                return
+            into += data
+
+    threads = [
+        threading.Thread(target=drain, args=pair, daemon=True)
+        for pair in zip((child.stdout, child.stderr), outputs, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        code = child.wait(limit)
+    except subprocess.TimeoutExpired:
+        _kill(child)
+        child.wait()
+        code = None
+    # A grandchild may hold the pipes open: it leads no session of its own, so it dies with the group.
+    _kill(child)
+    for thread in threads:
+        thread.join(1.0)
+    child.stdout.close()
+    child.stderr.close()
+    tail = bytes(outputs[1]).decode(errors="replace").strip().splitlines()
+    last = f": {tail[-1][:200]}" if tail else ""
+    if flooded.is_set():
+        return Floor("failed", "probe_rubbish", why=f"its probe printed more than {OUTPUT_LIMIT} bytes")
+    if code is None:
+        return Floor("failed", "probe_timeout", why=f"its probe did not answer within {limit:g} s")
+    if code < 0:
+        return Floor("failed", "probe_crashed", why=f"its probe was killed by {_signal_name(-code)}{last}")
+    return _parse(bytes(outputs[0]), code, last)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    try:
+        if os.name == "posix":
+            os.killpg(child.pid, signal.SIGKILL)
+        else:
+            child.kill()
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _parse(output: bytes, code: int, last: str) -> Floor:
+    lines = output.splitlines()
+    try:
+        answer = json.loads(lines[0]) if len(lines) == 1 else None
+    except ValueError:
+        answer = None
+    if (
+        not isinstance(answer, dict)
+        or answer.get("status") not in ("ok", "refused")
+        or not isinstance(answer.get("code"), str)
+        or not isinstance(answer.get("required", {}), dict)
+        or not isinstance(answer.get("observed"), dict | None)
+    ):
+        if code not in (0, 2):
+            return Floor("failed", "probe_crashed", why=f"its probe ended with status {code}{last}")
+        return Floor("failed", "probe_rubbish", why="its probe did not print one line of the agreed JSON")
+    if (answer["status"] == "ok") != (code == 0):
+        return Floor("failed", "probe_rubbish", why=f"its probe said {answer['status']} and ended with status {code}")
+    return Floor(answer["status"], answer["code"], answer.get("required", {}), answer.get("observed"))
+
+
+def ask(
+    keys: set[tuple[str, str]], *, cache: FloorCache | None, fresh: bool = False, limit: float = TIME_LIMIT
+) -> dict[str, Floor]:
+    """Return the floors of our own workers by ``engine:device``; blocks for at most about *limit* seconds.
+
+    *fresh* asks anew and refreshes the cache.
+    """
+    answers: dict[str, Floor] = {}
+    missing: list[tuple[str, str]] = []
+    for engine, device in sorted(keys):
+        cached = cache.get(engine, device) if cache and not fresh else None
+        if cached is not None:
+            answers[f"{engine}:{device}"] = cached
+        else:
+            missing.append((engine, device))
+    if missing:
+        cwd = package_root()
+
+        def one(key: tuple[str, str]) -> Floor:
+            command = (*worker_command(key[0]), "--probe-floor", "--device", key[1])
+            return probe(command, cwd=cwd, limit=limit)
+
+        with ThreadPoolExecutor(len(missing)) as pool:
+            for (engine, device), floor in zip(missing, pool.map(one, missing), strict=True):
+                answers[f"{engine}:{device}"] = floor
+                if cache:
+                    cache.put(engine, device, floor)
+    return answers
+
+
+def installed(engine: str) -> dict[str, str]:
+    """Return the installed versions of what an engine stands on."""
+    found = {}
+    for name in DISTRIBUTIONS.get(engine, ()):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+class FloorCache:
+    """Answers on disk, in the user's cache directory. *machine* names boot and operating system build."""
+
+    def __init__(self, directory: Path, machine: str) -> None:
+        self._directory = directory
+        self._machine = machine
+
+    def _file(self, engine: str, device: str) -> Path:
+        facts = [self._machine, sys.executable, str(package_root()), engine, device, sorted(installed(engine).items())]
+        key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+        return self._directory / f"floor-{engine}-{device}-{key}.json"
+
+    def get(self, engine: str, device: str) -> Floor | None:
+        """Return a cached answer that is still good."""
+        file = self._file(engine, device)
+        try:
+            age = time.time() - file.stat().st_mtime
+            floor = Floor(**json.loads(file.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+        return floor if floor.status == "ok" or 0 <= age < REFUSAL_TTL else None
+
+    def put(self, engine: str, device: str, floor: Floor) -> None:
+        """Remember an answer; a full or read-only disk is no reason to fail."""
+        file = self._file(engine, device)
+        try:
+            if floor.status == "failed":
+                file.unlink(missing_ok=True)
+                return
+            self._directory.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
+            part.write_text(json.dumps(asdict(floor)))
+            part.replace(file)
+        except OSError:
+            pass
