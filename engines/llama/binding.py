@@ -1,0 +1,470 @@
+"""llama.cpp through llama-cpp-python's low-level API: the only file here that touches the native library.
+
+The high-level ``Llama`` class takes text only and truncates silently, so it is not used. Every foreign call releases
+the GIL (``ctypes.CDLL``). Callbacks are kept referenced as long as native code may call them. A status becomes an
+EngineError; an abort inside ggml stays fatal by design and leaves one line on stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from engines.protocol.errors import EngineError, ErrorCode
+
+if TYPE_CHECKING:
+    from engines.llama.config import FlashAttention
+    from engines.runtime.batch import FloatArray, IntArray
+
+POOLING_NONE: Final = 0
+POOLING_MEAN: Final = 1
+POOLING_CLS: Final = 2
+POOLING_LAST: Final = 3
+POOLING_RANK: Final = 4
+LAST_WORDS_BYTES: Final = 512
+PIECE_BYTES: Final = 64
+LAYER_NODE: Final = b"ffn_out-"
+"""Graph node that ends a layer's work in the BERT and llama families (llama-cuda.md, 3)."""
+CHATTER: Final = ("n_ctx_seq (", "special_eos_id", "special_eog_ids", "model has unused tensor")
+"""Native warnings that say nothing an operator could act on."""
+
+log = logging.getLogger(__name__)
+_lock = threading.Lock()
+_library: Library | None = None
+
+
+class Library:
+    """The loaded native library and the process-wide callbacks it was given."""
+
+    def __init__(self, api: ModuleType) -> None:
+        self.api: Any = api
+        self.last_error = ""
+        self._level = 0
+        self._on_log = api.llama_log_callback(self._log)
+        api.llama_log_set(self._on_log, ctypes.c_void_p(0))
+        self._base = _mapped_ggml_base(Path(api._lib._name).parent)
+        self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_last_words)
+        if self._base is not None:
+            self._base.ggml_set_abort_callback.argtypes = [ctypes.c_void_p]
+            self._base.ggml_set_abort_callback.restype = ctypes.c_void_p
+            self._base.ggml_set_abort_callback(ctypes.cast(self._on_abort, ctypes.c_void_p))
+            self._base.ggml_get_name.argtypes = [ctypes.c_void_p]
+            self._base.ggml_get_name.restype = ctypes.c_char_p
+        api.llama_backend_init()
+
+    @property
+    def names_nodes(self) -> bool:
+        """Whether graph nodes can be told apart, so that a finished layer can be reported."""
+        return self._base is not None
+
+    def node_name(self, tensor: int) -> bytes:
+        """Return the name of a graph node."""
+        assert self._base is not None
+        return self._base.ggml_get_name(tensor) or b""
+
+    def _log(self, level: int, text: bytes | None, _user: object) -> None:
+        # ggml.h: debug 1, info 2, warn 3, error 4, continuation 5. Lower ones would only push reasons out of the ring.
+        if level != 5:
+            self._level = level
+        line = (text or b"").decode("utf-8", "replace").rstrip()
+        if self._level < 3 or not line or any(words in line for words in CHATTER):
+            return
+        if self._level >= 4:
+            self.last_error = line
+        log.log(logging.ERROR if self._level >= 4 else logging.WARNING, "llama.cpp: %s", line)
+
+
+def library() -> Library:
+    """Load the native library on first use.
+
+    Raises EngineError ``backend_missing`` when llama-cpp-python or its shared objects can't be loaded.
+    """
+    global _library
+    with _lock:
+        if _library is None:
+            # Its backtrace printer may start gdb and would push the one-line reason out of the host's log tail.
+            os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+            try:
+                from llama_cpp import llama_cpp
+            except (ImportError, OSError, RuntimeError) as exc:
+                raise EngineError(
+                    ErrorCode.BACKEND_MISSING, f"llama-cpp-python can't be loaded ({exc}): install the 'llama' extra"
+                ) from exc
+            _library = Library(llama_cpp)
+        return _library
+
+
+def system_info() -> str:
+    """Return llama.cpp's own list of CPU features it was compiled for."""
+    return str(library().api.llama_print_system_info().decode("utf-8", "replace"))
+
+
+def supports_offload() -> bool:
+    """Return whether this build can put layers on an accelerator."""
+    return bool(library().api.llama_supports_gpu_offload())
+
+
+class NativeModel:
+    """A loaded GGUF. Close its contexts first, then the model."""
+
+    def __init__(self, descriptor: int, *, gpu_layers: int, on_tensor: Callable[[], None]) -> None:
+        """Load from the open *descriptor*, from byte 0; *on_tensor* is called after each tensor was read.
+
+        Raises EngineError ``artifact_invalid`` when llama.cpp refuses the file.
+        """
+        lib = library()
+        self.api = lib.api
+        params = self.api.llama_model_default_params()
+        params.n_gpu_layers = min(gpu_layers, 2**31 - 1)
+        # Reading instead of mapping: progress then counts bytes really read, and a file changed or cut after the
+        # digest was checked can't reach the weights.
+        params.load_mode = self.api.LLAMA_LOAD_MODE_NONE
+        if gpu_layers == 0:
+            self._devices = (ctypes.c_void_p * 1)(None)  # an empty list: no accelerator even where one is compiled in
+            params.devices = ctypes.cast(self._devices, ctypes.c_void_p)
+        done = 0.0
+
+        def progress(fraction: float, _user: object) -> bool:
+            nonlocal done
+            if fraction > done:
+                done = fraction
+                on_tensor()
+            return True
+
+        callback = self.api.llama_progress_callback(progress)
+        params.progress_callback = callback
+        lib.last_error = ""
+        stream = _Stream(descriptor)
+        try:
+            self._model = self.api.llama_model_load_from_file_ptr(stream.pointer, params)
+        finally:
+            stream.close()
+        if not self._model:
+            raise EngineError(
+                ErrorCode.ARTIFACT_INVALID, f"llama.cpp refuses the file: {lib.last_error or 'no reason given'}"
+            )
+        self._vocab = self.api.llama_model_get_vocab(self._model)
+        self.n_ctx_train = int(self.api.llama_model_n_ctx_train(self._model))
+        self.n_embd = int(self.api.llama_model_n_embd(self._model))
+        self.n_embd_out = int(self.api.llama_model_n_embd_out(self._model))
+        self.n_layer = int(self.api.llama_model_n_layer(self._model))
+        self.n_params = int(self.api.llama_model_n_params(self._model))
+        self.n_cls_out = int(self.api.llama_model_n_cls_out(self._model))
+        self.n_vocab = int(self.api.llama_vocab_n_tokens(self._vocab))
+        self.has_vocab = int(self.api.llama_vocab_type(self._vocab)) != 0
+        self.is_encoder_decoder = bool(
+            self.api.llama_model_has_encoder(self._model) and self.api.llama_model_has_decoder(self._model)
+        )
+
+    @property
+    def pointer(self) -> int:
+        """The native handle."""
+        if not self._model:
+            raise EngineError(ErrorCode.MODEL_NOT_LOADED, "the model was closed")
+        return int(self._model) if isinstance(self._model, int) else self._model
+
+    def is_end(self, token: int) -> bool:
+        """Return whether *token* ends a generation."""
+        return bool(self.api.llama_vocab_is_eog(self._vocab, token))
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes of *token*; control tokens are empty. Only for files with a vocabulary."""
+        buffer = ctypes.create_string_buffer(PIECE_BYTES)
+        length = self.api.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+        if length < 0:
+            buffer = ctypes.create_string_buffer(-length)
+            length = self.api.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+        return buffer.raw[: max(0, length)]
+
+    def close(self) -> None:
+        """Free the weights; idempotent."""
+        model, self._model = self._model, None
+        if model:
+            self.api.llama_model_free(model)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShape:
+    """What a context is made for; equal shapes may share one."""
+
+    n_ctx: int
+    n_ubatch: int
+    n_seq_max: int = 1
+    pooling: int = POOLING_NONE
+    embeddings: bool = True
+    causal: bool | None = None
+    """None leaves it to the model file."""
+    flash: FlashAttention = "auto"
+    watched: bool = False
+    """Report finished layers and poll for an abort; for calls that may take seconds."""
+
+
+class NativeContext:
+    """One computing context with batch arrays of its own; used by one thread at a time."""
+
+    def __init__(self, model: NativeModel, shape: ContextShape, *, stop: threading.Event | None = None) -> None:
+        """Create the context. Raises EngineError ``config_invalid`` when llama.cpp gives none."""
+        import numpy as np
+
+        self.shape = shape
+        self.model = model
+        self.api = api = model.api
+        self.on_layer: Callable[[], None] | None = None
+        lib = library()
+        params = api.llama_context_default_params()
+        params.n_ctx = shape.n_ctx
+        params.n_batch = params.n_ubatch = shape.n_ubatch
+        params.n_seq_max = shape.n_seq_max
+        params.n_threads = params.n_threads_batch = 1
+        if not shape.embeddings:
+            params.n_outputs_max = shape.n_seq_max  # else the graph is sized for logits of every prompt token
+        params.pooling_type = shape.pooling
+        params.embeddings = shape.embeddings
+        params.kv_unified = True
+        params.no_perf = True
+        params.flash_attn_type = {"auto": -1, "disabled": 0, "enabled": 1}[shape.flash]
+        if shape.causal is not None:
+            params.attention_type = 0 if shape.causal else 1
+        self._seen: set[bytes] = set()
+        if shape.watched:
+            if lib.names_nodes:
+                self._on_node = api.ggml_backend_sched_eval_callback(self._node)
+                params.cb_eval = self._on_node
+            if stop is not None:
+                self._on_poll = api.ggml_abort_callback(lambda _data: stop.is_set())
+                params.abort_callback = self._on_poll
+        lib.last_error = ""
+        self._context = api.llama_init_from_model(model.pointer, params)
+        if not self._context:
+            raise EngineError(
+                ErrorCode.CONFIG_INVALID,
+                f"llama.cpp gives no context for {shape}: {lib.last_error or 'no reason given'}",
+            )
+        self._memory = api.llama_get_memory(self._context)
+        size = shape.n_ubatch
+        self._tokens = np.zeros(size, dtype=np.int32)
+        self._positions = np.zeros(size, dtype=np.int32)
+        self._counts = np.ones(size, dtype=np.int32)
+        self._outputs = np.zeros(size, dtype=np.int8)
+        self._ids = np.arange(shape.n_seq_max, dtype=np.int32)
+        self._id_addresses = (self._ids.ctypes.data + 4 * np.arange(shape.n_seq_max)).astype(np.uintp)
+        self._sequences = np.full(size, self._ids.ctypes.data, dtype=np.uintp)
+        self._batch = api.llama_batch(
+            token=self._tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            pos=self._positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            n_seq_id=self._counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            seq_id=self._sequences.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+            logits=self._outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the model keeps a KV cache. Without one it must not be decoded, with one not encoded (U2)."""
+        return bool(self._memory)
+
+    def set_threads(self, threads: int) -> None:
+        """Compute with *threads* threads from now on; the numbers don't depend on it."""
+        self.api.llama_set_n_threads(self._context, threads, threads)
+
+    def clear(self, *, data: bool = False) -> None:
+        """Forget every cached token; *data* also zeroes the cells."""
+        if self._memory:
+            self.api.llama_memory_clear(self._memory, data)
+
+    def run_rows(self, ids: IntArray, bounds: IntArray) -> None:
+        """Compute whole rows, one sequence each; every token is an output. At most n_ubatch tokens (U1)."""
+        import numpy as np
+
+        n, rows = len(ids), len(bounds) - 1
+        if n > self.shape.n_ubatch or rows > self.shape.n_seq_max:
+            raise EngineError(
+                ErrorCode.INFERENCE_FAILED, f"{rows} rows of {n} tokens do not fit a context of {self.shape}"
+            )
+        lengths = bounds[1:] - bounds[:-1]
+        self._tokens[:n] = ids
+        self._positions[:n] = np.arange(n, dtype=np.int32) - np.repeat(bounds[:-1], lengths)
+        self._sequences[:n] = np.repeat(self._id_addresses[:rows], lengths)
+        self._outputs[:n] = 1
+        self._compute(n)
+
+    def run_slice(self, ids: IntArray | Sequence[int], *, position: int, output: bool) -> None:
+        """Append *ids* to sequence 0 at *position*; *output* asks for the logits of the last one."""
+        import numpy as np
+
+        n = len(ids)
+        if n > self.shape.n_ubatch:
+            raise EngineError(ErrorCode.INFERENCE_FAILED, f"a slice of {n} tokens exceeds {self.shape.n_ubatch}")
+        self._tokens[:n] = ids
+        self._positions[:n] = np.arange(position, position + n, dtype=np.int32)
+        self._sequences[:n] = self._id_addresses[0]
+        self._outputs[:n] = 0
+        self._outputs[n - 1] = 1 if output else 0
+        self._compute(n)
+
+    def states(self, tokens: int) -> FloatArray:
+        """Return a view of the last call's token states, float32 (tokens, dims), valid until the next call."""
+        import numpy as np
+
+        pointer = self.api.llama_get_embeddings(self._context)
+        if not pointer:
+            raise EngineError(ErrorCode.INFERENCE_FAILED, "llama.cpp returned no token states")
+        return np.ctypeslib.as_array(pointer, shape=(tokens, self.model.n_embd_out))
+
+    def pooled(self, rows: int, width: int) -> FloatArray:
+        """Return a copy of the last call's pooled rows, float32 (rows, width)."""
+        import numpy as np
+
+        out = np.empty((rows, width), dtype=np.float32)
+        for row in range(rows):
+            pointer = self.api.llama_get_embeddings_seq(self._context, row)
+            if not pointer:
+                raise EngineError(ErrorCode.INFERENCE_FAILED, f"llama.cpp returned nothing for row {row}")
+            out[row] = np.ctypeslib.as_array(pointer, shape=(width,))
+        return out
+
+    def logits(self) -> FloatArray:
+        """Return a view of the logits of the last output, float32 (vocabulary,), valid until the next call."""
+        import numpy as np
+
+        pointer = self.api.llama_get_logits_ith(self._context, -1)
+        if not pointer:
+            raise EngineError(ErrorCode.INFERENCE_FAILED, "llama.cpp returned no logits")
+        return np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,))
+
+    def close(self) -> None:
+        """Free the context; idempotent."""
+        context, self._context = self._context, None
+        if context:
+            self.api.llama_free(context)
+
+    def _compute(self, tokens: int) -> None:
+        self._batch.n_tokens = tokens
+        self._seen.clear()
+        call = self.api.llama_decode if self._memory else self.api.llama_encode
+        status = int(call(self._context, self._batch))
+        if status == 0:
+            return
+        code, reason = _STATUS.get(status, (ErrorCode.INFERENCE_FAILED, "failed"))
+        raise EngineError(code, f"llama.cpp {reason} (status {status}) on {tokens} tokens")
+
+    def _node(self, tensor: int, ask: bool, _user: object) -> bool:
+        name = library().node_name(tensor)
+        if ask:
+            return name.startswith(LAYER_NODE) and name not in self._seen
+        self._seen.add(name)
+        if self.on_layer is not None:
+            self.on_layer()
+        return True  # False would drop the rest of the graph, and the call would still say 0
+
+
+class Grammar:
+    """A GBNF grammar that narrows the choice of the next token."""
+
+    def __init__(self, model: NativeModel, text: str) -> None:
+        """Compile *text* (root rule ``root``). Raises EngineError ``invalid_request`` for a bad grammar."""
+        import numpy as np
+
+        self._api = api = model.api
+        vocab = api.llama_model_get_vocab(model.pointer)
+        self._sampler = api.llama_sampler_init_grammar(vocab, text.encode(), b"root")
+        if not self._sampler:
+            raise EngineError(ErrorCode.INVALID_REQUEST, "the grammar is not valid GBNF with a rule 'root'")
+        self._data = np.zeros(model.n_vocab, dtype=[("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+        self._array = api.llama_token_data_array(
+            data=self._data.ctypes.data_as(ctypes.POINTER(api.llama_token_data)),
+            size=model.n_vocab,
+            selected=-1,
+            sorted=False,
+        )
+
+    def choose(self, logits: FloatArray) -> int:
+        """Return the most likely token that the grammar allows, and move the grammar on.
+
+        Raises EngineError ``inference_failed`` where it allows none: accepting one all the same would abort.
+        """
+        import numpy as np
+
+        self._data["id"] = np.arange(len(self._data), dtype=np.int32)
+        self._data["logit"] = logits
+        self._array.size, self._array.selected, self._array.sorted = len(self._data), -1, False
+        self._api.llama_sampler_apply(self._sampler, ctypes.byref(self._array))
+        best = int(self._data["logit"].argmax())
+        if not np.isfinite(self._data["logit"][best]):
+            raise EngineError(ErrorCode.INFERENCE_FAILED, "the grammar allows no token here")
+        token = int(self._data["id"][best])
+        self._api.llama_sampler_accept(self._sampler, token)
+        return token
+
+    def close(self) -> None:
+        """Free the sampler; idempotent."""
+        sampler, self._sampler = self._sampler, None
+        if sampler:
+            self._api.llama_sampler_free(sampler)
+
+
+_STATUS: Final = {
+    1: (ErrorCode.INFERENCE_FAILED, "found no room in its cache"),
+    2: (ErrorCode.INFERENCE_FAILED, "was stopped"),
+    -1: (ErrorCode.INVALID_REQUEST, "refused the batch"),
+    -2: (ErrorCode.OOM, "could not allocate memory"),
+    -3: (ErrorCode.INFERENCE_FAILED, "failed to compute"),
+}
+
+
+class _Stream:
+    """A C ``FILE*`` on a duplicate of a descriptor: hashed and loaded is the same open file."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.lseek(descriptor, 0, os.SEEK_SET)  # "The GGUF is read from the current position"
+        if sys.platform == "win32":
+            self._c = ctypes.CDLL("ucrtbase")
+            opener = self._c._fdopen
+        else:
+            self._c = ctypes.CDLL(None)
+            opener = self._c.fdopen
+        opener.argtypes, opener.restype = [ctypes.c_int, ctypes.c_char_p], ctypes.c_void_p
+        self._c.fclose.argtypes = [ctypes.c_void_p]
+        copy = os.dup(descriptor)
+        self.pointer = opener(copy, b"rb")
+        if not self.pointer:
+            os.close(copy)
+            raise EngineError(ErrorCode.OOM, "the C library gives no stream for the file")
+
+    def close(self) -> None:
+        self._c.fclose(self.pointer)
+
+
+def _last_words(message: bytes | None) -> None:
+    """Write ggml's reason as one line to stderr; ggml aborts right after."""
+    reason = b" ".join((message or b"no reason given").split())
+    os.write(2, b"llama.cpp aborted: " + reason[: LAST_WORDS_BYTES - 20] + b"\n")
+
+
+def _mapped_ggml_base(folder: Path) -> ctypes.CDLL | None:
+    """Return the libggml-base that is already mapped, never a second copy.
+
+    The wheel holds copies, not links: opening ``libggml-base.so`` beside the mapped ``libggml-base.so.0`` would give
+    another set of globals, and a callback set there never fires.
+    """
+    if sys.platform == "win32":
+        names = ["ggml-base.dll"]
+    elif sys.platform == "darwin":
+        names = ["libggml-base.0.dylib", "libggml-base.dylib"]
+    else:
+        names = ["libggml-base.so.0", "libggml-base.so"]
+    mode = getattr(os, "RTLD_NOLOAD", 0) | getattr(os, "RTLD_NOW", 0)
+    for name in names:
+        try:
+            return ctypes.CDLL(str(folder / name), mode=mode or ctypes.DEFAULT_MODE)
+        except OSError:
+            continue
+    log.warning("no mapped libggml-base found in %s: an abort will leave no reason", folder)
+    return None

@@ -1,0 +1,231 @@
+"""The llama worker's engine: who it is, whether it can run here, and LOAD (llama-cuda.md, 4.1).
+
+Nothing here touches the native library before LOAD; HELLO is answered from package metadata and file names alone.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from engines.llama import config, gguf
+from engines.llama.quota import free_memory, usable_cores
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import LLAMA_ENGINE, Load, Request
+from engines.runtime.artifact import expected_digest, open_artifact, verify
+from engines.runtime.engine import SEGMENT_SERVING, Engine, EngineIdentity, Model, Probe, WorkerOptions
+
+if TYPE_CHECKING:
+    from engines.llama.binding import NativeModel
+    from engines.runtime.progress import ProgressReporter
+
+PACKAGE: Final = "llama_cpp"
+DISTRIBUTION: Final = "llama-cpp-python"
+BACKENDS: Final = ("cuda", "vulkan", "metal")
+"""Accelerators named by the ``libggml-*`` file of a build; without one it is a CPU build."""
+PROBE_TIMEOUT_S: Final = 30
+_LIBRARY: Final = re.compile(r"(?:lib)?ggml-([a-z]+)\.(?:so|dylib|dll)")
+_X86_FEATURES: Final = {
+    "SSE3": "pni",
+    "SSSE3": "ssse3",
+    "AVX": "avx",
+    "AVX2": "avx2",
+    "AVX_VNNI": "avx_vnni",
+    "F16C": "f16c",
+    "FMA": "fma",
+    "BMI2": "bmi2",
+    "AVX512": "avx512f",
+    "AVX512_VBMI": "avx512vbmi",
+    "AVX512_VNNI": "avx512_vnni",
+    "AVX512_BF16": "avx512_bf16",
+    "AMX_INT8": "amx_int8",
+}
+"""llama.cpp's word for a CPU feature -> the kernel's word in /proc/cpuinfo."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """The installed llama-cpp-python, as its files tell."""
+
+    folder: Path
+    version: str
+    backend: str
+    """What it was compiled for: ``cpu``, ``metal``, ``cuda`` or ``vulkan``."""
+
+
+class LlamaEngine(Engine):
+    """llama.cpp in a worker process; any number of models."""
+
+    name: ClassVar[str] = LLAMA_ENGINE
+    serves: ClassVar[frozenset[type[Request]]] = SEGMENT_SERVING
+    ref_prefix: ClassVar[str] = "llama"
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._installation = find_installation()
+        compiled = self._installation.backend if self._installation is not None else "cpu"
+        wanted = options.device.partition(":")[0]
+        # What isn't compiled in can't be promised: HELLO then says cpu, and the host refuses the lane by name.
+        self.backend = wanted if wanted in ("cpu", compiled) else "cpu"
+        self.device = options.device if self.backend == wanted else "cpu"
+
+    def identity(self) -> EngineIdentity:
+        """Return name, version and build flags, from package metadata."""
+        found = self._installation
+        return EngineIdentity(
+            engine=self.name,
+            version=f"{DISTRIBUTION}-{found.version if found is not None else 'missing'}",
+            build_flags={
+                "device": self.device,
+                "backend": self.backend,
+                "compiled_backend": found.backend if found is not None else "none",
+                "risk_class": "abort_capable",
+            },
+        )
+
+    def probe_floor(self) -> Probe:
+        """Return ``ok``, ``llama_missing`` or ``cpu_unsupported``; the library is tried in a child."""
+        required: dict[str, object] = {"package": DISTRIBUTION}
+        found = self._installation
+        if found is None:
+            return Probe("refused", "llama_missing", required, None)
+        observed: dict[str, object] = {
+            "version": found.version,
+            "compiled_backend": found.backend,
+            "machine": platform.machine(),
+        }
+        # The library is compiled for one CPU and dies of an illegal instruction on a lesser one, so a child tries it.
+        command = [sys.executable, "-c", "from engines.llama.binding import system_info as s; print(s())"]
+        try:
+            child = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False)  # noqa: S603
+        except subprocess.TimeoutExpired:
+            observed["error"] = f"the library did not load within {PROBE_TIMEOUT_S} s"
+            return Probe("refused", "llama_missing", required, observed)
+        illegal = (-getattr(signal, "SIGILL", 4), 0xC000001D)
+        if child.returncode in illegal:
+            observed["error"] = f"illegal instruction: {DISTRIBUTION} was built for another CPU, rebuild it here"
+            return Probe("refused", "cpu_unsupported", required, observed)
+        if child.returncode != 0:
+            lines = child.stderr.decode("utf-8", "replace").strip().splitlines()
+            observed["error"] = lines[-1] if lines else f"exit status {child.returncode}"
+            return Probe("refused", "llama_missing", required, observed)
+        features = compiled_features(child.stdout.decode("utf-8", "replace"))
+        required["cpu_features"] = sorted(features)
+        missing = missing_features(features)
+        if missing:
+            observed["missing_cpu_features"] = missing
+            return Probe("refused", "cpu_unsupported", required, observed)
+        return Probe("ok", "ok", required, observed)
+
+    def load(self, request: Load, *, progress: ProgressReporter) -> Model:
+        """Check configuration, header and digest, then load from the same descriptor.
+
+        Unit of progress: a MiB hashed, then a tensor read. Raises EngineError ``config_invalid``, ``backend_missing``,
+        ``artifact_invalid``, ``model_unsupported`` or ``oom``; all or nothing.
+        """
+        if request.format != "gguf":
+            raise EngineError(
+                ErrorCode.ARTIFACT_INVALID, f"format is {request.format[:40]!r}, the llama worker only loads gguf"
+            )
+        settings = config.parse(request.runtime_config, backend=self.backend, cores=usable_cores())
+        expected_digest(request.artifact_digest)
+        if self._installation is None:
+            raise EngineError(ErrorCode.BACKEND_MISSING, f"{DISTRIBUTION} is not installed: install the 'llama' extra")
+        with open_artifact(request.artifact_path) as file:
+            header = gguf.read_header(file.fileno())
+            verify(file, request.artifact_digest, progress)
+            native = self._load_native(file.fileno(), header, settings.gpu_layers, progress)
+            try:
+                from engines.llama.model import LlamaModel
+
+                return LlamaModel(
+                    native,
+                    header,
+                    settings,
+                    typeless=loses_token_types(file.fileno(), header),
+                    accelerated=settings.gpu_layers > 0,
+                )
+            except BaseException:
+                native.close()
+                raise
+
+    def _load_native(
+        self, descriptor: int, header: gguf.Header, gpu_layers: int, progress: ProgressReporter
+    ) -> NativeModel:
+        from engines.llama.binding import NativeModel, supports_offload
+
+        if self.backend != "cpu" and not supports_offload():
+            raise EngineError(
+                ErrorCode.BACKEND_MISSING, f"backend_unavailable: llama.cpp offers no {self.backend} on this machine"
+            )
+        _require_memory(header)
+        try:
+            return NativeModel(descriptor, gpu_layers=gpu_layers, on_tensor=progress.advance)
+        except EngineError:
+            _require_memory(header)  # llama.cpp gives no reason, so a sound file and too little room means room
+            raise
+
+
+def find_installation() -> Installation | None:
+    """Return the installed llama-cpp-python without importing it, or None when it or its library is missing."""
+    from importlib.machinery import PathFinder
+    from importlib.metadata import PackageNotFoundError, version
+
+    spec = PathFinder.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    names = [path.name for path in (folder / "lib").glob("*ggml*")]
+    if not names:
+        return None
+    found = {match.group(1) for name in names if (match := _LIBRARY.fullmatch(name))}
+    try:
+        installed = version(DISTRIBUTION)
+    except PackageNotFoundError:
+        installed = "unknown"
+    return Installation(folder, installed, next((backend for backend in BACKENDS if backend in found), "cpu"))
+
+
+def compiled_features(system_info: str) -> set[str]:
+    """Return the CPU features llama.cpp says it was compiled for, in its own words."""
+    return set(re.findall(r"(\w+) = 1\b", system_info))
+
+
+def missing_features(features: set[str], *, cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Return which *features* this CPU lacks; nothing where the kernel doesn't list x86 flags."""
+    try:
+        flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:
+        return []
+    if flags is None:
+        return []
+    have = set(flags.group(1).split())
+    return sorted(name for name, flag in _X86_FEATURES.items() if name in features and flag not in have)
+
+
+def loses_token_types(descriptor: int, header: gguf.Header) -> bool:
+    """Return whether a BERT cross-encoder was trained with two token types that llama.cpp would not feed.
+
+    llama.cpp adds type 0 to every token. That is harmless with one type or two equal ones, or where the vocabulary is
+    split so that the shifted ids carry type 1.
+    """
+    if not header.has_rank_head or header.token_type_vocab_offset is not None:
+        return False
+    table = header.tensors.get("token_types.weight")
+    if table is None or len(table.shape) < 2 or table.shape[1] < 2:
+        return False
+    rows = gguf.read_rows(descriptor, table)
+    return rows is None or rows[0] != rows[1]
+
+
+def _require_memory(header: gguf.Header) -> None:
+    free = free_memory()
+    if free is not None and header.tensor_bytes > free:
+        raise EngineError(
+            ErrorCode.OOM, f"the weights take {header.tensor_bytes} bytes, {free} bytes are free on this machine"
+        )

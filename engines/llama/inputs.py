@@ -1,0 +1,168 @@
+"""Token rows to llama.cpp batches and token states back to vectors: pure, no native library.
+
+Sources: llama-cuda.md 2.5 (pooling and normalisation), 2.6 (pairs), 4.3 (chunks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import Pooling
+
+if TYPE_CHECKING:
+    from engines.llama.gguf import SpecialIds
+    from engines.runtime.batch import FloatArray, IntArray, RerankPairs, TokenBatch
+
+MAX_SEQUENCES: Final = 64
+"""Sequences in one native call. A power of two that divides every n_ubatch we use (U4)."""
+EPSILON: Final = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows that share one native call, as indices into the request."""
+
+    rows: tuple[int, ...]
+    tokens: int
+
+
+def plan_chunks(lengths: Sequence[int], *, cap: int, by_length: bool) -> list[Chunk]:
+    """Cut rows into chunks of at most *cap* tokens and :data:`MAX_SEQUENCES` rows; a longer row stands alone.
+
+    The cut depends on the request alone, never on timing, so that a repeated request gives the same bytes.
+    *by_length* sorts the rows first (stable), for models whose attention cost grows with mixed lengths.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__) if by_length else list(range(len(lengths)))
+    chunks: list[Chunk] = []
+    rows: list[int] = []
+    tokens = 0
+    for row in order:
+        if rows and (tokens + lengths[row] > cap or len(rows) == MAX_SEQUENCES):
+            chunks.append(Chunk(tuple(rows), tokens))
+            rows, tokens = [], 0
+        rows.append(row)
+        tokens += lengths[row]
+    if rows:
+        chunks.append(Chunk(tuple(rows), tokens))
+    return chunks
+
+
+def check_ids(ids: IntArray, *, vocab_size: int) -> None:
+    """Raise ``invalid_request`` unless every id is in [0, *vocab_size*)."""
+    if len(ids) == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"token id {bad} is outside the vocabulary of {vocab_size}: use the bundle's tokenizer",
+        )
+
+
+def check_lengths(lengths: Sequence[int], *, limit: int, what: str) -> None:
+    """Raise ``invalid_request`` unless every row has 1 to *limit* tokens (U3)."""
+    if not lengths:
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"no {what} in the request")
+    for row, length in enumerate(lengths):
+        if length < 1:
+            raise EngineError(ErrorCode.INVALID_REQUEST, f"{what} {row} has no tokens")
+        if length > limit:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"{what} {row} has {length} tokens, the model takes {limit}: truncate it"
+            )
+
+
+def compose_pairs(pairs: RerankPairs, special: SpecialIds, *, passage_shift: int = 0) -> TokenBatch:
+    """Build [BOS] query [SEP] document [END] for each candidate, END being EOS, or SEP where there is no EOS.
+
+    *passage_shift* is added to every id after the first SEP (the document and its END: token type 1 in a split
+    vocabulary). Raises ``model_unsupported`` without BOS or SEP, ``invalid_request`` for an empty segment.
+    """
+    import numpy as np
+
+    from engines.runtime.batch import TokenBatch
+
+    bos, sep = special.bos, special.sep
+    if bos is None or sep is None:
+        missing = "BOS" if bos is None else "SEP"
+        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"the GGUF names no {missing} token: pairs can't be built")
+    end = special.eos if special.eos is not None else sep
+    query = trim(pairs.query_ids.tolist(), special)
+    if not query:
+        raise EngineError(ErrorCode.INVALID_REQUEST, "the query is empty once its special tokens are taken off")
+    head = [bos, *query, sep]
+    flat: list[int] = []
+    bounds = [0]
+    for index, row in enumerate(pairs.candidates.rows()):
+        document = trim(row.tolist(), special)
+        if not document:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"candidate {index} is empty once its special tokens are taken off"
+            )
+        flat += head
+        flat += [id_ + passage_shift for id_ in document]
+        flat.append(end + passage_shift)
+        bounds.append(len(flat))
+    return TokenBatch(np.array(flat, dtype=np.int32), np.array(bounds, dtype=np.int32))
+
+
+def trim(ids: list[int], special: SpecialIds) -> list[int]:
+    """Drop one leading BOS and every trailing SEP or EOS."""
+    start = 1 if ids and special.bos is not None and ids[0] == special.bos else 0
+    closing = {id_ for id_ in (special.sep, special.eos) if id_ is not None}
+    end = len(ids)
+    while end > start and ids[end - 1] in closing:
+        end -= 1
+    return ids[start:end]
+
+
+def gather(batch: TokenBatch, rows: Sequence[int]) -> TokenBatch:
+    """Return the named rows laid end to end (a view where they already are neighbours)."""
+    import numpy as np
+
+    from engines.runtime.batch import TokenBatch
+
+    bounds = batch.cu_seqlens
+    first, last = rows[0], rows[-1]
+    if list(rows) == list(range(first, last + 1)):
+        start = int(bounds[first])
+        return TokenBatch(batch.input_ids[start : int(bounds[last + 1])], bounds[first : last + 2] - start)
+    parts = [batch.input_ids[int(bounds[row]) : int(bounds[row + 1])] for row in rows]
+    lengths = [len(part) for part in parts]
+    return TokenBatch(np.concatenate(parts), np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
+
+
+def pool(states: FloatArray, bounds: IntArray, pooling: Pooling) -> FloatArray:
+    """Reduce token states, float32 (tokens, dims), to one vector a row, float32 (rows, dims), in float32."""
+    import numpy as np
+
+    starts, ends = bounds[:-1], bounds[1:]
+    if pooling is Pooling.CLS:
+        return np.ascontiguousarray(states[starts])
+    if pooling is Pooling.LAST:
+        return np.ascontiguousarray(states[ends - 1])
+    sums = np.add.reduceat(states, starts, axis=0)
+    vectors: FloatArray = (sums / (ends - starts).astype(np.float32)[:, None]).astype(np.float32, copy=False)
+    return vectors
+
+
+def normalize_rows(vectors: FloatArray) -> FloatArray:
+    """Divide each row by its L2 norm; the epsilon is added after the square root, so a zero row stays zero."""
+    import numpy as np
+
+    norms = np.sqrt(np.einsum("ij,ij->i", vectors, vectors, dtype=np.float32)) + np.float32(EPSILON)
+    scaled: FloatArray = vectors / norms[:, None]
+    return scaled
+
+
+def require_finite(values: FloatArray, what: str) -> None:
+    """Raise ``nonfinite_output`` for NaN or infinity."""
+    import numpy as np
+
+    if not np.isfinite(values).all():
+        rows = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(axis=1))
+        raise EngineError(ErrorCode.NONFINITE_OUTPUT, f"{what} {int(rows[0])} came out as NaN or infinity")

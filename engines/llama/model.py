@@ -1,0 +1,392 @@
+"""One GGUF and what it answers: EMBED_BATCH, RERANK, GENERATE, guarded before any native compute.
+
+Each guard names the fault it prevents (U1 to U8 of llama-cuda.md, 2.9): what would abort, crash or answer wrong in
+llama.cpp becomes a typed ERR here or is computed another way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
+
+from engines.llama import inputs
+from engines.llama.binding import (
+    POOLING_CLS,
+    POOLING_LAST,
+    POOLING_MEAN,
+    POOLING_NONE,
+    POOLING_RANK,
+    ContextShape,
+    Grammar,
+    NativeContext,
+    NativeModel,
+)
+from engines.llama.contexts import ContextPool
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import FinishReason, Pooling
+from engines.runtime.engine import Model
+
+if TYPE_CHECKING:
+    from engines.llama.config import LlamaConfig
+    from engines.llama.gguf import Header
+    from engines.llama.inputs import Chunk
+    from engines.runtime.batch import FloatArray, Generation, IntArray, RerankPairs, TokenBatch
+    from engines.runtime.progress import ProgressReporter
+
+SMALL_MODEL: Final = 200_000_000
+"""Parameters below which several one-thread contexts beat one context with several threads (4.3)."""
+SLOW_CALL_S: Final = 5.0
+"""A call predicted to take longer also reports each finished layer (4.5)."""
+FLOPS_PER_THREAD: Final = 20e9
+"""A cautious rate for that prediction; measured here: about 100e9 for MiniLM."""
+GRANULE: Final = 64
+"""n_ubatch is a multiple of this, as pooling inside llama.cpp needs it to be one of n_seq_max (U4)."""
+_BUILTIN: Final = {Pooling.MEAN: POOLING_MEAN, Pooling.CLS: POOLING_CLS, Pooling.LAST: POOLING_LAST}
+
+Compute = Callable[[NativeContext, "Chunk"], None]
+
+
+class LlamaModel(Model):
+    """A loaded GGUF: an encoder (embeds), a cross-encoder (reranks) or a decoder (generates, embeds)."""
+
+    def __init__(
+        self, native: NativeModel, header: Header, config: LlamaConfig, *, typeless: bool, accelerated: bool = False
+    ) -> None:
+        """Take over *native*; *typeless* says the file lost the token types its classifier was trained with.
+
+        Raises EngineError ``config_invalid`` for ``forward_pass=encode`` on a model with a cache (U2) and
+        ``model_unsupported`` for an encoder-decoder.
+        """
+        self._native = native
+        self._header = header
+        self._config = config
+        self._typeless = typeless
+        self._accelerated = accelerated
+        self._contexts = ContextPool(native, header)
+        self._pool: ThreadPoolExecutor | None = None
+        self._qwen3 = "qwen3" in header.architecture.lower()
+        self._reranks = header.has_rank_head and not self._qwen3
+        self.dims = 1 if self._reranks else native.n_embd_out
+        limits = [native.n_ctx_train, header.context_length, header.position_rows]  # U3
+        self.limit = min(limit for limit in limits if limit)
+        sizes = [header.vocab_size, header.token_type_vocab_offset or native.n_vocab]
+        self.vocab_size = min(size for size in sizes if size)
+        if native.is_encoder_decoder:
+            raise EngineError(
+                ErrorCode.MODEL_UNSUPPORTED, f"{header.architecture!r} is an encoder-decoder, which no request serves"
+            )
+        probe = NativeContext(native, ContextShape(n_ctx=256, n_ubatch=GRANULE))
+        self.has_memory = probe.has_memory
+        probe.close()
+        if self.has_memory and config.forward_pass == "encode":  # noqa: S105
+            raise EngineError(
+                ErrorCode.CONFIG_INVALID,
+                f"forward_pass=encode on {header.architecture!r}, which keeps a cache: use auto or decode",
+            )
+
+    def embed(
+        self,
+        batch: TokenBatch,
+        *,
+        pooling: Pooling,
+        normalize: bool,
+        packed_width: int | None,
+        progress: ProgressReporter,
+    ) -> FloatArray:
+        """Return float32 (rows, n_embd), pooled over token states in float32. Unit of progress: a finished layer."""
+        import numpy as np
+
+        if self._header.pooling_type == POOLING_RANK:
+            raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model reranks, it does not embed")
+        if packed_width is not None:
+            raise EngineError(ErrorCode.UNSUPPORTED_PACKED_WIDTH, "the llama worker has no packed widths")
+        self._check(batch, "item")
+        vectors = np.empty((len(batch), self.dims), dtype=np.float32)
+        builtin = self._config.pooling_implementation == "builtin" and not self.has_memory  # U5, U6
+
+        def compute(context: NativeContext, chunk: Chunk) -> None:
+            rows = inputs.gather(batch, chunk.rows)
+            context.clear(data=True)
+            context.run_rows(rows.input_ids, rows.cu_seqlens)
+            if builtin:
+                vectors[list(chunk.rows)] = context.pooled(len(rows), self.dims)
+            else:
+                states = context.states(len(rows.input_ids))
+                vectors[list(chunk.rows)] = inputs.pool(states, rows.cu_seqlens, pooling)
+
+        chunks = inputs.plan_chunks(
+            batch.lengths.tolist(), cap=self._config.encode_chunk_tokens, by_length=self.has_memory
+        )
+        self._run(chunks, compute, native_pooling=_BUILTIN[pooling] if builtin else POOLING_NONE, progress=progress)
+        inputs.require_finite(vectors, "item")
+        return inputs.normalize_rows(vectors) if normalize else vectors
+
+    def rerank(self, pairs: RerankPairs, *, progress: ProgressReporter) -> FloatArray:
+        """Return raw logits, float32 (candidates,). Unit of progress: a finished layer."""
+        import numpy as np
+
+        if self._qwen3:
+            raise EngineError(
+                ErrorCode.OPERATION_MISMATCH,
+                "Qwen3 rerankers are not served from GGUF: llama.cpp's rank head and prompt template are not theirs",
+            )
+        if not self._reranks:  # U7: llama.cpp would return a component of a vector as the score
+            raise EngineError(ErrorCode.OPERATION_MISMATCH, "the GGUF has no rank head: it can't rerank")
+        if self._native.n_cls_out != 1:
+            raise EngineError(
+                ErrorCode.MODEL_UNSUPPORTED, f"the rank head gives {self._native.n_cls_out} numbers, a score is one"
+            )
+        if self._typeless:
+            raise EngineError(
+                ErrorCode.MODEL_UNSUPPORTED,
+                "llama.cpp feeds token type 0 only, this cross-encoder was trained with two: rebuild the GGUF with a "
+                "split vocabulary (synapse build)",
+            )
+        inputs.check_ids(pairs.query_ids, vocab_size=self.vocab_size)
+        inputs.check_lengths([len(pairs.query_ids)], limit=self.limit, what="query")
+        self._check(pairs.candidates, "candidate")
+        batch = inputs.compose_pairs(
+            pairs, self._header.special, passage_shift=self._header.token_type_vocab_offset or 0
+        )
+        inputs.check_lengths(batch.lengths.tolist(), limit=self.limit, what="pair")
+        scores = np.empty(len(batch), dtype=np.float32)
+
+        def compute(context: NativeContext, chunk: Chunk) -> None:
+            rows = inputs.gather(batch, chunk.rows)
+            context.clear(data=True)
+            context.run_rows(rows.input_ids, rows.cu_seqlens)
+            scores[list(chunk.rows)] = context.pooled(len(rows), 1)[:, 0]
+
+        # By length, so that which pairs meet in a call depends on the request alone and rows of a call are alike.
+        chunks = inputs.plan_chunks(batch.lengths.tolist(), cap=self._config.encode_chunk_tokens, by_length=True)
+        self._run(chunks, compute, native_pooling=POOLING_RANK, progress=progress)
+        inputs.require_finite(scores, "candidate")
+        return scores
+
+    def generate(
+        self, input_ids: IntArray, *, max_tokens: int, grammar: str | None, progress: ProgressReporter
+    ) -> Generation:
+        """Generate greedily, the first of equal logits wins. Unit of progress: a prompt slice, a token decoded."""
+        from engines.runtime.batch import Generation
+
+        n_prompt = len(input_ids)
+        self._check_generate(input_ids, max_tokens, grammar)
+        if max_tokens == 0:
+            return Generation("", n_prompt, 0, FinishReason.LENGTH)
+        context = self._generation_context(n_prompt + max_tokens)
+        rules = Grammar(self._native, grammar) if grammar and grammar.strip() else None
+        tokens: list[int] = []
+        reason = FinishReason.LENGTH
+        try:
+            context.clear()
+            for start in range(0, n_prompt, context.shape.n_ubatch):
+                piece = input_ids[start : start + context.shape.n_ubatch]
+                context.run_slice(piece, position=start, output=start + len(piece) == n_prompt)
+                progress.advance()
+            while True:
+                token = self._choose(context, rules)
+                if self._native.is_end(token):
+                    reason = FinishReason.STOP
+                    break
+                tokens.append(token)
+                if len(tokens) == max_tokens:  # nobody would read the logits behind the last token
+                    break
+                context.run_slice([token], position=n_prompt + len(tokens) - 1, output=True)
+                progress.advance()
+        except EngineError as exc:
+            self._after_failure(context, exc)
+            raise
+        finally:
+            if rules is not None:
+                rules.close()
+        # Decoded once at the end: a character may be spread over several tokens.
+        text = b"".join(map(self._native.piece, tokens)).decode("utf-8", "replace")
+        return Generation(text, n_prompt, len(tokens), reason, tuple(tokens))
+
+    def close(self) -> None:
+        """Stop the helper threads, free the contexts, then the weights; idempotent."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            self._contexts.stop.set()
+            pool.shutdown(wait=True)
+        self._contexts.close()
+        self._native.close()
+
+    # --- guards ------------------------------------------------------------------------------------------------------
+
+    def _check(self, batch: TokenBatch, what: str) -> None:
+        inputs.check_lengths(batch.lengths.tolist(), limit=self.limit, what=what)
+        inputs.check_ids(batch.input_ids, vocab_size=self.vocab_size)
+
+    def _check_generate(self, input_ids: IntArray, max_tokens: int, grammar: str | None) -> None:
+        if not self.has_memory or self._reranks:
+            raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model is an encoder, it does not generate")
+        if not self._native.has_vocab:
+            raise EngineError(ErrorCode.MODEL_UNSUPPORTED, "the GGUF has no vocabulary: it can't say text")
+        if grammar and grammar.strip() and not self._config.grammar_enabled:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, "grammars are off: LOAD with runtime_config grammar_enabled=true"
+            )
+        if max_tokens > self._config.microllm_max_tokens:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"max_tokens is {max_tokens}, this worker gives at most {self._config.microllm_max_tokens} "
+                "(runtime_config microllm_max_tokens)",
+            )
+        inputs.check_lengths([len(input_ids)], limit=self.limit, what="prompt")
+        inputs.check_ids(input_ids, vocab_size=self.vocab_size)
+        if len(input_ids) + max_tokens > self.limit:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"a prompt of {len(input_ids)} tokens and {max_tokens} new ones exceed the model's {self.limit}",
+            )
+
+    def _choose(self, context: NativeContext, rules: Grammar | None) -> int:
+        import numpy as np
+
+        logits = context.logits()
+        best = int(logits.argmax())  # NaN counts as the greatest, so it can't hide
+        if not np.isfinite(logits[best]):
+            raise EngineError(ErrorCode.NONFINITE_OUTPUT, "the logits came out as NaN or infinity")
+        return best if rules is None else rules.choose(logits)
+
+    # --- running chunks ----------------------------------------------------------------------------------------------
+
+    def _run(
+        self, chunks: Sequence[Chunk], compute: Compute, *, native_pooling: int, progress: ProgressReporter
+    ) -> None:
+        """Compute every chunk: usual ones side by side where that is faster, long ones one by one."""
+        cap = self._config.encode_chunk_tokens
+        usual = [chunk for chunk in chunks if chunk.tokens <= cap]
+        shape = self._row_shape(_round_up(cap, GRANULE), native_pooling)
+        lanes = min(self._lanes(), len(usual))
+        if lanes > 1:
+            self._side_by_side(usual, shape, lanes, compute, progress)
+        else:
+            for chunk in usual:
+                self._one(chunk, shape, 0, self._config.threads, compute, progress)
+        for chunk in chunks:
+            if chunk.tokens > cap:
+                size = max(_round_up(cap, GRANULE), _round_up(_power_of_two(chunk.tokens), GRANULE))
+                long = self._row_shape(min(size, _round_up(self.limit, GRANULE)), native_pooling, long=True)
+                self._one(chunk, long, 0, self._config.threads, compute, progress)
+
+    def _side_by_side(
+        self, chunks: Sequence[Chunk], shape: ContextShape, lanes: int, compute: Compute, progress: ProgressReporter
+    ) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max_workers=self._lanes() - 1, thread_name_prefix="llama-lane")
+        threads = max(1, self._config.threads // lanes)
+        queue = iter(range(len(chunks)))
+        lock = threading.Lock()
+        failures: dict[int, BaseException] = {}
+
+        def lane(number: int) -> None:
+            while not failures:
+                with lock:
+                    index = next(queue, None)
+                if index is None:
+                    return
+                try:
+                    self._one(chunks[index], shape, number, threads, compute, progress)
+                except BaseException as exc:
+                    failures[index] = exc
+                    return
+
+        for number in range(lanes):  # made here, one after the other: the pool isn't for several threads
+            self._contexts.get(shape, lane=number, threads=threads)
+        others = [self._pool.submit(lane, number) for number in range(1, lanes)]
+        lane(0)
+        for other in others:
+            other.result()
+        if failures:
+            raise failures[min(failures)]
+
+    def _one(
+        self,
+        chunk: Chunk,
+        shape: ContextShape,
+        lane: int,
+        threads: int,
+        compute: Compute,
+        progress: ProgressReporter,
+    ) -> None:
+        context = self._contexts.get(shape, lane=lane, threads=threads, alone=shape.n_ctx > self._usual_ctx)
+        layers = max(1, self._native.n_layer)
+        reported = 0
+
+        def on_layer() -> None:
+            nonlocal reported
+            if reported < layers - 1:  # the last one is reported with the chunk, once it is pooled
+                reported += 1
+                progress.advance()
+
+        context.on_layer = on_layer
+        try:
+            compute(context, chunk)
+        except EngineError as exc:
+            self._after_failure(context, exc)
+            raise
+        finally:
+            context.on_layer = None
+        progress.advance(layers - reported)
+
+    def _after_failure(self, context: NativeContext, exc: EngineError) -> None:
+        # A refused batch leaves the context as it was; anything else leaves it in doubt.
+        if exc.code is not ErrorCode.INVALID_REQUEST:
+            self._contexts.drop(context)
+
+    # --- shapes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _usual_ctx(self) -> int:
+        return _round_up(_round_up(self._config.encode_chunk_tokens, GRANULE), 256)
+
+    def _lanes(self) -> int:
+        if self._config.contexts:
+            return self._config.contexts
+        small = self._native.n_params < SMALL_MODEL and not self._accelerated
+        return self._config.threads if small else 1
+
+    def _row_shape(self, n_ubatch: int, native_pooling: int, *, long: bool = False) -> ContextShape:
+        return ContextShape(
+            n_ctx=_round_up(n_ubatch, 256),
+            n_ubatch=n_ubatch,
+            n_seq_max=1 if long else inputs.MAX_SEQUENCES,
+            pooling=native_pooling,
+            # Without a cache attention sees the whole row, whatever the file forgot to say about it.
+            causal=None if self.has_memory else False,
+            flash=self._config.flash_attention,
+            watched=self._is_slow(n_ubatch),
+        )
+
+    def _is_slow(self, tokens: int) -> bool:
+        """Predict whether computing *tokens* at once takes longer than :data:`SLOW_CALL_S`."""
+        table = self._header.tensors.get("token_embd.weight")
+        looked_up = table.shape[0] * table.shape[1] if table is not None and len(table.shape) > 1 else 0
+        weights = max(0, self._native.n_params - looked_up)
+        attention = self._native.n_layer * self._native.n_embd * tokens
+        return 2.0 * tokens * (weights + attention) / FLOPS_PER_THREAD / self._config.threads > SLOW_CALL_S
+
+    def _generation_context(self, tokens: int) -> NativeContext:
+        """Return the kept generation context, grown where *tokens* don't fit it."""
+        n_ctx = min(max(self._config.ctx_size, _power_of_two(tokens)), _round_up(self.limit, 256))
+        n_ctx = _round_up(max(n_ctx, tokens), 256)
+        shape = ContextShape(
+            n_ctx=n_ctx,
+            n_ubatch=min(self._config.ubatch_size, self._config.batch_size, n_ctx),
+            embeddings=False,
+            causal=True,
+            flash=self._config.flash_attention,
+        )
+        return self._contexts.get(shape, threads=self._config.threads, alone=True)
+
+
+def _round_up(value: int, granule: int) -> int:
+    return -(-value // granule) * granule
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
