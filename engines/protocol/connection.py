@@ -10,7 +10,7 @@ receiving it is a RemoteProtocolError (close the transport; nothing later is val
 
 from __future__ import annotations
 
-from typing import NoReturn, cast
+from typing import Final, NoReturn, cast
 
 import msgspec
 from msgspec import UNSET, Struct
@@ -48,6 +48,7 @@ from engines.protocol.messages import (
     AnyReply,
     AnyRequest,
     Buffer,
+    Dtype,
     Err,
     FromHost,
     FromWorker,
@@ -69,8 +70,8 @@ from engines.protocol.messages import (
     decode_hello,
     encode_checked,
     n_rows,
+    n_tokens,
     phases,
-    token_counts,
     type_name,
 )
 from engines.protocol.states import KINDS, TRANSITIONS, Kind, Role, State
@@ -92,6 +93,24 @@ __all__ = [
     "ShutdownReceived",
     "State",
 ]
+
+
+def _after_sending(role: Role, state: State) -> dict[type[Struct], State]:
+    """Return the state after each frame that *role* may send in *state*, its raw frame included."""
+    found = {}
+    for struct, kind in KINDS.items():
+        following = TRANSITIONS.get((state, role, kind))
+        if following is not None:
+            found[struct] = (
+                TRANSITIONS.get((following, role, Kind.PAYLOAD), following) if struct in _DTYPES else following
+            )
+    return found
+
+
+_DTYPES: Final[dict[type[Struct], Dtype]] = {
+    kind: kind.payload for kind in KINDS if issubclass(kind, Message) and kind.payload is not None
+}
+_AFTER_SENDING: Final = {(role, state): _after_sending(role, state) for role in Role for state in State}
 
 
 class Connection:
@@ -198,21 +217,21 @@ class Connection:
         state = self.state
         if self.role is Role.HOST:
             if state is State.BUSY or state is State.IDLE or state is State.STOPPING:
-                frame = reader.next_frame(raw=False)
+                frame = reader.next_control()
                 return None if frame is None else self._from_worker(decode_from_worker(frame))
             if state is State.REPLY_PAYLOAD or state is State.STOPPING_PAYLOAD:
                 return self._reply_payload()
             if state is State.HELLO:
-                frame = reader.next_frame(raw=False)
+                frame = reader.next_control()
                 return None if frame is None else self._hello(decode_hello(frame))
         else:
             if state is State.IDLE or state is State.BUSY or state is State.STOPPING:
-                frame = reader.next_frame(raw=False)
+                frame = reader.next_control()
                 return None if frame is None else self._from_host(decode_from_host(frame))
             if state is State.REQUEST_PAYLOAD:
                 return self._request_payload()
             if state is State.ACK:
-                frame = reader.next_frame(raw=False)
+                frame = reader.next_control()
                 return None if frame is None else self._ack(decode_ack(frame))
         # What is left: the peer has nothing to say in this state. Spec: "Anything else before HELLO_ACK = protocol
         # violation", so the first byte is one already.
@@ -262,7 +281,7 @@ class Connection:
 
     def _request_payload(self) -> Event | None:
         # Any length is read: the worker drains the raw frame even of a request it refuses.
-        payload = self._reader.next_frame(raw=True)
+        payload = self._reader.next_raw()
         if payload is None:
             return None
         request = cast(AnyRequest, self._pending)
@@ -279,7 +298,7 @@ class Connection:
             return ProgressReceived(message)
         expected = self._check_reply(message, RemoteProtocolError)
         if message.payload is None:
-            return self._close_exchange(message, None)
+            return self._answered(message, None)
         if expected > self.max_frame:
             raise RemoteProtocolError(f"{type_name(message)} promises {expected} bytes, max_frame is {self.max_frame}")
         self._header = cast(Vectors | Scores, message)
@@ -289,7 +308,7 @@ class Connection:
 
     def _reply_payload(self) -> Event | None:
         header = cast(Vectors | Scores, self._header)
-        payload = self._reader.next_frame(raw=True, exact=self._expected)
+        payload = self._reader.next_raw(self._expected)
         if payload is None:
             if self._started:
                 return None
@@ -297,7 +316,12 @@ class Connection:
             return ReplyStarted(header)
         self._header = None
         self._advance(Kind.PAYLOAD)
-        return self._close_exchange(header, payload)
+        return self._answered(header, payload)
+
+    def _answered(self, reply: AnyReply, payload: memoryview | None) -> Event:
+        request = cast(AnyRequest, self.request)
+        self._close_exchange(request, reply)
+        return ReplyReceived(request, reply, payload)
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
@@ -308,54 +332,51 @@ class Connection:
         leave it unchanged until written. *payload* is any buffer that :func:`framing.raw_view` accepts.
         Raises LocalProtocolError before anything may be written; the state is then unchanged.
         """
-        kind = KINDS.get(type(message))
-        if kind is None:
-            raise LocalProtocolError(f"{type(message).__name__} is not a frame of this protocol")
-        following = TRANSITIONS.get((self.state, self.role, kind))
+        kind = type(message)
+        following = _AFTER_SENDING[self.role, self.state].get(kind)
         if following is None:
-            raise LocalProtocolError(f"{type_name(message)} can't be sent while {self.state.value}")
-        dtype = message.payload if isinstance(message, Message) else None
+            raise LocalProtocolError(f"{kind.__name__} can't be sent by the {self.role.value} while {self.state.value}")
+        dtype = _DTYPES.get(kind)
         if (dtype is None) != (payload is None):
             raise LocalProtocolError(f"{type_name(message)} {'takes no' if dtype is None else 'needs its'} raw frame")
         try:
             body = encode_checked(message)
         except msgspec.ValidationError as exc:
             raise LocalProtocolError(f"{type_name(message)}: {exc}") from exc
-        raw = None if payload is None or dtype is None else raw_view(payload, dtype)
-        index = 0
+        raw: Buffer | None = None
+        size = index = 0
         limit = self.max_frame
-        if isinstance(message, Request):
+        if payload is not None and dtype is not None:
+            raw = raw_view(payload, dtype)
+            size = len(raw)
+            if size > limit:
+                raise LocalProtocolError(f"frame length {size} exceeds max {limit}")
+        if kind in REPLY_TO:
             if raw is not None:
-                self._check_request(message, raw.nbytes)
-        elif isinstance(message, Progress):
-            index = self._check_progress(message, LocalProtocolError)
+                self._check_request(cast(Request, message), size)
+        elif kind is Progress:
+            index = self._check_progress(cast(Progress, message), LocalProtocolError)
         elif isinstance(message, Reply):
             expected = self._check_reply(message, LocalProtocolError)
-            if raw is not None and raw.nbytes != expected:
-                raise LocalProtocolError(
-                    f"raw frame of {raw.nbytes} bytes where {type_name(message)} promises {expected}"
-                )
-        elif not isinstance(message, Shutdown):
+            if size != expected:
+                raise LocalProtocolError(f"raw frame of {size} bytes where {type_name(message)} promises {expected}")
+        elif kind is not Shutdown:
             limit = self._check_handshake(message)
         head = encode_frame(body, max_frame=limit)
-        buffers: list[Buffer] = [head]
-        if raw is not None:
-            if raw.nbytes > limit:
-                raise LocalProtocolError(f"frame length {raw.nbytes} exceeds max {limit}")
-            buffers[0] = head + LENGTH.pack(raw.nbytes)
-            if raw.nbytes:
-                buffers.append(raw)
-            following = TRANSITIONS[(following, self.role, Kind.PAYLOAD)]
+        # Nothing can fail any more: from here on the state moves.
         self.state = following
-        if isinstance(message, Request):
+        if kind in REPLY_TO:
             self._open(cast(AnyRequest, message))
-        elif isinstance(message, Progress):
-            self._phase_index, self.completed = index, message.completed
+        elif kind is Progress:
+            self._phase_index, self.completed = index, cast(Progress, message).completed
         elif isinstance(message, Reply):
-            self._close_exchange(cast(AnyReply, message), None)
-        elif not isinstance(message, Shutdown):
+            self._close_exchange(cast(AnyRequest, self.request), cast(AnyReply, message))
+        elif kind is not Shutdown:
             self._greeted(message)
-        return buffers
+        if raw is None:
+            return [head]
+        head += LENGTH.pack(size)
+        return [head, raw] if size else [head]
 
     def _check_handshake(self, message: Struct) -> int:
         """Refuse a HELLO or ACK that doesn't say what this end will do; return the limit of its frame."""
@@ -389,13 +410,8 @@ class Connection:
         rows = n_rows(request)
         if rows > MAX_ITEMS:
             raise LocalProtocolError(f"{rows} items in one exchange, at most {MAX_ITEMS}")
-        counts = token_counts(request)
-        if counts is None:
-            return
-        if counts and min(counts) < 0:
-            raise LocalProtocolError(f"a row of {min(counts)} tokens")
-        expected = sum(counts)
-        if size != expected * ITEM_BYTES:
+        expected = n_tokens(request)
+        if expected is not None and size != expected * ITEM_BYTES:
             raise LocalProtocolError(f"raw frame of {size} bytes where the header counts {expected} ids")
 
     # --- rules of an exchange, the same for both ends -----------------------------------------------------------------
@@ -406,15 +422,15 @@ class Connection:
         self._phases = phases(type(request), self.engine)
         self._phase_index = 0
 
-    def _close_exchange(self, reply: AnyReply, payload: memoryview | None) -> Event:
-        request = cast(AnyRequest, self.request)
+    def _close_exchange(self, request: AnyRequest, reply: AnyReply) -> None:
         self.request = None
-        if isinstance(reply, Loaded):
-            self._dims[reply.model_ref] = reply.dims
-        elif isinstance(request, Unload) and (not isinstance(reply, Err) or reply.code == ErrorCode.MODEL_NOT_LOADED):
+        kind = type(reply)
+        if kind is Loaded:
+            loaded = cast(Loaded, reply)
+            self._dims[loaded.model_ref] = loaded.dims
+        elif type(request) is Unload and (kind is not Err or cast(Err, reply).code == ErrorCode.MODEL_NOT_LOADED):
             # protocol-v3, 3: an UNLOAD answered with model_not_loaded counts as done.
             self._dims.pop(request.model_ref, None)
-        return ReplyReceived(request, reply, payload)
 
     def _check_progress(self, progress: Progress, error: type[Exception]) -> int:
         """Return the index of the phase that *progress* moves to."""

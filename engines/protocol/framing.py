@@ -14,6 +14,7 @@ from engines.protocol.errors import LocalProtocolError, RemoteProtocolError
 from engines.protocol.messages import ITEM_BYTES, Buffer, Dtype
 
 LENGTH: Final = struct.Struct("<I")
+_PREFIX: Final = LENGTH.size
 STAGING_BYTES: Final = 64 * 1024
 
 Allocate = Callable[[int], memoryview]
@@ -50,30 +51,34 @@ _FORMATS: Final[dict[Dtype, str]] = {"<i4": "Bbcil", "<f4": "Bbcf"}
 """Buffer formats a raw frame may be made of: plain bytes, or elements of the frame's own dtype."""
 
 
-def raw_view(payload: Buffer, dtype: Dtype) -> memoryview:
-    """Return the bytes of *payload* as one flat view, uncopied: what a raw frame of *dtype* may be sent from.
+def raw_view(payload: Buffer, dtype: Dtype) -> Buffer:
+    """Return *payload* as flat bytes, uncopied: what a raw frame of *dtype* may be sent from.
 
     Accepted is every C-contiguous buffer of plain bytes or of native 4-byte elements of that dtype, read-only or not,
     of any shape, also empty. Raises LocalProtocolError for the rest: sliced, transposed, big-endian, float64, a list.
     """
+    if type(payload) is bytes or type(payload) is bytearray:
+        return payload
     try:
         view = memoryview(payload)
     except (TypeError, ValueError, BufferError) as exc:
         raise LocalProtocolError(f"a raw frame needs a buffer, not {type(payload).__name__}: {exc}") from exc
-    if view.format not in _FORMATS[dtype] or (view.itemsize != ITEM_BYTES and view.format in "ilf"):
-        raise LocalProtocolError(f"a raw {dtype} frame can't be made of elements of format {view.format!r}")
+    form = view.format
+    if form not in _FORMATS[dtype] or view.itemsize != (ITEM_BYTES if form in "ilf" else 1):
+        raise LocalProtocolError(f"a raw {dtype} frame can't be made of elements of format {form!r}")
     if not view.c_contiguous:
         raise LocalProtocolError("a raw frame needs a C-contiguous buffer: copy it first (numpy.ascontiguousarray)")
-    if view.nbytes == 0:
-        return memoryview(b"")  # a view with a zero in its shape can't be cast
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    if form == "B" and view.ndim == 1:
+        return view
+    # A view with a zero in its shape can't be cast, and has nothing to send anyway.
+    return view.cast("B") if view.nbytes else b""
 
 
 class FrameReader:
     """Cuts the peer's byte stream into frame payloads. It knows lengths, not meanings.
 
-    Fill :meth:`get_buffer`, tell :meth:`buffer_updated` how much arrived, then call :meth:`next_frame` until it returns
-    None. A returned control frame is a view into the staging buffer, valid until the next :meth:`get_buffer`.
+    Fill :meth:`get_buffer`, tell :meth:`buffer_updated` how much arrived, then ask for the frame that the rules expect
+    next, :meth:`next_control` or :meth:`next_raw`, until it returns None.
     """
 
     def __init__(self, *, max_frame: int, allocate: Allocate = allocate_fresh) -> None:
@@ -92,14 +97,17 @@ class FrameReader:
 
     def get_buffer(self) -> memoryview:
         """Return where the next bytes belong; never empty while frames are pulled as they complete."""
-        if self._large is not None and self._filled < len(self._large):
-            return self._large[self._filled :]
-        if self._start == self._end:
+        large = self._large
+        if large is not None and self._filled < len(large):
+            return large[self._filled :]
+        start, end = self._start, self._end
+        if start == end:
             self._start = self._end = 0
-        elif self._start > STAGING_BYTES // 2:
+            return self._staging
+        if start > STAGING_BYTES // 2:
             # A frame that was cut near the end moves to the front, so that the rest arrives in one read.
-            rest = self._end - self._start
-            self._staging[:rest] = self._staging[self._start : self._end]
+            rest = end - start
+            self._staging[:rest] = self._staging[start:end]
             self._start, self._end = 0, rest
         return self._staging[self._end :]
 
@@ -110,42 +118,66 @@ class FrameReader:
         else:
             self._end += count
 
-    def next_frame(self, *, raw: bool, exact: int | None = None) -> memoryview | None:
-        """Return the next frame's payload, or None when more bytes are needed.
+    def next_control(self) -> memoryview | None:
+        """Return the payload of the next frame, or None when more bytes are needed.
 
-        *raw* frames come in a buffer of their own (from the allocator). *exact* is the only length that is legal here;
-        it is compared before anything is allocated. Raises RemoteProtocolError on an illegal length.
+        The view is valid until the next :meth:`get_buffer`. Raises RemoteProtocolError on a length above max_frame.
         """
         if self._large is not None:
-            if self._filled < len(self._large):
-                return None
-            whole, self._large, self._filled = self._large, None, 0
-            return whole
-        available = self._end - self._start
-        if available < LENGTH.size:
+            return self._completed(self._large)
+        body = self._start + _PREFIX
+        if self._end < body:
             return None
-        (size,) = LENGTH.unpack_from(self._staging, self._start)
+        size = self._announced(None)
+        stop = body + size
+        if self._end >= stop:
+            self._start = stop
+            return self._staging[body:stop]
+        if size > STAGING_BYTES - _PREFIX:
+            self._gather(allocate_fresh(size), body)
+        return None
+
+    def next_raw(self, exact: int | None = None) -> memoryview | None:
+        """Return the next frame's payload in a buffer of its own (from the allocator), or None as above.
+
+        *exact* is the only length that is legal here; it is compared before anything is allocated.
+        """
+        if self._large is not None:
+            return self._completed(self._large)
+        body = self._start + _PREFIX
+        if self._end < body:
+            return None
+        size = self._announced(exact)
+        own = self._allocate(size)
+        stop = body + size
+        if self._end < stop:
+            self._gather(own, body)
+            return None
+        self._start = stop
+        own[:] = self._staging[body:stop]
+        return own
+
+    def _announced(self, exact: int | None) -> int:
+        size: int = LENGTH.unpack_from(self._staging, self._start)[0]
         # Spec: the length is checked before anything is allocated.
         if size > self.max_frame:
             raise RemoteProtocolError(f"frame length {size} exceeds max {self.max_frame}")
         if exact is not None and size != exact:
             raise RemoteProtocolError(f"raw frame of {size} bytes where the header promises {exact}")
-        body = self._start + LENGTH.size
-        if available >= LENGTH.size + size:
-            self._start = body + size
-            view = self._staging[body : body + size]
-            if not raw:
-                return view
-            own = self._allocate(size)
-            own[:] = view
-            return own
-        if LENGTH.size + size > STAGING_BYTES or raw:
-            own = self._allocate(size) if raw else allocate_fresh(size)
-            arrived = available - LENGTH.size
-            own[:arrived] = self._staging[body : self._end]
-            self._start = self._end = 0
-            self._large, self._filled = own, arrived
-        return None
+        return size
+
+    def _gather(self, own: memoryview, body: int) -> None:
+        """Move what has arrived of a frame's body into *own*; the rest is received straight into it."""
+        arrived = self._end - body
+        own[:arrived] = self._staging[body : self._end]
+        self._start = self._end = 0
+        self._large, self._filled = own, arrived
+
+    def _completed(self, large: memoryview) -> memoryview | None:
+        if self._filled < len(large):
+            return None
+        self._large = None
+        return large
 
 
 class SpentReader(FrameReader):

@@ -2,7 +2,7 @@
 
 Field names, tags and types are those of the seed and of protocol-v3 section 3. Optional fields are omitted, never
 null (``UNSET``). Unknown fields are refused everywhere but in HELLO. msgspec's own bounds stop at int64, so the u64
-ceilings and the limits in bytes are checked by :func:`check`, which sending and receiving both apply.
+ceilings and the limits in bytes are checked by hand, when decoding and by :func:`encode_checked`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ HELLO_MAX_FRAME: Final = 64 * 1024
 """HELLO is read under the smaller of this and the host's own maximum."""
 MAX_ITEMS: Final = 256
 """Items, candidates or sequences an exchange may carry."""
+MAX_IDENTIFIER_BYTES: Final = 64
+"""Length of a req_id or an item id; at least 1."""
 U32_MAX: Final = 2**32 - 1
 U64_MAX: Final = 2**64 - 1
 
@@ -396,21 +398,17 @@ def phases(request: type[Request], engine: str) -> tuple[Phase, ...]:
     return _SWITCHING if found is _INFERENCE and engine == CUDA_ENGINE else found
 
 
-def token_counts(request: Request) -> list[int] | None:
-    """Return the lengths of the token rows in a request's raw frame, in order, or None where the header names none."""
-    if isinstance(request, EmbedBatch):
-        return [item.n_tokens for item in request.items]
-    if isinstance(request, Rerank):
-        return [request.query_n_tokens, *[segment.n_tokens for segment in request.candidates]]
-    if isinstance(request, RerankSequences):
-        return [segment.n_tokens for segment in request.sequences]
-    return None
-
-
 def n_tokens(request: Request) -> int | None:
     """Return how many ids the raw frame must hold by the header's own count, or None where it doesn't say."""
-    counts = token_counts(request)
-    return None if counts is None else sum(counts)
+    kind = type(request)
+    if kind is EmbedBatch:
+        return sum([item.n_tokens for item in cast(EmbedBatch, request).items])
+    if kind is Rerank:
+        rerank = cast(Rerank, request)
+        return rerank.query_n_tokens + sum([segment.n_tokens for segment in rerank.candidates])
+    if kind is RerankSequences:
+        return sum([segment.n_tokens for segment in cast(RerankSequences, request).sequences])
+    return None
 
 
 def n_rows(request: Request) -> int:
@@ -422,38 +420,6 @@ def n_rows(request: Request) -> int:
     if isinstance(request, RerankSequences):
         return len(request.sequences)
     return 0
-
-
-_U64_FIELDS: Final[dict[type[Struct], tuple[str, ...]]] = {
-    Progress: ("completed",),
-    Loaded: ("cold_load_ms",),
-    Vectors: ("n",),
-    Pong: ("rss_mb", "models_loaded"),
-}
-_NO_FIELDS: Final = ()
-_POOLINGS: Final = frozenset(Pooling)
-
-
-def _too_long(text: str) -> bool:
-    # The types count characters, the rule counts bytes; for ASCII both are the same.
-    return not text.isascii() and len(text.encode("utf-8", "surrogatepass")) > 64
-
-
-def check(message: Message) -> None:
-    """Apply the limits that msgspec's types can't express; raise :class:`msgspec.ValidationError`."""
-    req_id = getattr(message, "req_id", UNSET)
-    if req_id is not UNSET and _too_long(req_id):
-        raise msgspec.ValidationError("req_id must have 1 to 64 bytes")
-    kind = type(message)
-    for name in _U64_FIELDS.get(kind, _NO_FIELDS):
-        if getattr(message, name) > U64_MAX:
-            raise msgspec.ValidationError(f"{name} is above the u64 range")
-    if isinstance(message, EmbedBatch):
-        if message.pooling not in _POOLINGS:
-            raise msgspec.ValidationError(f"pooling {message.pooling!r} is none of {', '.join(_POOLINGS)}")
-        for item in message.items:
-            if _too_long(item.id):
-                raise msgspec.ValidationError("item id must have 1 to 64 bytes")
 
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -470,17 +436,40 @@ def encode(message: Hello | HelloAck | Message) -> bytes:
     return _encoder.encode(message)
 
 
+def _too_long(text: str) -> bool:
+    return len(text.encode("utf-8")) > MAX_IDENTIFIER_BYTES
+
+
 def decode_from_host(data: Buffer) -> FromHost:
-    """Decode what a worker reads after the handshake; raise :data:`DECODE_ERRORS`."""
+    """Decode what a worker reads after the handshake; raise one of :data:`DECODE_ERRORS`."""
     message = _from_host.decode(data)
-    check(message)
+    if type(message) is Shutdown:
+        return message
+    # The types count characters, the rule counts bytes; for ASCII both are the same.
+    request = cast(AnyRequest, message)
+    if not request.req_id.isascii() and _too_long(request.req_id):
+        raise msgspec.ValidationError("req_id must have 1 to 64 bytes")
+    if type(message) is EmbedBatch:
+        text = bytes(data)
+        # 256 ids one by one would cost more than the decoding; a plain frame has only plain ids.
+        if not text.isascii() or b"\\u" in text:
+            for item in message.items:
+                if _too_long(item.id):
+                    raise msgspec.ValidationError("item id must have 1 to 64 bytes")
     return message
 
 
 def decode_from_worker(data: Buffer) -> FromWorker:
-    """Decode what a host reads after the handshake; raise :data:`DECODE_ERRORS`."""
+    """Decode what a host reads after the handshake; raise one of :data:`DECODE_ERRORS`."""
     message = _from_worker.decode(data)
-    check(message)
+    req_id = message.req_id
+    if req_id is not UNSET and not req_id.isascii() and _too_long(req_id):
+        raise msgspec.ValidationError("req_id must have 1 to 64 bytes")
+    kind = type(message)
+    if kind in _U64_FIELDS:
+        for name in _U64_FIELDS[kind]:
+            if getattr(message, name) > U64_MAX:
+                raise msgspec.ValidationError(f"{name} is above the u64 range")
     return message
 
 
@@ -496,35 +485,62 @@ def decode_ack(data: Buffer) -> HelloAck:
     return _ack.decode(data)
 
 
+_POOLINGS: Final = frozenset(Pooling)
 DECODE_ERRORS: Final = (msgspec.DecodeError, ValueError, RecursionError)
 """What decoding a stranger's bytes may raise: malformed or mistyped JSON, bad UTF-8, absurd numbers, deep nesting."""
 
-_STREAMED: Final = frozenset({EmbedBatch, Rerank, RerankSequences, Vectors, Scores, Progress})
+_U64_FIELDS: Final[dict[type[Struct], tuple[str, ...]]] = {
+    Progress: ("completed",),
+    Loaded: ("cold_load_ms",),
+    Vectors: ("n",),
+    Pong: ("rss_mb", "models_loaded"),
+}
+_BATCHES: Final = frozenset({EmbedBatch, Rerank, RerankSequences})
+_ANSWERS: Final = frozenset({Vectors, Scores, Progress})
 
 
 def encode_checked(message: Hello | HelloAck | Message) -> bytes:
     """Return the JSON bytes of a frame that the peer's decoder accepts; raise :class:`msgspec.ValidationError`.
 
     Structs don't validate what they are built with, so a rare frame is decoded again. Frames of the hot path would pay
-    more for that than for their encoding: their numbers are compared with the payload by the connection instead.
+    more for that than for their encoding: the connection compares their fields with the exchange instead.
     """
+    kind = type(message)
     try:
-        if isinstance(message, Message):
-            check(message)
         data = _encoder.encode(message)
-        if type(message) in _STREAMED:
+        if kind in _ANSWERS:
             return data
-        if isinstance(message, Hello):
+        if kind in _BATCHES:
+            _check_batch(cast(EmbedBatch | Rerank | RerankSequences, message), data)
+        elif kind is Hello:
             decode_hello(data)
-        elif isinstance(message, HelloAck):
+        elif kind is HelloAck:
             decode_ack(data)
-        elif isinstance(message, (Request, Shutdown)):
+        elif isinstance(message, Request | Shutdown):
             decode_from_host(data)
         else:
             decode_from_worker(data)
     except (*DECODE_ERRORS, TypeError, AttributeError, OverflowError) as exc:
         raise msgspec.ValidationError(str(exc)) from exc
     return data
+
+
+def _check_batch(request: EmbedBatch | Rerank | RerankSequences, data: bytes) -> None:
+    """Refuse what the worker's decoder would refuse, without decoding: wrong ids, negative counts, unknown pooling."""
+    if not 1 <= len(request.req_id.encode()) <= MAX_IDENTIFIER_BYTES:
+        raise msgspec.ValidationError("req_id must have 1 to 64 bytes")
+    suspicious = b":-" in data
+    if isinstance(request, EmbedBatch):
+        lengths = [len(item.id) for item in request.items]
+        suspicious = (
+            suspicious
+            or not data.isascii()
+            or request.packed_width is not UNSET
+            or request.pooling not in _POOLINGS
+            or bool(lengths and (min(lengths) < 1 or max(lengths) > MAX_IDENTIFIER_BYTES))
+        )
+    if suspicious:
+        decode_from_host(data)
 
 
 def type_name(message: type[Struct] | Struct) -> str:

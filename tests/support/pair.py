@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -55,7 +56,7 @@ def cut_at(*points: int) -> Cut:
 
     def cut(data: bytes) -> Iterator[bytes]:
         edges = [0, *sorted(point for point in points if 0 < point < len(data)), len(data)]
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in itertools.pairwise(edges):
             if start < end:
                 yield data[start:end]
 
