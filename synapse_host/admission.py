@@ -1,0 +1,74 @@
+"""What may be sent: byte, token and length budgets, refused before any frame exists. Pure.
+
+One exchange carries at most 256 rows, and both its request and its reply fit ``max_frame`` (protocol-v3, 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from engines.protocol.messages import ITEM_BYTES, MAX_ITEMS
+from synapse_host.errors import InvalidRequest, SequenceTooLong
+
+HEADER_BYTES: Final = 1024
+"""More than a request header takes beside its rows: type, req_id, model_ref and fixed fields."""
+ROW_HEADER_BYTES: Final = 64
+"""More than one item of a header takes: its id (the row's number) and its token count."""
+EXCHANGE_TOKENS: Final = 128 * 1024
+"""Tokens beyond which an exchange isn't filled further: other callers of the lane get their turn in between."""
+
+
+def check_lengths(lengths: Sequence[int], *, max_tokens: int, model: str, noun: str = "text", offset: int = 0) -> None:
+    """Refuse an empty row and one beyond the model's maximum, by index.
+
+    Raises InvalidRequest {index} and SequenceTooLong {index, tokens, max_tokens}. *offset* is the first row's index.
+    """
+    for index, length in enumerate(lengths, offset):
+        if length < 1:
+            raise InvalidRequest(f"{noun} {index} has no tokens", details={"index": index})
+        if length > max_tokens:
+            raise too_long(index, length, max_tokens, model=model, noun=noun)
+
+
+def too_long(index: int, tokens: int, max_tokens: int, *, model: str, noun: str = "text") -> SequenceTooLong:
+    """Return the error that names the row, its length and the way out."""
+    return SequenceTooLong(
+        f"{noun} {index} has {tokens} tokens, {model} takes {max_tokens}. "
+        "Shorten it or pass --truncate (truncated texts are listed in the result).",
+        details={"index": index, "tokens": tokens, "max_tokens": max_tokens},
+    )
+
+
+def split(
+    lengths: Sequence[int], *, reply_row_bytes: int, max_frame: int, common_tokens: int = 0, noun: str = "text"
+) -> list[range]:
+    """Cut rows 0..n-1 into consecutive exchanges.
+
+    *reply_row_bytes*: bytes of the reply's raw frame per row (4 x dims for vectors, 4 for scores). *common_tokens*: ids
+    that every exchange carries (RERANK's query). Raises InvalidRequest where a single row can't fit.
+    """
+    payload_room = max_frame // ITEM_BYTES - common_tokens
+    header_rows = (max_frame - HEADER_BYTES) // ROW_HEADER_BYTES
+    reply_rows = max_frame // reply_row_bytes
+    rows_limit = min(MAX_ITEMS, header_rows, reply_rows)
+    if lengths and rows_limit < 1:
+        raise InvalidRequest(
+            f"one row does not fit a frame of {max_frame} bytes; raise max_frame", details={"max_frame": max_frame}
+        )
+    exchanges: list[range] = []
+    start = tokens = 0
+    for index, length in enumerate(lengths):
+        if length > payload_room:
+            raise InvalidRequest(
+                f"{noun} {index} with {length + common_tokens} token ids does not fit a frame of {max_frame} bytes",
+                details={"index": index, "max_frame": max_frame},
+            )
+        rows = index - start
+        if rows and (rows == rows_limit or tokens + length > min(payload_room, max(EXCHANGE_TOKENS, length))):
+            exchanges.append(range(start, index))
+            start, tokens = index, 0
+        tokens += length
+    if start < len(lengths):
+        exchanges.append(range(start, len(lengths)))
+    return exchanges

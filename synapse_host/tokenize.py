@@ -1,0 +1,270 @@
+"""Text to token ids, on the host's side: workers receive ids only.
+
+A tokenizer opens with ``no_padding``, ``no_truncation`` and ``encode_special_tokens``: a literal ``[SEP]`` or
+``<|im_end|>`` in a text is text. Special tokens around a row are those of the tokenizer's own post-processor. Too long
+a text is cut only where the caller asked for it, inside the special tokens, and is told by index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec import UNSET
+
+from engines.bundle.manifest import Bundle
+from synapse_host.admission import too_long
+from synapse_host.errors import BundleInvalid, InvalidRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from tokenizers import Tokenizer
+
+    IntArray = npt.NDArray[np.int32]
+
+MAX_TEXT_BYTES: Final = 16 * 1024 * 1024
+"""A text beyond this is refused before it is tokenised: no model takes a thousandth of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Token rows laid end to end: ``ids`` int32 (tokens,), one length per row, indices of rows that were cut."""
+
+    ids: IntArray
+    lengths: list[int]
+    truncated: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Special ids around a row, and between the two parts of a pair."""
+
+    prefix: tuple[int, ...] = ()
+    middle: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.prefix) + len(self.middle) + len(self.suffix)
+
+
+class TextTokenizer:
+    """One bundle's tokenizer. Thread-safe: encoding changes nothing in it."""
+
+    def __init__(self, bundle: Bundle, *, model: str | None = None) -> None:
+        manifest = bundle.manifest
+        self.model = model or manifest.model_id
+        self.max_tokens = manifest.max_tokens
+        if manifest.tokenizer is UNSET:
+            raise InvalidRequest(
+                f"bundle {self.model} has no tokenizer: send token ids (embed_ids, rerank_ids, generate_ids)"
+            )
+        self._path = bundle.path(manifest.tokenizer.path)
+        self._plain = _open(self._path, self.model)
+        special = manifest.special_ids if manifest.special_ids is not UNSET else {}
+        self.single = _single_frame(self._plain, manifest.family, manifest.task, special)
+        self.pair = _pair_frame(self._plain, special) if manifest.task == "rerank" else Frame()
+
+    def rows(self, texts: Sequence[str], *, truncate: bool = False, offset: int = 0) -> Rows:
+        """Return the texts' rows with their special tokens.
+
+        Raises InvalidRequest {index} for an empty text and SequenceTooLong {index, tokens, max_tokens}; *offset* is the
+        index of the first text.
+        """
+        room = self.max_tokens - len(self.single)
+        rows: list[Sequence[int]] = []
+        truncated: list[int] = []
+        for index, ids in enumerate(self._encode(texts, "text", offset), offset):
+            if len(ids) > room:
+                if not truncate:
+                    raise too_long(index, len(ids) + len(self.single), self.max_tokens, model=self.model)
+                truncated.append(index)
+                ids = ids[:room]
+            rows.append((*self.single.prefix, *ids, *self.single.suffix) if len(self.single) else ids)
+        return Rows(flatten(rows), [len(row) for row in rows], truncated)
+
+    def segments(
+        self, query: str, documents: Sequence[str], *, truncate: bool = False, offset: int = 0, special: int = 3
+    ) -> tuple[IntArray, Rows]:
+        """Return the bare query ids and the bare document rows, for a worker that composes the pairs itself.
+
+        *special* is how many ids the worker adds to a pair. Only documents are cut. Raises as :meth:`rows`.
+        """
+        query_ids = next(iter(self._encode([query], "query", 0)))
+        room = self._document_room(query_ids, special)
+        rows: list[Sequence[int]] = []
+        truncated: list[int] = []
+        for index, ids in enumerate(self._encode(documents, "document", offset), offset):
+            if len(ids) > room:
+                if not truncate:
+                    raise too_long(
+                        index, len(query_ids) + len(ids) + special, self.max_tokens, model=self.model, noun="document"
+                    )
+                truncated.append(index)
+                ids = ids[:room]
+            rows.append(ids)
+        return flatten([query_ids]), Rows(flatten(rows), [len(row) for row in rows], truncated)
+
+    def pairs(self, query: str, documents: Sequence[str], *, truncate: bool = False, offset: int = 0) -> Rows:
+        """Return composed rows, ``[CLS] query [SEP] document [SEP]`` in BERT's case, for owned workers."""
+        query_ids, bare = self.segments(query, documents, truncate=truncate, offset=offset, special=len(self.pair))
+        rows = compose(self.pair, query_ids.tolist(), _cut(bare))
+        return Rows(flatten(rows), [len(row) for row in rows], bare.truncated)
+
+    def prompt(self, text: str) -> Rows:
+        """Return a prompt's row for generation."""
+        return self.rows([text])
+
+    def template(self, text: str) -> list[int]:
+        """Return the ids of text that a chat template wrote: here ``<|im_start|>`` means the special token."""
+        return list(self._special.encode(text, add_special_tokens=False).ids)
+
+    def literal(self, text: str) -> list[int]:
+        """Return the ids of text that a person wrote, without special tokens."""
+        return list(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def mentions_special(self, text: str) -> bool:
+        """True when reading the text's special-token literals as tokens would change its ids."""
+        return self.template(text) != self.literal(text)
+
+    @property
+    def _special(self) -> Tokenizer:
+        tokenizer = _open(self._path, self.model)
+        tokenizer.encode_special_tokens = False
+        return tokenizer
+
+    def _encode(self, texts: Sequence[str], noun: str, offset: int) -> list[list[int]]:
+        for index, text in enumerate(texts, offset):
+            name = noun if noun == "query" else f"{noun} {index}"
+            if not isinstance(text, str):
+                raise InvalidRequest(f"{name} is {type(text).__name__}, not text", details={"index": index})
+            if not text.strip():
+                raise InvalidRequest(f"{name} is empty", details={"index": index})
+            if len(text) > MAX_TEXT_BYTES:
+                raise InvalidRequest(
+                    f"{name} has {len(text)} characters, at most {MAX_TEXT_BYTES}", details={"index": index}
+                )
+            if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+                raise InvalidRequest(
+                    f"{name} holds half a surrogate pair; it is not valid text", details={"index": index}
+                )
+        encode = getattr(self._plain, "encode_batch_fast", self._plain.encode_batch)
+        encoded: list[list[int]] = [item.ids for item in encode(list(texts), add_special_tokens=False)]
+        for index, ids in enumerate(encoded, offset):
+            if not ids:
+                name = noun if noun == "query" else f"{noun} {index}"
+                raise InvalidRequest(f"{name} has no tokens: the tokenizer drops all of it", details={"index": index})
+        return encoded
+
+    def _document_room(self, query_ids: Sequence[int], special: int) -> int:
+        room = self.max_tokens - special - len(query_ids)
+        if room < 1:
+            raise InvalidRequest(
+                f"the query has {len(query_ids)} tokens and leaves no room for a document: {self.model} takes "
+                f"{self.max_tokens} for both. Shorten it",
+                details={"tokens": len(query_ids), "max_tokens": self.max_tokens},
+            )
+        return room
+
+
+def flatten(rows: Sequence[Sequence[int]]) -> IntArray:
+    """Return the rows end to end as int32 (tokens,)."""
+    import numpy as np
+
+    total = sum(map(len, rows))
+    return np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=total)
+
+
+def id_rows(rows: Sequence[Any], *, noun: str = "row") -> Rows:
+    """Check rows of ids that a caller made (lists or integer arrays) and lay them end to end.
+
+    Raises InvalidRequest {index} for what isn't a flat row of integers in [0, 2**31).
+    """
+    import numpy as np
+
+    arrays: list[IntArray] = []
+    for index, row in enumerate(rows):
+        try:
+            array = np.asarray(row)
+        except (ValueError, OverflowError):
+            array = np.empty((0, 0))
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise InvalidRequest(f"{noun} {index} is not a flat list of whole token ids", details={"index": index})
+        if array.size == 0:
+            raise InvalidRequest(f"{noun} {index} has no tokens", details={"index": index})
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high > 2**31 - 1:
+            bad = low if low < 0 else high
+            raise InvalidRequest(f"{noun} {index} holds {bad}, which is no token id", details={"index": index})
+        arrays.append(array.astype(np.int32, copy=False))
+    flat: IntArray = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
+    return Rows(flat, [len(array) for array in arrays], [])
+
+
+def compose(frame: Frame, query: Sequence[int], documents: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return one row per document: prefix, query, middle, document, suffix."""
+    head = (*frame.prefix, *query, *frame.middle)
+    return [(*head, *document, *frame.suffix) for document in documents]
+
+
+def _cut(rows: Rows) -> list[list[int]]:
+    flat = rows.ids.tolist()
+    cut, start = [], 0
+    for length in rows.lengths:
+        cut.append(flat[start : start + length])
+        start += length
+    return cut
+
+
+def _open(path: Any, model: str) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as exc:  # the library raises a bare Exception for any bad file
+        raise BundleInvalid(
+            f"bundle {model}: {path.name} can't be read as a tokenizer: {exc}. Rebuild the bundle"
+        ) from exc
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _single_frame(tokenizer: Tokenizer, family: str, task: str, special: dict[str, int]) -> Frame:
+    frame = _observed(tokenizer, ["a"])
+    if len(frame):
+        return frame
+    # A tokenizer file without a post-processor: the family says what its models were trained with.
+    if family in ("bert", "modernbert") and {"cls", "sep"} <= special.keys():
+        return Frame(prefix=(special["cls"],), suffix=(special["sep"],))
+    if family == "qwen3" and task == "embed" and "eos" in special:
+        # Last-token pooling reads the end-of-text token.
+        return Frame(suffix=(special["eos"],))
+    return Frame()
+
+
+def _pair_frame(tokenizer: Tokenizer, special: dict[str, int]) -> Frame:
+    frame = _observed(tokenizer, ["a", "b"])
+    if frame.middle:
+        return frame
+    if {"cls", "sep"} <= special.keys():
+        return Frame((special["cls"],), (special["sep"],), (special["sep"],))
+    return frame
+
+
+def _observed(tokenizer: Tokenizer, parts: list[str]) -> Frame:
+    """Read the special ids off an encoding of one or two short texts."""
+    encoding = tokenizer.encode(parts[0], parts[1] if len(parts) == 2 else None, add_special_tokens=True)
+    ids, mask, owners = encoding.ids, encoding.special_tokens_mask, encoding.sequence_ids
+    real = [i for i, is_special in enumerate(mask) if not is_special]
+    if not real:
+        return Frame()
+    middle: tuple[int, ...] = ()
+    if len(parts) == 2:
+        first = max((i for i in real if owners[i] == 0), default=real[0])
+        second = min((i for i in real if owners[i] == 1), default=real[-1])
+        middle = tuple(ids[first + 1 : second])
+    return Frame(tuple(ids[: real[0]]), middle, tuple(ids[real[-1] + 1 :]))
