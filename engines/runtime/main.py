@@ -81,7 +81,14 @@ def _widths(text: str) -> tuple[int, ...]:
     return widths
 
 
-def run(factory: EngineFactory, argv: Sequence[str] | None = None, *, program: str, default_device: str = "cpu") -> int:
+def run(
+    factory: EngineFactory,
+    argv: Sequence[str] | None = None,
+    *,
+    program: str,
+    default_device: str = "cpu",
+    worker: type[Worker] = Worker,
+) -> int:
     """Run one worker process and return its exit status.
 
     *factory* makes the engine from the options; it must not import a native library (HELLO comes first).
@@ -107,7 +114,7 @@ def run(factory: EngineFactory, argv: Sequence[str] | None = None, *, program: s
     finally:
         with contextlib.suppress(OSError):
             os.close(stdout)
-    return _guarded(program, lambda: serve(factory, options, arguments))
+    return _guarded(program, lambda: serve(factory, options, arguments, worker))
 
 
 def _guarded(program: str, body: Callable[[], None]) -> int:
@@ -124,7 +131,9 @@ def _guarded(program: str, body: Callable[[], None]) -> int:
     return 0
 
 
-def serve(factory: EngineFactory, options: WorkerOptions, arguments: argparse.Namespace) -> None:
+def serve(
+    factory: EngineFactory, options: WorkerOptions, arguments: argparse.Namespace, kind: type[Worker] = Worker
+) -> None:
     """Connect, shake hands and serve until the end."""
     deadline = time.monotonic() + HANDSHAKE_S
     faulthandler.enable()
@@ -133,7 +142,7 @@ def serve(factory: EngineFactory, options: WorkerOptions, arguments: argparse.Na
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     engine = factory(options)
     identity = identify(engine, options)
-    worker = Worker(connect(arguments.socket, arguments.pipe, deadline=deadline), engine, identity)
+    worker = kind(connect(arguments.socket, arguments.pipe, deadline=deadline), engine, identity)
     with worker.channel:
         worker.greet(arguments.nonce)
         # The host is checking HELLO now: a good moment for what isn't needed earlier.

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from engines.protocol.connection import Connection, Event
+from engines.protocol.connection import Connection
+from engines.protocol.events import Event
 from engines.protocol.messages import Buffer, Hello, Message
 
 if TYPE_CHECKING:
