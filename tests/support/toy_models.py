@@ -1,7 +1,7 @@
 """Small random checkpoints of every family and task, as Hugging Face folders. A seed stands for the weights.
 
 Everything is written with numpy alone, and `transformers` loads each folder unchanged (tests/bundle/make_goldens.py
-checks it). Weights are scaled so that activations stay near unit size and different inputs give clearly different outputs.
+checks it). Weights are scaled so that activations stay near unit size and different inputs give different outputs.
 """
 
 from __future__ import annotations
