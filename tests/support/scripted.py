@@ -27,8 +27,8 @@ Keys of a script (all optional)
     shutdown        actions between SHUTDOWN and the exit;  ``eof``: between the end of the stream and the exit
 
 A rule: ``{"on": "EMBED_BATCH" | [..] | "serving" | "*", "nth": n | [n, ..], "from": n, "first_id": id, "do": [..]}``.
-``nth`` and ``from`` count this process's requests of that type from 1; ``first_id`` is the payload's first token id, so a
-request itself can choose its fate. The first rule that matches wins. If its actions sent no terminal reply
+``nth`` and ``from`` count this process's requests of that type from 1; ``first_id`` is the payload's first token id, so
+a request can choose its fate. The first rule that matches wins. If its actions sent no terminal reply
 (``reply``, ``err``) and didn't say ``no_reply``, the legal answer follows.
 
 Actions (objects of one key)
@@ -36,8 +36,8 @@ Actions (objects of one key)
                         C call that keeps it;  ``spin true``: for ever in a C loop that keeps it
     progress {..}       frames ``completed`` [1, 2, ..] or ``from``, ``to``; ``every`` S between; ``phase``, ``req_id``
     advance N           N units through the real reporter (coalesced)
-    reply {..}          the legal answer, bent: ``set`` fields, ``drop`` fields, ``type``; ``raw_bytes`` N (length of the
-                        raw frame, cut or padded), ``no_raw``, ``nan`` / ``inf`` index; ``stall`` {after, seconds}
+    reply {..}          the legal answer, bent: ``set`` fields, ``drop`` fields, ``type``; ``raw_bytes`` N (length of
+                        the raw frame, cut or padded), ``no_raw``, ``nan`` / ``inf`` index; ``stall`` {after, seconds}
                         inside the payload; ``pause`` S, ``between`` [frames] after the header; ``times`` N
     err {code, msg}     an ERR frame, with any code
     no_reply true       send no terminal reply
