@@ -268,3 +268,22 @@ def _observed(tokenizer: Tokenizer, parts: list[str]) -> Frame:
         second = min((i for i in real if owners[i] == 1), default=real[-1])
         middle = tuple(ids[first + 1 : second])
     return Frame(tuple(ids[: real[0]]), middle, tuple(ids[real[-1] + 1 :]))
+
+
+def compose_ids(bundle: Bundle, query: IntArray, candidates: Rows, tokenizer: TextTokenizer | None) -> Rows:
+    """Return composed rows for an owned rerank worker from bare segments of ids.
+
+    The special ids come from the bundle's tokenizer, or from the manifest's ``special_ids`` where it has none.
+    """
+    if tokenizer is not None or bundle.manifest.tokenizer is not UNSET:
+        frame = (tokenizer or TextTokenizer(bundle)).pair
+    else:
+        special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
+        if not {"cls", "sep"} <= special.keys():
+            raise InvalidRequest(
+                f"bundle {bundle.manifest.model_id} has neither a tokenizer nor special_ids cls and sep: "
+                "pairs can't be composed"
+            )
+        frame = Frame((special["cls"],), (special["sep"],), (special["sep"],))
+    rows = compose(frame, query.tolist(), _cut(candidates))
+    return Rows(flatten(rows), [len(row) for row in rows], [])

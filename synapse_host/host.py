@@ -1,0 +1,708 @@
+"""The host facade: texts or token ids in, numpy arrays out, whatever engine serves and however often its worker dies.
+
+One :class:`Host` owns its lanes' supervisors. Placement is decided at open and never changes. Nothing here retries:
+errors are :class:`~synapse_host.errors.SynapseError` with ``safe_to_retry``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from msgspec import UNSET
+
+from engines.bundle.manifest import Bundle, BundleError
+from engines.bundle.manifest import read as read_bundle
+from engines.protocol.messages import (
+    ITEM_BYTES,
+    EmbedBatch,
+    Generate,
+    Item,
+    Pooling,
+    Rerank,
+    RerankSequences,
+    Segment,
+    Text,
+    Vectors,
+)
+from synapse_host import admission, hardware
+from synapse_host.assignment import Assignment, assign, find
+from synapse_host.config import HostConfig
+from synapse_host.errors import BundleInvalid, DeadlineExceeded, InvalidRequest, NotCertified, SequenceTooLong
+from synapse_host.listener import RuntimeDirectory
+from synapse_host.matrix import HardwareMatrix
+from synapse_host.matrix import load as load_matrix
+from synapse_host.permits import Permits
+from synapse_host.results import EmbedResult, Generation, RerankResult, sigmoid
+from synapse_host.supervisor import Supervisor
+from synapse_host.sync import SyncHost
+from synapse_host.tokenize import Rows, TextTokenizer, id_rows
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    FloatArray = npt.NDArray[np.float32]
+
+__all__ = ["EmbedResult", "Generation", "Host", "RerankResult", "SyncHost"]
+
+CHUNK: Final = 1024
+"""Texts tokenised at once; with the next chunk's ids and the current one's vectors that bounds the host's memory."""
+INLINE_CHARACTERS: Final = 16_384
+"""Texts shorter than this in sum are tokenised on the loop's thread: a thread switch costs more than they do."""
+AHEAD: Final = 2
+"""Exchanges handed to the lane at once: one runs, the next is prepared and waits."""
+
+T = TypeVar("T")
+
+
+class Host:
+    """A running set of lanes. Make it with :meth:`open`; every call may come from several tasks at once."""
+
+    def __init__(
+        self,
+        *,
+        matrix: HardwareMatrix,
+        bundles: Mapping[str, Bundle],
+        profile: hardware.HostProfile,
+        config: HostConfig,
+        runtime: RuntimeDirectory,
+    ) -> None:
+        self.matrix = matrix
+        self.profile = profile
+        self.config = config
+        self.bundles = dict(bundles)
+        self.assignments = assign(matrix, profile=profile, bundles=bundles)
+        self._runtime = runtime
+        self._permits = Permits(config.permits)
+        self._supervisors: dict[str, Supervisor] = {}
+        self._tokenizers: dict[str, TextTokenizer] = {}
+        self._closed = False
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        matrix: HardwareMatrix | Path | str | None = None,
+        models: Mapping[str, Path | str] | None = None,
+        config: HostConfig | None = None,
+    ) -> AsyncIterator[Host]:
+        """Open a host on *models* (name to bundle folder) and close it, workers and all, at the end of the block.
+
+        Default matrix: the packaged one. Default models: the installed bundles of the models directory. Starts no
+        worker: the first request of a lane does. Raises MatrixInvalid, BundleInvalid, InvalidRequest.
+        """
+        config = config or HostConfig()
+        loaded = matrix if isinstance(matrix, HardwareMatrix) else load_matrix(matrix)
+        bundles = open_bundles(models if models is not None else _installed(config))
+        tasks = {bundle.manifest.task for bundle in bundles.values()}
+        wanted = {id for lane in loaded.lanes.values() if lane.task in tasks for id in lane.engines}
+        keys = hardware.floor_keys(loaded, wanted)
+        profile = await asyncio.to_thread(hardware.detect, keys)
+        runtime = RuntimeDirectory.open(config.runtime_dir)
+        try:
+            host = cls(matrix=loaded, bundles=bundles, profile=profile, config=config, runtime=runtime)
+            try:
+                yield host
+            finally:
+                await host.aclose()
+        finally:
+            runtime.close()
+
+    async def aclose(self, *, drain: float = 0.0) -> None:
+        """Stop every worker; running requests get *drain* seconds to finish. Idempotent."""
+        self._closed = True
+        supervisors, self._supervisors = list(self._supervisors.values()), {}
+        if supervisors:
+            await asyncio.gather(*(supervisor.aclose(drain=drain) for supervisor in supervisors))
+
+    # --- embeddings --------------------------------------------------------------------------------------------------
+
+    async def embed(
+        self,
+        model: str,
+        texts: Sequence[str],
+        *,
+        lane: str | None = None,
+        deadline: float | None = None,
+        truncate: bool = False,
+    ) -> FloatArray:
+        """Return the texts' vectors, float32 (n, dims), in input order. *deadline*: seconds from now."""
+        return (await self.embed_result(model, texts, lane=lane, deadline=deadline, truncate=truncate)).vectors
+
+    async def embed_result(
+        self,
+        model: str,
+        texts: Sequence[str],
+        *,
+        lane: str | None = None,
+        deadline: float | None = None,
+        truncate: bool = False,
+    ) -> EmbedResult:
+        """Return vectors with what was cut and who served. Raises SequenceTooLong by index unless *truncate*."""
+        until = _absolute(deadline)
+        assignment = self._find(model, lane, "embed")
+        _check_texts(texts, "texts")
+        if len(texts) <= CHUNK:
+            rows = await self._tokenised(texts, until, lambda: self._tokenizer(model).rows(texts, truncate=truncate))
+            return self._embed_result(assignment, await self._embed_rows(assignment, rows, until), rows.truncated)
+        import numpy as np
+
+        vectors = np.empty((len(texts), assignment.bundle.manifest.dims), np.float32)
+        truncated: list[int] = []
+        done = 0
+        async for part in self.embed_stream(model, texts, lane=lane, deadline=deadline, truncate=truncate):
+            vectors[done : done + len(part.vectors)] = part.vectors
+            truncated += part.truncated
+            done += len(part.vectors)
+        return self._embed_result(assignment, vectors, truncated)
+
+    async def embed_stream(
+        self,
+        model: str,
+        texts: Iterable[str],
+        *,
+        lane: str | None = None,
+        deadline: float | None = None,
+        truncate: bool = False,
+        offset: int = 0,
+    ) -> AsyncIterator[EmbedResult]:
+        """Yield results of consecutive chunks of at most 1,024 texts; memory stays bounded however many there are.
+
+        The next chunk is read and tokenised in a thread while the worker computes. Indices (in ``truncated`` and in
+        errors) count from *offset*. Aclose the iterator when leaving it early.
+        """
+        until = _absolute(deadline)
+        assignment = self._find(model, lane, "embed")
+        tokenizer = self._tokenizer(model)
+        source = iter(texts)
+        start = offset
+
+        def prepare(first: int) -> Rows | None:
+            chunk = list(islice(source, CHUNK))
+            return tokenizer.rows(chunk, truncate=truncate, offset=first) if chunk else None
+
+        ahead = asyncio.ensure_future(asyncio.to_thread(prepare, start))
+        try:
+            while (rows := await _within(ahead, until)) is not None:
+                start += len(rows.lengths)
+                ahead = asyncio.ensure_future(asyncio.to_thread(prepare, start))
+                vectors = await self._embed_rows(assignment, rows, until)
+                yield self._embed_result(assignment, vectors, rows.truncated)
+        finally:
+            if not ahead.done():
+                # The thread can't be interrupted: wait until it has let go of the caller's iterator.
+                await asyncio.wait([ahead])
+            if not ahead.cancelled():
+                ahead.exception()
+
+    async def embed_ids(
+        self, model: str, rows: Sequence[Any], *, lane: str | None = None, deadline: float | None = None
+    ) -> FloatArray:
+        """Return the vectors of rows of token ids (special tokens included), float32 (n, dims)."""
+        until = _absolute(deadline)
+        assignment = self._find(model, lane, "embed")
+        checked = self._checked_ids(rows, assignment, "row")
+        return await self._embed_rows(assignment, checked, until)
+
+    async def _embed_rows(self, assignment: Assignment, rows: Rows, until: float | None) -> FloatArray:
+        import numpy as np
+
+        manifest = assignment.bundle.manifest
+        dims = manifest.dims
+        pooling = Pooling(manifest.pooling) if manifest.pooling is not UNSET else Pooling.MEAN
+        normalize = manifest.normalize is not False
+        exchanges = admission.split(
+            rows.lengths, reply_row_bytes=ITEM_BYTES * dims, max_frame=self.config.max_frame, noun="text"
+        )
+        offsets = _offsets(rows.lengths)
+        supervisor = self._supervisor(assignment)
+
+        async def run(part: range) -> FloatArray:
+            items = [Item(id=str(row), n_tokens=rows.lengths[row]) for row in part]
+            payload = _bytes(rows.ids[offsets[part.start] : offsets[part.stop]])
+
+            def build(req_id: str, model_ref: str) -> tuple[EmbedBatch, memoryview]:
+                request = EmbedBatch(
+                    req_id=req_id, model_ref=model_ref, pooling=pooling, normalize=normalize, items=items
+                )
+                return request, payload
+
+            reply, raw = await supervisor.submit(build, deadline=until, stage="embed")
+            assert isinstance(reply, Vectors)
+            if reply.dims != dims:
+                raise BundleInvalid(
+                    f"bundle {assignment.model} says dims {dims}, its artifact gives {reply.dims}. Rebuild the bundle",
+                    details={"expected": dims, "observed": reply.dims},
+                )
+            vectors: FloatArray = raw.reshape(len(part), dims)
+            return vectors
+
+        if len(exchanges) == 1:
+            return await run(exchanges[0])
+        vectors = np.empty((len(rows.lengths), dims), np.float32)
+
+        async def place(part: range) -> None:
+            vectors[part.start : part.stop] = await run(part)
+
+        await _in_order([lambda part=part: place(part) for part in exchanges])  # type: ignore[misc]
+        return vectors
+
+    def _embed_result(self, assignment: Assignment, vectors: FloatArray, truncated: list[int]) -> EmbedResult:
+        spec = assignment.require()
+        return EmbedResult(vectors, truncated, assignment.model, assignment.lane_id, spec.engine_id, spec.device)
+
+    # --- reranking ---------------------------------------------------------------------------------------------------
+
+    async def rerank(
+        self,
+        model: str,
+        query: str,
+        documents: Sequence[str],
+        *,
+        raw: bool = False,
+        lane: str | None = None,
+        deadline: float | None = None,
+        truncate: bool = False,
+    ) -> FloatArray:
+        """Return one score per document, float32 (n,), in input order: a probability, or the logit with *raw*."""
+        result = await self.rerank_result(
+            model, query, documents, raw=raw, lane=lane, deadline=deadline, truncate=truncate
+        )
+        return result.scores
+
+    async def rerank_result(
+        self,
+        model: str,
+        query: str,
+        documents: Sequence[str],
+        *,
+        raw: bool = False,
+        lane: str | None = None,
+        deadline: float | None = None,
+        truncate: bool = False,
+    ) -> RerankResult:
+        """Return scores with what was cut and who served. Truncation cuts documents only."""
+        until = _absolute(deadline)
+        assignment = self._find(model, lane, "rerank")
+        _check_texts(documents, "documents")
+        spec = assignment.require()
+        tokenizer = self._tokenizer(model)
+        if spec.owned:
+            rows = await self._tokenised(documents, until, lambda: tokenizer.pairs(query, documents, truncate=truncate))
+            logits = await self._score_sequences(assignment, rows, until)
+        else:
+            query_ids, rows = await self._tokenised(
+                documents, until, lambda: tokenizer.segments(query, documents, truncate=truncate)
+            )
+            logits = await self._score_segments(assignment, query_ids, rows, until)
+        return RerankResult(
+            self._scored(assignment, logits, raw),
+            rows.truncated,
+            assignment.model,
+            assignment.lane_id,
+            spec.engine_id,
+            spec.device,
+        )
+
+    async def rerank_ids(
+        self,
+        model: str,
+        query_ids: Sequence[int],
+        candidates: Sequence[Any],
+        *,
+        raw: bool = False,
+        lane: str | None = None,
+        deadline: float | None = None,
+    ) -> FloatArray:
+        """Return scores of candidates given as bare segments of token ids, without special tokens."""
+        until = _absolute(deadline)
+        assignment = self._find(model, lane, "rerank")
+        spec = assignment.require()
+        query = id_rows([query_ids], noun="query").ids
+        rows = id_rows(candidates, noun="candidate")
+        if not rows.lengths:
+            raise InvalidRequest("candidates is empty: nothing to score")
+        manifest = assignment.bundle.manifest
+        if spec.owned:
+            from synapse_host.tokenize import compose_ids
+
+            rows = compose_ids(assignment.bundle, query, rows, self._tokenizers.get(model))
+            admission.check_lengths(
+                rows.lengths, max_tokens=manifest.max_tokens, model=assignment.model, noun="candidate"
+            )
+            logits = await self._score_sequences(assignment, rows, until)
+        else:
+            longest = [length + len(query) + 3 for length in rows.lengths]
+            admission.check_lengths(longest, max_tokens=manifest.max_tokens, model=assignment.model, noun="candidate")
+            logits = await self._score_segments(assignment, query, rows, until)
+        return self._scored(assignment, logits, raw)
+
+    def _scored(self, assignment: Assignment, logits: FloatArray, raw: bool) -> FloatArray:
+        # SCORES are raw logits on every engine; the sigmoid is applied here, once (protocol-v3, 1).
+        return sigmoid(logits) if not raw and assignment.bundle.manifest.score == "sigmoid" else logits
+
+    async def _score_segments(
+        self, assignment: Assignment, query: npt.NDArray[np.int32], rows: Rows, until: float | None
+    ) -> FloatArray:
+        import numpy as np
+
+        exchanges = admission.split(
+            rows.lengths,
+            reply_row_bytes=ITEM_BYTES,
+            max_frame=self.config.max_frame,
+            common_tokens=len(query),
+            noun="document",
+        )
+        offsets = _offsets(rows.lengths)
+
+        def exchange(part: range) -> Callable[[str, str], tuple[Rerank, memoryview]]:
+            candidates = [Segment(n_tokens=rows.lengths[row]) for row in part]
+            ids = np.concatenate([query, rows.ids[offsets[part.start] : offsets[part.stop]]])
+
+            def build(req_id: str, model_ref: str) -> tuple[Rerank, memoryview]:
+                request = Rerank(req_id=req_id, model_ref=model_ref, query_n_tokens=len(query), candidates=candidates)
+                return request, _bytes(ids)
+
+            return build
+
+        return await self._score(assignment, exchanges, exchange, until)
+
+    async def _score_sequences(self, assignment: Assignment, rows: Rows, until: float | None) -> FloatArray:
+        exchanges = admission.split(
+            rows.lengths, reply_row_bytes=ITEM_BYTES, max_frame=self.config.max_frame, noun="document"
+        )
+        offsets = _offsets(rows.lengths)
+
+        def exchange(part: range) -> Callable[[str, str], tuple[RerankSequences, memoryview]]:
+            sequences = [Segment(n_tokens=rows.lengths[row]) for row in part]
+            payload = _bytes(rows.ids[offsets[part.start] : offsets[part.stop]])
+
+            def build(req_id: str, model_ref: str) -> tuple[RerankSequences, memoryview]:
+                return RerankSequences(req_id=req_id, model_ref=model_ref, sequences=sequences), payload
+
+            return build
+
+        return await self._score(assignment, exchanges, exchange, until)
+
+    async def _score(
+        self,
+        assignment: Assignment,
+        exchanges: list[range],
+        exchange: Callable[[range], Callable[[str, str], tuple[Any, memoryview]]],
+        until: float | None,
+    ) -> FloatArray:
+        import numpy as np
+
+        supervisor = self._supervisor(assignment)
+        scores = np.empty(exchanges[-1].stop, np.float32)
+
+        async def place(part: range) -> None:
+            _, raw = await supervisor.submit(exchange(part), deadline=until, stage="rerank")
+            scores[part.start : part.stop] = raw
+
+        if len(exchanges) == 1:
+            await place(exchanges[0])
+        else:
+            await _in_order([lambda part=part: place(part) for part in exchanges])  # type: ignore[misc]
+        return scores
+
+    # --- generation --------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        model: str,
+        prompt: str | Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int = 128,
+        chat: bool = False,
+        lane: str | None = None,
+        deadline: float | None = None,
+    ) -> Generation:
+        """Continue a prompt greedily; with *chat* it is a message (or a list of them) put into the model's template."""
+        until = _absolute(deadline)
+        assignment = self._find(model, lane, "generate")
+        tokenizer = self._tokenizer(model)
+        if chat:
+            from synapse_host.chat import chat_ids
+
+            ids: Any = chat_ids(assignment.bundle, tokenizer, prompt)
+        elif isinstance(prompt, str):
+            ids = (await self._tokenised([prompt], until, lambda: tokenizer.prompt(prompt))).ids
+        else:
+            raise InvalidRequest("a list of messages needs chat=True")
+        return await self._generate(assignment, ids, max_tokens, until)
+
+    async def generate_ids(
+        self,
+        model: str,
+        ids: Sequence[int],
+        max_tokens: int,
+        *,
+        lane: str | None = None,
+        deadline: float | None = None,
+    ) -> Generation:
+        """Continue a prompt of token ids greedily."""
+        until = _absolute(deadline)
+        assignment = self._find(model, lane, "generate")
+        return await self._generate(assignment, ids, max_tokens, until)
+
+    async def _generate(self, assignment: Assignment, ids: Any, max_tokens: int, until: float | None) -> Generation:
+        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or not 1 <= max_tokens <= 2**32 - 1:
+            raise InvalidRequest(f"max_tokens is {max_tokens!r}, must be a whole number from 1")
+        row = id_rows([ids], noun="prompt").ids
+        limit = assignment.bundle.manifest.max_tokens
+        if len(row) + max_tokens > limit:
+            raise SequenceTooLong(
+                f"the prompt has {len(row)} tokens and {max_tokens} are to follow, {assignment.model} takes {limit} "
+                "for both. Shorten it or ask for fewer",
+                details={"index": 0, "tokens": len(row), "max_tokens": limit},
+            )
+        if ITEM_BYTES * len(row) > self.config.max_frame:
+            raise InvalidRequest(f"the prompt does not fit a frame of {self.config.max_frame} bytes")
+        spec = assignment.require()
+
+        def build(req_id: str, model_ref: str) -> tuple[Generate, memoryview]:
+            return Generate(req_id=req_id, model_ref=model_ref, max_tokens=max_tokens), _bytes(row)
+
+        reply, _ = await self._supervisor(assignment).submit(build, deadline=until, stage="generate")
+        assert isinstance(reply, Text)
+        generated = reply.generated_token_ids
+        return Generation(
+            reply.text,
+            reply.n_prompt,
+            reply.n_gen,
+            str(reply.finish_reason),
+            tuple(generated) if generated is not UNSET else (),
+            assignment.model,
+            assignment.lane_id,
+            spec.engine_id,
+            spec.device,
+        )
+
+    # --- lanes -------------------------------------------------------------------------------------------------------
+
+    async def load(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> None:
+        """Start the lane's worker and load the model now instead of at the first request; clears quarantine."""
+        until = _absolute(deadline)
+        await self._supervisor(self._any(model, lane)).load(deadline=until)
+
+    async def unload(self, model: str, *, lane: str | None = None) -> None:
+        """Stop the lane's worker and forget its strikes; ModelInUse while requests run. The next request reloads."""
+        assignment = self._any(model, lane)
+        supervisor = self._supervisors.get(assignment.lane_id)
+        if supervisor is not None:
+            await supervisor.unload()
+
+    async def probe(self, lane_id: str) -> None:
+        """Prove a quarantined legacy lane with a fresh worker, LOAD and one served request, and open it again."""
+        assignment = self._by_id(lane_id)
+        await self._supervisor(assignment).probe(self._probe_request(assignment))
+
+    def _probe_request(self, assignment: Assignment) -> Callable[[str, str], tuple[Any, memoryview]]:
+        """Return a small real request of the lane's own task."""
+        manifest = assignment.bundle.manifest
+        tokenizer = self._tokenizer(assignment.model) if manifest.tokenizer is not UNSET else None
+        # Without a tokenizer any id will do; 0 is in every vocabulary.
+        row = tokenizer.rows(["probe"]) if tokenizer else id_rows([[0]])
+        ids, n = row.ids, row.lengths[0]
+
+        def build(req_id: str, model_ref: str) -> tuple[Any, memoryview]:
+            if manifest.task == "generate":
+                return Generate(req_id=req_id, model_ref=model_ref, max_tokens=1), _bytes(ids)
+            if manifest.task == "embed":
+                pooling = Pooling(manifest.pooling) if manifest.pooling is not UNSET else Pooling.MEAN
+                items = [Item(id="0", n_tokens=n)]
+                normalize = manifest.normalize is not False
+                return EmbedBatch(
+                    req_id=req_id, model_ref=model_ref, pooling=pooling, normalize=normalize, items=items
+                ), _bytes(ids)
+            if assignment.require().owned:
+                return RerankSequences(req_id=req_id, model_ref=model_ref, sequences=[Segment(n_tokens=n)]), _bytes(ids)
+            import numpy as np
+
+            pair = np.concatenate([ids, ids])
+            return Rerank(
+                req_id=req_id, model_ref=model_ref, query_n_tokens=n, candidates=[Segment(n_tokens=n)]
+            ), _bytes(pair)
+
+        return build
+
+    def health(self) -> dict[str, Any]:
+        """Return the cached state of every lane; touches no worker."""
+        lanes: dict[str, Any] = {}
+        for lane_id, assignment in self.assignments.items():
+            supervisor = self._supervisors.get(lane_id)
+            if supervisor is not None:
+                lanes[lane_id] = {"model": assignment.model, **supervisor.health()}
+            else:
+                lanes[lane_id] = _resting(assignment)
+        return {"lanes": lanes, "closed": self._closed}
+
+    def explain(self, lane: str | None = None) -> list[dict[str, Any]]:
+        """Return, per lane, the placement and why each other engine was passed over."""
+        return [
+            {
+                "lane": assignment.lane_id,
+                "model": assignment.model,
+                "placement": assignment.placement.engine,
+                "considered": [item.to_dict() for item in assignment.placement.considered],
+            }
+            for assignment in self.assignments.values()
+            if lane is None or lane in (assignment.lane, assignment.lane_id)
+        ]
+
+    def lane_of(self, model: str, lane: str | None = None) -> Assignment:
+        """Return the assignment that a call for this model uses."""
+        return self._any(model, lane)
+
+    def _any(self, model: str, lane: str | None) -> Assignment:
+        bundle = self.bundles.get(model)
+        return find(self.assignments, self.bundles, model=model, lane=lane, task=bundle.manifest.task if bundle else "")
+
+    def _find(self, model: str, lane: str | None, task: str) -> Assignment:
+        return find(self.assignments, self.bundles, model=model, lane=lane, task=task)
+
+    def _by_id(self, lane_id: str) -> Assignment:
+        assignment = self.assignments.get(lane_id)
+        if assignment is None:
+            raise InvalidRequest(
+                f"no lane {lane_id!r} (have: {', '.join(self.assignments) or 'none'})",
+                details={"known": sorted(self.assignments)},
+            )
+        return assignment
+
+    def _supervisor(self, assignment: Assignment) -> Supervisor:
+        supervisor = self._supervisors.get(assignment.lane_id)
+        if supervisor is None:
+            if self._closed:
+                raise InvalidRequest("this host is closed")
+            spec = assignment.require()
+            self._check_certificate(assignment)
+            supervisor = Supervisor(spec, config=self.config, runtime=self._runtime, permits=self._permits)
+            self._supervisors[assignment.lane_id] = supervisor
+        return supervisor
+
+    def _check_certificate(self, assignment: Assignment) -> None:
+        if self.config.require_certificate or self.matrix.lanes[assignment.lane].require_certificate:
+            raise NotCertified(
+                f"lane {assignment.lane_id} needs a certificate for {assignment.model} on this machine and has none",
+                details={"lane_id": assignment.lane_id, "model": assignment.model},
+            )
+
+    def _tokenizer(self, model: str) -> TextTokenizer:
+        tokenizer = self._tokenizers.get(model)
+        if tokenizer is None:
+            tokenizer = self._tokenizers[model] = TextTokenizer(self.bundles[model], model=model)
+        return tokenizer
+
+    async def _tokenised(self, texts: Sequence[str], until: float | None, encode: Callable[[], T]) -> T:
+        """Run *encode* here for few and short texts, else in a thread; DeadlineExceeded when it takes too long."""
+        try:
+            small = sum(map(len, texts)) <= INLINE_CHARACTERS
+        except TypeError:
+            small = True  # Not all of them are texts: encode says which.
+        if small:
+            return encode()
+        return await _within(asyncio.ensure_future(asyncio.to_thread(encode)), until)
+
+    def _checked_ids(self, rows: Sequence[Any], assignment: Assignment, noun: str) -> Rows:
+        checked = id_rows(rows, noun=noun)
+        if not checked.lengths:
+            raise InvalidRequest(f"no {noun}s: nothing to do")
+        admission.check_lengths(
+            checked.lengths, max_tokens=assignment.bundle.manifest.max_tokens, model=assignment.model, noun=noun
+        )
+        return checked
+
+
+def open_bundles(models: Mapping[str, Path | str]) -> dict[str, Bundle]:
+    """Read the manifests of bundle folders by name; BundleInvalid says which one can't be used."""
+    bundles: dict[str, Bundle] = {}
+    for name, path in models.items():
+        try:
+            bundles[name] = read_bundle(Path(path))
+        except BundleError as exc:
+            raise BundleInvalid(f"model {name}: {exc}", details={"model": name, "path": str(path)}) from exc
+    return bundles
+
+
+def _installed(config: HostConfig) -> dict[str, Path | str]:
+    from synapse_host import catalogue
+
+    return dict(catalogue.installed(config.models_dir))
+
+
+def _resting(assignment: Assignment) -> dict[str, Any]:
+    spec = assignment.spec
+    state: dict[str, Any] = {
+        "model": assignment.model,
+        "state": "idle" if spec else "refused",
+        "engine": spec.engine_id if spec else None,
+        "device": spec.device if spec else None,
+        "worker_pid": None,
+        "generation": 0,
+        "strikes": 0,
+        "quarantine_remaining_s": 0.0,
+        "age_s": None,
+        "rss_mb": None,
+        "models": [],
+    }
+    if spec is None:
+        state["reason"] = assignment.placement.why_not()
+    return state
+
+
+def _check_texts(texts: Sequence[str], name: str) -> None:
+    if isinstance(texts, str | bytes):
+        raise InvalidRequest(f"{name} is one text; pass a list of texts")
+    if not len(texts):
+        raise InvalidRequest(f"{name} is empty: nothing to do")
+
+
+def _absolute(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
+    return asyncio.get_running_loop().time() + deadline
+
+
+def _bytes(ids: npt.NDArray[np.int32]) -> memoryview:
+    """Return the ids' bytes as they lie in memory (int32 little-endian on every platform we run on)."""
+    return ids.data.cast("B")
+
+
+def _offsets(lengths: Sequence[int]) -> list[int]:
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    return offsets
+
+
+async def _within(future: asyncio.Future[T], until: float | None) -> T:
+    """Await *future* until a deadline; what runs in a thread goes on, its result is dropped."""
+    timeout = None if until is None else max(0.0, until - asyncio.get_running_loop().time())
+    done, _ = await asyncio.wait([future], timeout=timeout)
+    if not done:
+        raise DeadlineExceeded("the deadline passed while the texts were tokenised")
+    return future.result()
+
+
+async def _in_order(jobs: Sequence[Callable[[], Any]]) -> None:
+    """Run coroutines with at most AHEAD of them under way, started in order; the first failure cancels the others."""
+    pending: list[asyncio.Task[None]] = []
+    try:
+        for job in jobs:
+            if len(pending) == AHEAD:
+                await pending.pop(0)
+            pending.append(asyncio.ensure_future(job()))
+        while pending:
+            await pending.pop(0)
+    finally:
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.gather(*pending, return_exceptions=True)
