@@ -1,0 +1,122 @@
+"""Checkpoint folder -> the single file of a ``safetensors-package`` artifact.
+
+``python -m engines.bundle.package CHECKPOINT OUT.safetensors --profile minilm.owned-cuda --dtype f32``
+
+The file holds the family's required tensors under canonical names (``engines.bundle.layout``), all in one dtype,
+sorted by name, and these strings under ``__metadata__``:
+
+``format``   ``pt``
+``profile``  ``<model_id>.owned-cuda``; the CUDA worker compares it with the manifest's model before it reads a weight
+``family``   bert, modernbert or qwen3
+``task``     embed or rerank
+``dtype``    f32, f16 or bf16: how the tensors are stored
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from engines.bundle import safetensors
+from engines.bundle.checkpoint import Checkpoint, CheckpointError
+from engines.bundle.digest import PREFIX, file_digest
+from engines.bundle.manifest import BundleError
+
+if TYPE_CHECKING:
+    from engines.bundle.safetensors import Array
+
+DTYPES: Final = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+PROFILE_SUFFIX: Final = ".owned-cuda"
+
+
+def profile_of(model_id: str) -> str:
+    """Return the profile id that a package of this model carries."""
+    return model_id + PROFILE_SUFFIX
+
+
+def write_package(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    profile: str,
+    dtype: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Write the package and return its size; *dtype* defaults to the checkpoint's own.
+
+    Raises CheckpointError for a task that no package is served for or a weight that f16 can't hold.
+    """
+    if checkpoint.task == "generate":
+        raise CheckpointError("a safetensors-package serves embedding and reranking; build a generator as gguf")
+    dtype = dtype or checkpoint.stored_dtype
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r}: a safetensors-package is f32, f16 or bf16")
+    shapes = {name: checkpoint.shape(name) for name in checkpoint.tensors}
+    metadata = {
+        "format": "pt",
+        "profile": profile,
+        "family": checkpoint.family,
+        "task": checkpoint.task,
+        "dtype": dtype,
+    }
+    tensors = _Bounded(checkpoint) if dtype == "f16" else checkpoint.tensors
+    temporary = out.with_name(out.name + ".part")
+    try:
+        size = safetensors.write(
+            temporary, tensors, metadata=metadata, dtype=DTYPES[dtype], shapes=shapes, progress=progress
+        )
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return size
+
+
+class _Bounded(dict[str, "Array"]):
+    """A view of the tensors that refuses a weight beyond f16's range instead of writing infinity."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(dict.fromkeys(checkpoint.tensors))  # type: ignore[arg-type]
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, name: str) -> Array:
+        import numpy as np
+
+        array = self._checkpoint.tensors[name]
+        if array.size and not float(np.abs(array).max()) <= float(np.finfo(np.float16).max):
+            raise CheckpointError(f"tensor {name!r} holds a weight that f16 can't; build with dtype f32 or bf16")
+        return array
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run as a program; progress as JSON lines on stdout, a failure as one line on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m engines.bundle.package", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--profile", required=True)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default=None)
+    parser.add_argument("--task", choices=("embed", "rerank"), default=None)
+    args = parser.parse_args(argv)
+
+    def report(done: int, total: int) -> None:
+        sys.stdout.write(json.dumps({"stage": "package", "done": done, "total": total}) + "\n")
+        sys.stdout.flush()
+
+    try:
+        checkpoint = Checkpoint.open(args.checkpoint, task=args.task)
+        dtype = args.dtype or checkpoint.stored_dtype
+        size = write_package(checkpoint, args.out, profile=args.profile, dtype=dtype, progress=report)
+        digest = PREFIX + file_digest(args.out)
+    except (BundleError, OSError) as exc:
+        sys.stderr.write(f"package: {' '.join(str(exc).split())}\n")
+        return 1
+    result = {"stage": "result", "path": args.out.name, "bytes": size, "digest": digest, "dtype": dtype}
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
