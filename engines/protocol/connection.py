@@ -441,7 +441,7 @@ class Connection:
         if progress.completed <= self.completed:
             raise error(f"progress {progress.completed} after {self.completed}")
         for index in range(self._phase_index, len(self._phases)):
-            if progress.phase is self._phases[index]:
+            if progress.phase == self._phases[index]:
                 return index
         accepted = ", ".join(phase.value for phase in self._phases[self._phase_index :])
         raise error(f"phase {progress.phase} in {type_name(request)}, accepted now: {accepted}")

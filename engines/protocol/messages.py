@@ -325,12 +325,12 @@ class Pong(Reply, frozen=True, tag="PONG"):
     ane_resident_packed: dict[str, list[U32]] | UnsetType = UNSET
 
 
-class Err(Reply, frozen=True, tag="ERR"):
+class Err(Reply, frozen=True, kw_only=True, tag="ERR"):
     """The request failed, the worker lives. Never followed by a raw frame."""
 
+    req_id: Identifier | UnsetType = UNSET
     code: ErrorCode
     msg: str
-    req_id: Identifier | UnsetType = UNSET
 
 
 AnyRequest: TypeAlias = (
