@@ -1,0 +1,302 @@
+"""Where workers connect: the runtime directory and one Unix socket per worker generation.
+
+The host binds before it spawns, accepts one connection of the right process, and unlinks only what it made itself.
+Nothing here imports a Unix-only module at import time; Windows uses :mod:`synapse_host.pipe` for the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import re
+import shutil
+import socket
+import stat
+import struct
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Final, Protocol
+
+from synapse_host.errors import InvalidRequest
+from synapse_host.handshake import Peer
+
+SUN_PATH: Final = 104 if sys.platform == "darwin" else 108
+"""Bytes of ``sockaddr_un.sun_path``, the final NUL included."""
+
+_log = logging.getLogger(__name__)
+
+
+class RuntimeDirectory:
+    """A private directory of one host: mode 0700, ours, with an exclusive lock that names the holder's pid.
+
+    ``RuntimeDirectory.open(None)`` makes a private temporary one that :meth:`close` removes; an explicit path is
+    created if missing, stays, and can be held by one host at a time.
+    """
+
+    def __init__(self, path: Path, *, temporary: bool) -> None:
+        self.path = path
+        self.temporary = temporary
+        self.workers = path / "synapse" / "workers"
+        self._lock: IO[bytes] | None = None
+        self._short: Path | None = None
+        self._made: dict[Path, tuple[int, int]] = {}
+
+    @classmethod
+    def open(cls, path: Path | str | None = None) -> RuntimeDirectory:
+        """Return a usable directory. InvalidRequest says why not: another owner, too open a mode, held by whom."""
+        if path is None:
+            directory = cls(Path(tempfile.mkdtemp(prefix="synapse-")), temporary=True)
+        else:
+            directory = cls(Path(path).resolve(), temporary=False)
+        try:
+            directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for part in (directory.path, directory.path / "synapse", directory.workers):
+                part.mkdir(mode=0o700, exist_ok=True)
+                _check_private(part)
+            directory._take_lock()
+        except OSError as exc:
+            directory.close()
+            raise InvalidRequest(
+                f"{directory.path} can't be the runtime directory: {exc.strerror or exc}; choose another --runtime-dir",
+                details={"reason": "runtime_dir", "path": str(directory.path)},
+            ) from exc
+        except BaseException:
+            directory.close()
+            raise
+        return directory
+
+    @property
+    def lock_path(self) -> Path:
+        """The file whose lock makes this directory ours."""
+        return self.path / "synapse" / "lock"
+
+    def socket_path(self, worker_id: str) -> Path:
+        """Return where the worker *worker_id* will connect.
+
+        ``workers/<worker_id>.sock``; where that is too long for a socket address, or taken by another lane of this
+        host, a short hashed name, if need be in a short directory of our own.
+        """
+        path = self.workers / f"{safe_id(worker_id)}.sock"
+        if _fits(path) and path not in self._made:
+            return path
+        digest = hashlib.sha256(f"{os.getpid()}\0{worker_id}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        path = self.workers / f"wk-{digest}.sock"
+        if _fits(path):
+            return path
+        if self._short is None:
+            # TMPDIR alone takes 49 bytes on macOS; /tmp is short on every Unix.
+            self._short = Path(tempfile.mkdtemp(prefix="synapse-", dir="/tmp"))
+        return self._short / f"wk-{digest}.sock"
+
+    def listen(self, worker_id: str) -> UnixListener:
+        """Bind and listen for one worker. InvalidRequest when the path is taken by something that isn't ours."""
+        path = self.socket_path(worker_id)
+        _clear_stale(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.setblocking(False)
+            listener.bind(os.fspath(path))
+            path.chmod(0o600)
+            listener.listen(8)
+            entry = path.lstat()
+        except BaseException:
+            listener.close()
+            raise
+        self._made[path] = (entry.st_dev, entry.st_ino)
+        return UnixListener(listener, path, self._unlink)
+
+    def close(self) -> None:
+        """Remove what is ours and give the lock back; idempotent."""
+        for path in list(self._made):
+            self._unlink(path)
+        if self._short is not None:
+            with suppress(OSError):
+                self._short.rmdir()
+            self._short = None
+        if self._lock is not None:
+            # The file stays: unlinking a lock file lets two holders lock two files of the same name.
+            self._lock.close()
+            self._lock = None
+        if self.temporary:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _unlink(self, path: Path) -> None:
+        made = self._made.pop(path, None)
+        with suppress(OSError):
+            entry = path.lstat()
+            if made == (entry.st_dev, entry.st_ino):
+                path.unlink()
+
+    def _take_lock(self) -> None:
+        handle = self.lock_path.open("a+b")
+        try:
+            _lock_exclusive(handle)
+        except OSError as exc:
+            handle.seek(0)
+            holder = handle.read(32).decode("ascii", "replace").strip() or "unknown"
+            handle.close()
+            raise InvalidRequest(
+                f"runtime directory {self.path} is held by the host with pid {holder}; stop that one or choose another "
+                "--runtime-dir",
+                details={"reason": "runtime_dir_busy", "path": str(self.path), "pid": _number(holder)},
+            ) from exc
+        handle.truncate(0)
+        handle.write(f"{os.getpid()}\n".encode())
+        handle.flush()
+        self._lock = handle
+
+
+class Listener(Protocol):
+    """An endpoint made for one worker, before it is spawned."""
+
+    @property
+    def arguments(self) -> tuple[str, str]:
+        """The worker's command-line option and its value."""
+
+    async def connect(self, protocol: asyncio.BaseProtocol, admit: Callable[[Peer], bool]) -> None:
+        """Give *protocol* the right process's connection."""
+
+    def close(self) -> None:
+        """Stop listening; idempotent."""
+
+
+class UnixListener:
+    """One bound socket, for one worker."""
+
+    def __init__(self, listener: socket.socket, path: Path, unlink: Callable[[Path], None]) -> None:
+        self._listener = listener
+        self._unlink = unlink
+        self.path = path
+
+    @property
+    def arguments(self) -> tuple[str, str]:
+        """What the worker is told: ``--socket PATH``."""
+        return ("--socket", os.fspath(self.path))
+
+    async def connect(self, protocol: asyncio.BaseProtocol, admit: Callable[[Peer], bool]) -> None:
+        """Give *protocol* the first connection whose process *admit* takes; then nobody else gets in."""
+        connection = await self.accept(admit)
+        self.close()
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
+        except BaseException:
+            connection.close()
+            raise
+
+    async def accept(self, admit: Callable[[Peer], bool]) -> socket.socket:
+        """Return the first connection whose process *admit* takes; any other is closed and accepting goes on."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except ConnectionAbortedError:
+                continue
+            try:
+                peer = peer_of(connection)
+                if admit(peer):
+                    connection.setblocking(False)
+                    return connection
+            except BaseException:
+                connection.close()
+                raise
+            connection.close()
+            _log.warning("a foreign process connected and was turned away: socket=%s peer=%s", self.path.name, peer)
+
+    def close(self) -> None:
+        """Stop listening and remove the socket file, if it still is ours; idempotent."""
+        self._listener.close()
+        self._unlink(self.path)
+
+
+def safe_id(lane_id: str) -> str:
+    """Return *lane_id* as part of a file name: unsafe characters become ``_``, so does a leading dot."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", lane_id)
+    return "_" + name[1:] if name.startswith(".") else name
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Return uid and pid of the process at the other end, as far as the platform tells."""
+    if sys.platform == "linux":
+        pid, uid, _gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return Peer(uid, pid)
+    elif sys.platform == "darwin":
+        # <sys/un.h>: SOL_LOCAL 0, LOCAL_PEERCRED 1 (struct xucred: version, uid, ...), LOCAL_PEERPID 2. Not measured.
+        _version, uid = struct.unpack_from("=II", connection.getsockopt(0, 1, 76))
+        (pid,) = struct.unpack("=i", connection.getsockopt(0, 2, 4))
+        return Peer(uid, pid)
+    else:
+        return Peer(None, None)
+
+
+def _fits(path: Path) -> bool:
+    return len(os.fsencode(path)) < SUN_PATH
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def _check_private(path: Path) -> None:
+    """Refuse a directory that isn't ours alone: whoever can write there can stand in for a worker."""
+    if os.name != "posix":
+        return
+    entry = path.lstat()
+    if not stat.S_ISDIR(entry.st_mode):
+        raise InvalidRequest(f"{path} is not a directory", details={"reason": "runtime_dir", "path": str(path)})
+    if entry.st_uid != os.geteuid():
+        raise InvalidRequest(
+            f"{path} belongs to uid {entry.st_uid}, not to this user; choose another --runtime-dir",
+            details={"reason": "runtime_dir_owner", "path": str(path)},
+        )
+    if entry.st_mode & 0o077:
+        raise InvalidRequest(
+            f"{path} is open to others (mode {stat.S_IMODE(entry.st_mode):04o}); run: chmod 700 {path}",
+            details={"reason": "runtime_dir_mode", "path": str(path)},
+        )
+
+
+def _clear_stale(path: Path) -> None:
+    """Make *path* free: remove a dead socket; refuse a live listener and anything that isn't a socket."""
+    try:
+        entry = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(entry.st_mode):
+        raise InvalidRequest(
+            f"{path} is in the way and is not a socket; move it away",
+            details={"reason": "path_taken", "path": str(path)},
+        )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            with suppress(FileNotFoundError):
+                path.unlink()
+            return
+        except OSError:
+            # EAGAIN: a listener with a full backlog is a live one.
+            pass
+    raise InvalidRequest(
+        f"another process listens on {path}; stop it or choose another --runtime-dir",
+        details={"reason": "path_taken", "path": str(path)},
+    )
+
+
+def _lock_exclusive(handle: IO[bytes]) -> None:
+    """Lock without waiting; OSError when another process holds it. The kernel releases it with the process."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        # Byte 1024: locked bytes can't be read, and the pid at the start must stay readable.
+        handle.seek(1024)
+        msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(handle.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)

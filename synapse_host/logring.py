@@ -1,0 +1,119 @@
+"""What a worker wrote to stdout and stderr: the last bytes for diagnosis, and its lines into the host's log."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Final, Literal, TypeAlias
+
+Stream: TypeAlias = Literal["stdout", "stderr"]
+
+MAX_LINE: Final = 4096
+"""Bytes of one forwarded line; the rest of a longer line goes to the ring only."""
+
+_log = logging.getLogger("synapse_host.worker")
+
+
+class LogRing:
+    """The last *capacity* payload bytes of both streams, in order of arrival. Tags don't count."""
+
+    def __init__(self, capacity: int = 8192) -> None:
+        if capacity < 0:
+            raise ValueError(f"capacity must not be negative, not {capacity}")
+        self.capacity = capacity
+        self._segments: deque[tuple[Stream, bytes]] = deque()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def write(self, stream: Stream, data: bytes) -> None:
+        """Append *data*, dropping the oldest bytes beyond the capacity."""
+        if len(data) > self.capacity:
+            data = data[len(data) - self.capacity :]
+        if not data:
+            return
+        segments = self._segments
+        if segments and segments[-1][0] == stream and len(segments[-1][1]) < 512:
+            # Byte-wise writers must not cost a segment per byte.
+            last = segments.pop()[1]
+            self._size -= len(last)
+            data = last + data
+        segments.append((stream, data))
+        self._size += len(data)
+        excess = self._size - self.capacity
+        while excess > 0:
+            first_stream, first = segments[0]
+            if len(first) <= excess:
+                segments.popleft()
+                self._size -= len(first)
+                excess -= len(first)
+            else:
+                segments[0] = (first_stream, first[excess:])
+                self._size -= excess
+                excess = 0
+
+    def segments(self) -> list[tuple[Stream, bytes]]:
+        """Return the content as runs of one stream each."""
+        runs: list[tuple[Stream, bytes]] = []
+        for stream, data in self._segments:
+            if runs and runs[-1][0] == stream:
+                runs[-1] = (stream, runs[-1][1] + data)
+            else:
+                runs.append((stream, data))
+        return runs
+
+    def render(self) -> str:
+        """Return the content as text, every line preceded by ``[stdout] `` or ``[stderr] ``; lossy UTF-8."""
+        lines: list[str] = []
+        for stream, data in self.segments():
+            text = data.decode("utf-8", "replace")
+            lines += [f"[{stream}] {line}" for line in text.removesuffix("\n").split("\n")]
+        return "\n".join(lines)
+
+
+class LineForwarder:
+    """Sends a worker's complete lines to :mod:`logging`, at most *per_second* of them in each second.
+
+    One budget for both streams; it outlives restarts of the worker. Lines over the budget are counted and the next
+    forwarded one says ``dropped=N``. An unterminated last line stays in the ring only.
+    """
+
+    def __init__(self, lane_id: str, *, per_second: int = 50) -> None:
+        self._lane_id = lane_id
+        self._per_second = per_second
+        self._partial: dict[Stream, bytes] = {}
+        self._second = float("-inf")
+        self._sent = 0
+        self.dropped = 0
+
+    def feed(self, worker: str, stream: Stream, data: bytes, now: float) -> None:
+        """Take bytes of one stream of the worker named *worker*; *now* in seconds."""
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = self._partial.pop(stream, b"") + lines[0]
+        else:
+            rest = self._partial.pop(stream, b"") + rest
+        if rest:
+            self._partial[stream] = rest[: MAX_LINE + 1]
+        for line in lines:
+            self._forward(worker, stream, line, now)
+
+    def restart(self) -> None:
+        """Forget unterminated lines: the worker is gone."""
+        self._partial.clear()
+
+    def _forward(self, worker: str, stream: Stream, line: bytes, now: float) -> None:
+        if now - self._second >= 1.0:
+            self._second, self._sent = now, 0
+        if self._sent >= self._per_second:
+            self.dropped += 1
+            return
+        self._sent += 1
+        text = line.removesuffix(b"\r")[:MAX_LINE].decode("utf-8", "replace")
+        fields = {"worker": worker, "lane": self._lane_id, "stream": stream, "dropped": self.dropped}
+        if self.dropped:
+            _log.info("%s %s: %s dropped=%d", worker, stream, text, self.dropped, extra=fields)
+            self.dropped = 0
+        else:
+            _log.info("%s %s: %s", worker, stream, text, extra=fields)

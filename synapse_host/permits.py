@@ -1,0 +1,109 @@
+"""Execution permits: how many inference exchanges may run at once on one device."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Mapping
+
+from synapse_host.errors import DeadlineExceeded
+
+
+def usable_cores() -> int:
+    """Return how many CPUs this process may use: its affinity, not the machine's size."""
+    try:
+        return max(1, len(os.sched_getaffinity(0)))
+    except AttributeError:
+        return max(1, os.cpu_count() or 1)
+
+
+class _Pool:
+    __slots__ = ("free", "size", "waiters")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.free = size
+        self.waiters: deque[asyncio.Future[None]] = deque()
+
+
+class Permits:
+    """First come, first served, per device. Compilation, LOAD and eviction take none.
+
+    *limits* names permits by device (``cuda:1``) or device kind (``cuda``); the default is the usable cores for
+    ``cpu`` and 1 for each accelerator.
+    """
+
+    def __init__(self, limits: Mapping[str, int] | None = None) -> None:
+        self._limits = dict(limits or {})
+        for name, limit in self._limits.items():
+            if limit < 1:
+                raise ValueError(f"permits for {name} must be at least 1, not {limit}")
+        self._pools: dict[str, _Pool] = {}
+
+    def limit(self, device: str) -> int:
+        """Return how many permits *device* has."""
+        kind = device.partition(":")[0]
+        default = usable_cores() if kind == "cpu" else 1
+        return self._limits.get(device, self._limits.get(kind, default))
+
+    def in_use(self, device: str) -> int:
+        """Return how many permits are held now."""
+        pool = self._pool(device)
+        return pool.size - pool.free
+
+    def try_acquire(self, device: str) -> bool:
+        """Take a permit if one is free and nobody waits."""
+        pool = self._pool(device)
+        if pool.free > 0:
+            pool.free -= 1
+            return True
+        return False
+
+    async def acquire(self, device: str, *, deadline: float | None = None) -> None:
+        """Wait for a permit until *deadline* (loop time); DeadlineExceeded then."""
+        if self.try_acquire(device):
+            return
+        pool = self._pool(device)
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        pool.waiters.append(waiter)
+        timer = None
+        if deadline is not None:
+            timer = loop.call_at(deadline, _expire, waiter, device)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                # Granted and cancelled in the same turn of the loop: pass it on.
+                self.release(device)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if waiter in pool.waiters:
+                pool.waiters.remove(waiter)
+
+    def release(self, device: str) -> None:
+        """Give a permit back; the longest waiter gets it."""
+        pool = self._pool(device)
+        while pool.waiters:
+            waiter = pool.waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        pool.free += 1
+
+    def _pool(self, device: str) -> _Pool:
+        pool = self._pools.get(device)
+        if pool is None:
+            # `cuda` and `cuda:0` are the same accelerator.
+            name = device.removesuffix(":0")
+            pool = self._pools.get(name) or _Pool(self.limit(device))
+            self._pools[device] = self._pools[name] = pool
+        return pool
+
+
+def _expire(waiter: asyncio.Future[None], device: str) -> None:
+    if not waiter.done():
+        waiter.set_exception(DeadlineExceeded(f"the deadline passed while waiting to run on {device}"))

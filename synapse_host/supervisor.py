@@ -1,0 +1,668 @@
+"""One lane: turns, permits, lazy start and LOAD, strikes and quarantine, unload, shutdown.
+
+The order of a request: own the stream (one exchange per connection), have a loaded worker, take the device's execution
+permit (inference only), check the deadline again, send, watch. Stream and permit belong to the exchange, not to the
+caller: they are given back when the reply is drained, even if the caller left long ago.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from engines.protocol.errors import ErrorCode, LocalProtocolError
+from engines.protocol.messages import (
+    SERVING,
+    AnyReply,
+    AnyRequest,
+    Err,
+    Load,
+    Loaded,
+    Ping,
+    Pong,
+    Request,
+    Unload,
+    type_name,
+)
+from synapse_host.config import HostConfig
+from synapse_host.errors import (
+    WORKER_ERRORS,
+    DeadlineExceeded,
+    EngineCrashed,
+    InvalidRequest,
+    LaneRefused,
+    ModelInUse,
+    ProbeRequired,
+    QueueFull,
+    SynapseError,
+)
+from synapse_host.health import LaneHealth, Refresher, monotonic
+from synapse_host.lane import LaneSpec
+from synapse_host.listener import RuntimeDirectory
+from synapse_host.logring import LineForwarder
+from synapse_host.permits import Permits
+from synapse_host.quarantine import Fingerprint, Quarantine, Strike
+from synapse_host.session import Death, Exchange, Session, StartFailed
+
+Build: TypeAlias = Callable[[str, str], tuple[AnyRequest, Any]]
+"""``build(req_id, model_ref)`` returns the request and its raw buffer or None. It may be called again when the worker
+was replaced while the request waited, so it must not have side effects."""
+
+Outcome: TypeAlias = tuple[AnyReply, Any]
+"""The reply and its payload: float32 (n * dims,) or (candidates,), writable and owned by the caller; or None."""
+
+_log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Runs one lane with one worker at a time. Use it from one event loop.
+
+    *kind* and everything else about the lane stand in *spec*. Nothing is spawned before the first request or load.
+    """
+
+    def __init__(
+        self, spec: LaneSpec, *, config: HostConfig, runtime: RuntimeDirectory, permits: Permits | None = None
+    ) -> None:
+        self.spec = spec
+        self._config = config
+        self._runtime = runtime
+        self._permits = permits or Permits(config.permits)
+        self._loop = asyncio.get_running_loop()
+        self._quarantine = Quarantine(spec.kind, cool_down=config.cool_down)
+        self._refusal: LaneRefused | None = None
+        self._session: Session | None = None
+        self._starting: asyncio.Task[Session] | None = None
+        self._undead: Session | None = None
+        self._last_crash: EngineCrashed | None = None
+        self._generation = 0
+        self._revision: str | None = None
+        self._dims: int | None = None
+        self._held = False
+        self._turns: deque[asyncio.Future[None]] = deque()
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._closing = False
+        self._closer: asyncio.Task[None] | None = None
+        self._drain_until = float("inf")
+        self._hurry = asyncio.Event()
+        self._health = LaneHealth()
+        self._refresher = Refresher(config.ping_interval, self._refresh)
+        self._forwarder = LineForwarder(spec.lane_id, per_second=config.log_lines_per_s)
+        self.late_replies = 0
+        """Replies that were drained after their caller had left."""
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def submit(self, build: Build, *, deadline: float | None = None, stage: str) -> Outcome:
+        """Run one exchange and return its reply with the payload.
+
+        *deadline* is absolute loop time. Raises what interfaces.md lists: engine_crashed, probe_required,
+        lane_refused, deadline_exceeded, queue_full, nonfinite_output, and the class of the worker's ERR code. A caller
+        that leaves (deadline, cancellation) neither harms the worker nor frees the lane early.
+        """
+        self._admit(stage)
+        if self._held:
+            await self._wait_turn(deadline, stage)
+        else:
+            self._take_turn()
+        return await self._serve(build, deadline, stage)
+
+    async def load(self, deadline: float | None = None) -> int:
+        """Make sure that a worker is up and the model is loaded; return its dims.
+
+        On a quarantined catalog lane or a refused lane this is the reload that clears it at once.
+        """
+        if self._refusal is not None or not self._quarantine.admits(self._loop.time()):
+            self._refusal = None
+            self._quarantine.clear()
+        self._admit("load")
+        if self._held:
+            await self._wait_turn(deadline, "load")
+        else:
+            self._take_turn()
+        try:
+            await self._ready(deadline, "load")
+        finally:
+            self._pass_turn()
+        assert self._dims is not None
+        return self._dims
+
+    async def unload(self) -> None:
+        """Unload the model and clear quarantine and refusal; ModelInUse while requests run, wait or drain."""
+        if self._starting is not None or (self._held and not self._pinging()):
+            raise ModelInUse(
+                f"lane {self.spec.lane_id}: {self.spec.model} is in use; try again when its requests are done",
+                details={"lane_id": self.spec.lane_id, "model": self.spec.model, "waiting": len(self._turns)},
+            )
+        if self._held:
+            await self._wait_turn(None, "unload")
+        else:
+            self._take_turn()
+        self._refusal = None
+        self._quarantine.clear()
+        session = self._session
+        if session is None or not session.ready:
+            self._pass_turn()
+            return
+        ref = session.model_ref
+        assert ref is not None
+        session.model_ref = None
+        try:
+            await self._send(session, Unload(req_id=session.next_req_id(), model_ref=ref), None, None, "unload", False)
+        except EngineCrashed as exc:
+            # The model went with its process, which is what was asked for; the strike stands.
+            _log.warning("the worker was lost while unloading: lane=%s %s", self.spec.lane_id, exc.message)
+        except SynapseError as exc:
+            if exc.code != ErrorCode.MODEL_NOT_LOADED:
+                raise
+
+    async def probe(self, build: Build, *, deadline: float | None = None) -> Outcome:
+        """Try a shut lane: a fresh worker, LOAD and the request of *build*; success opens the lane."""
+        if self._closing:
+            raise self._stopping()
+        if self._held:
+            await self._wait_turn(deadline, "probe", probing=True)
+        else:
+            self._take_turn()
+        try:
+            if self._starting is None and self._session is not None:
+                session, self._session = self._session, None
+                await session.stop(self._config.shutdown_grace)
+        except BaseException:
+            self._pass_turn()
+            raise
+        outcome = await self._serve(build, deadline, "probe")
+        self._quarantine.probed()
+        return outcome
+
+    async def ping(self, deadline: float | None = None) -> dict[str, Any]:
+        """Refresh health now, in turn behind what runs; spawns nothing. Returns :meth:`health`."""
+        if self._held:
+            await self._wait_turn(deadline, "ping")
+        else:
+            self._take_turn()
+        session = self._session
+        if session is None or session.dead:
+            self._pass_turn()
+        else:
+            await self._send(session, Ping(req_id=session.next_req_id()), None, deadline, "ping", False)
+        return self.health()
+
+    async def _serve(self, build: Build, deadline: float | None, stage: str) -> Outcome:
+        """Run one exchange; the caller holds the turn, which this gives back in every case."""
+        permit = False
+        try:
+            while True:
+                session = self._session
+                if session is None or not session.ready:
+                    session = await self._ready(deadline, stage)
+                ref = session.model_ref
+                assert ref is not None
+                request, payload = build(session.next_req_id(), ref)
+                if not permit and type(request) in SERVING:
+                    device = self.spec.device
+                    if not self._permits.try_acquire(device):
+                        await self._permits.acquire(device, deadline=deadline)
+                    permit = True
+                if deadline is not None and self._loop.time() >= deadline:
+                    raise self._late(stage)
+                if self._closing:
+                    raise self._stopping()
+                if session is self._session and session.ready:
+                    break
+                # The worker died while this waited for its permit: never hold one through a start.
+                if permit:
+                    self._permits.release(self.spec.device)
+                    permit = False
+                self._admit(stage)
+        except BaseException:
+            if permit:
+                self._permits.release(self.spec.device)
+            self._pass_turn()
+            raise
+        return await self._send(session, request, payload, deadline, stage, permit)
+
+    async def _send(
+        self,
+        session: Session,
+        request: AnyRequest,
+        payload: Any,
+        deadline: float | None,
+        stage: str,
+        permit: bool,
+    ) -> Outcome:
+        waiter: asyncio.Future[Outcome] = self._loop.create_future()
+        exchange = Exchange(request, payload, waiter, stage, permit=permit)
+        try:
+            session.begin(exchange)
+        except LocalProtocolError as exc:
+            self._release(exchange)
+            raise self._unsendable(exc, stage) from exc
+        except BaseException:
+            self._release(exchange)
+            raise
+        if deadline is None:
+            return await waiter
+        timer = self._loop.call_at(deadline, self._expire, waiter, stage)
+        try:
+            return await waiter
+        finally:
+            timer.cancel()
+
+    def _expire(self, waiter: asyncio.Future[Any], stage: str) -> None:
+        if not waiter.done():
+            waiter.set_exception(self._late(stage))
+
+    # --- turns: who owns the stream ----------------------------------------------------------------------------------
+
+    def _take_turn(self) -> None:
+        self._held = True
+        self._settled.clear()
+
+    async def _wait_turn(self, deadline: float | None, stage: str, *, probing: bool = False) -> None:
+        if len(self._turns) >= self._config.queue_limit:
+            raise QueueFull(
+                f"lane {self.spec.lane_id}: {len(self._turns)} requests wait already",
+                details={"lane_id": self.spec.lane_id, "waiting": len(self._turns)},
+            )
+        if deadline is not None and self._loop.time() >= deadline:
+            raise self._late(stage)
+        turn: asyncio.Future[None] = self._loop.create_future()
+        self._turns.append(turn)
+        timer = None if deadline is None else self._loop.call_at(deadline, self._expire, turn, stage)
+        try:
+            await turn
+        except BaseException:
+            if turn in self._turns:
+                self._turns.remove(turn)
+            elif turn.done() and not turn.cancelled() and turn.exception() is None:
+                # Granted and cancelled in the same turn of the loop: pass it on.
+                self._pass_turn()
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if probing:
+            return
+        try:
+            # The lane may have been shut or refused while this waited: it gets that answer, not a new worker.
+            self._admit(stage)
+        except BaseException:
+            self._pass_turn()
+            raise
+
+    def _pass_turn(self) -> None:
+        turns = self._turns
+        while turns:
+            turn = turns.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._held = False
+        self._settled.set()
+
+    def _release(self, exchange: Exchange) -> None:
+        if exchange.permit:
+            self._permits.release(self.spec.device)
+        if exchange.turn:
+            self._pass_turn()
+
+    def _admit(self, stage: str) -> None:
+        """Raise what a closed, refused or quarantined lane answers."""
+        if self._closing:
+            raise self._stopping()
+        if self._refusal is not None:
+            raise LaneRefused(self._refusal.message, details=dict(self._refusal.details))
+        now = self._loop.time()
+        if self._quarantine.admits(now):
+            return
+        lane_id = self.spec.lane_id
+        remaining = self._quarantine.remaining(now)
+        same = "; both on the same input" if self._quarantine.same_input else ""
+        if remaining is None:
+            raise ProbeRequired(
+                f"lane {lane_id} is shut after repeated worker failures{same}; probe it or start a new host",
+                details={"lane_id": lane_id, "quarantined": True},
+            )
+        raise EngineCrashed(
+            f"lane {lane_id} is quarantined after repeated worker failures{same}; wait {remaining:.0f} s, or unload or "
+            "reload it",
+            details={"lane_id": lane_id, "quarantined": True},
+            retry_after_ms=max(1, round(remaining * 1000)),
+        )
+
+    def _late(self, stage: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"lane {self.spec.lane_id}: the deadline passed during {stage}",
+            details={"lane_id": self.spec.lane_id, "stage": stage},
+        )
+
+    def _unsendable(self, exc: LocalProtocolError, stage: str) -> InvalidRequest:
+        return InvalidRequest(
+            f"lane {self.spec.lane_id}: the request can't be sent: {exc}",
+            details={"lane_id": self.spec.lane_id, "stage": stage},
+        )
+
+    def _stopping(self) -> QueueFull:
+        return QueueFull(
+            f"lane {self.spec.lane_id}: the host is stopping",
+            details={"lane_id": self.spec.lane_id, "reason": "stopping"},
+        )
+
+    # --- start and LOAD ----------------------------------------------------------------------------------------------
+
+    async def _ready(self, deadline: float | None, stage: str) -> Session:
+        """Return a session with the model loaded. The start goes on for the next caller when *deadline* passes."""
+        while True:
+            session = self._session
+            if session is not None and session.ready:
+                return session
+            if deadline is not None and self._loop.time() >= deadline:
+                raise self._late(stage)
+            task = self._starting
+            if task is None:
+                task = self._starting = self._loop.create_task(self._start())
+                task.add_done_callback(self._started)
+            timeout = None if deadline is None else deadline - self._loop.time()
+            await asyncio.wait({task}, timeout=timeout)
+            if not task.done():
+                raise self._late(stage)
+            if task.cancelled():
+                raise self._stopping()
+            return task.result()
+
+    def _started(self, task: asyncio.Task[Session]) -> None:
+        self._starting = None
+        if not task.cancelled():
+            # Looked at, so that a failure nobody waited for is not reported as never retrieved.
+            task.exception()
+
+    async def _start(self) -> Session:
+        session = self._session
+        if session is None or session.dead:
+            session = await self._spawn()
+        if session.dead and self._last_crash is not None:
+            # It died between its ACK and now; that was charged already.
+            await session.buried()
+            raise self._last_crash
+        spec = self.spec
+        request = Load(
+            req_id=session.next_req_id(),
+            artifact_path=spec.load.artifact_path,
+            artifact_digest=spec.load.artifact_digest,
+            format=spec.load.format,
+            runtime_config=spec.load.runtime_config,
+        )
+        waiter: asyncio.Future[Outcome] = self._loop.create_future()
+        try:
+            session.begin(Exchange(request, None, waiter, "load", turn=False))
+            reply, _ = await waiter
+        except LocalProtocolError as exc:
+            raise self._unsendable(exc, "load") from exc
+        except asyncio.CancelledError:
+            await self._drop(session)
+            raise
+        assert isinstance(reply, Loaded)
+        session.model_ref = reply.model_ref
+        self._dims = reply.dims
+        return session
+
+    async def _spawn(self) -> Session:
+        if self._undead is not None:
+            process = self._undead.process
+            if process is not None and process.running:
+                # Never before the old process is reaped.
+                raise EngineCrashed(
+                    f"lane {self.spec.lane_id}: the last worker (pid {process.pid}) can't be killed yet",
+                    details={"lane_id": self.spec.lane_id, "stage": "spawn", "cause": "exit", "quarantined": False},
+                )
+            self._undead = None
+        self._generation += 1
+        session = Session(
+            self.spec,
+            generation=self._generation,
+            config=self._config,
+            runtime=self._runtime,
+            forwarder=self._forwarder,
+            sink=self,
+            revision=self._revision,
+        )
+        try:
+            await session.start()
+        except StartFailed as exc:
+            raise self._charge(session, exc.death, "handshake", None) from exc
+        except LaneRefused as exc:
+            self._refusal = exc
+            _log.error("lane refused: %s", exc.message)
+            raise
+        hello = session.hello
+        assert hello is not None
+        self._session = session
+        self._health.greeted(hello, monotonic())
+        self._revision = self._health.kernel_revision or self._revision
+        self._refresher.start()
+        return session
+
+    async def _drop(self, session: Session) -> None:
+        if self._session is session:
+            self._session = None
+        await session.stop(0.0)
+
+    # --- what sessions tell ------------------------------------------------------------------------------------------
+
+    def replied(self, session: Session, exchange: Exchange, reply: AnyReply, payload: memoryview | None) -> None:
+        """Resolve the waiter (unless it left), then hand on permit and stream."""
+        self._health.age_from = monotonic()
+        waiter = exchange.waiter
+        left = waiter.done()
+        array = None
+        error: SynapseError | None = None
+        if type(reply) is Err:
+            error = self._worker_error(reply, exchange.stage)
+        else:
+            if payload is not None:
+                array, finite = _floats(payload)
+                if not finite:
+                    error = self._nonfinite(exchange.stage)
+            if error is None and type(exchange.request) in SERVING:
+                self._quarantine.served(session.generation)
+            elif type(reply) is Pong:
+                self._health.pong(reply, monotonic())
+        if left:
+            if type(reply) is not Pong:
+                self.late_replies += 1
+        elif error is None:
+            waiter.set_result((reply, array))
+        else:
+            waiter.set_exception(error)
+        self._release(exchange)
+
+    def alive(self, session: Session) -> None:
+        """Validated progress: health is fresh."""
+        self._health.age_from = monotonic()
+
+    def died(self, session: Session, death: Death, exchange: Exchange | None) -> None:
+        """Charge the strike and give the open request its answer."""
+        error = self._last_crash = self._charge(session, death, exchange.stage if exchange else "idle", exchange)
+        if self._session is session:
+            self._session = None
+        if exchange is None:
+            return
+        if not exchange.waiter.done():
+            exchange.waiter.set_exception(error)
+        self._release(exchange)
+
+    def _charge(self, session: Session, death: Death, stage: str, exchange: Exchange | None) -> EngineCrashed:
+        now = self._loop.time()
+        fingerprint = None if exchange is None else fingerprint_of(exchange.request, exchange.payload, self.spec.model)
+        self._quarantine.strike(Strike(death.generation, death.cause, now, fingerprint))
+        if not death.reaped:
+            self._undead = session
+        shut = not self._quarantine.admits(now)
+        remaining = self._quarantine.remaining(now)
+        details: dict[str, Any] = {
+            "lane_id": self.spec.lane_id,
+            "stage": stage,
+            "cause": death.cause,
+            "exit_status": death.exit_status,
+            "signal": death.signal,
+            "log_tail": death.log_tail,
+            "quarantined": shut,
+            "fingerprint": None if fingerprint is None else fingerprint.to_dict(),
+        }
+        if self._quarantine.same_input:
+            details["same_input"] = True
+        self._health.forget()
+        self._health.last_fault = {
+            "generation": death.generation,
+            "worker_pid": death.pid,
+            **{key: details[key] for key in ("stage", "cause", "exit_status", "signal", "fingerprint")},
+        }
+        return EngineCrashed(
+            f"lane {self.spec.lane_id}: {death.describe()}",
+            details=details,
+            retry_after_ms=round(remaining * 1000) if shut and remaining is not None else None,
+        )
+
+    def _worker_error(self, reply: Err, stage: str) -> SynapseError:
+        return WORKER_ERRORS[reply.code](
+            f"lane {self.spec.lane_id}: {reply.msg or reply.code.value}",
+            details={"lane_id": self.spec.lane_id, "stage": stage, "model": self.spec.model},
+        )
+
+    def _nonfinite(self, stage: str) -> SynapseError:
+        return WORKER_ERRORS[ErrorCode.NONFINITE_OUTPUT](
+            f"lane {self.spec.lane_id}: the worker's reply holds NaN or infinity; it was discarded",
+            details={"lane_id": self.spec.lane_id, "stage": stage, "model": self.spec.model},
+        )
+
+    # --- health ------------------------------------------------------------------------------------------------------
+
+    def _pinging(self) -> bool:
+        session = self._session
+        return session is not None and session.open is not None and type(session.open.request) is Ping
+
+    def _refresh(self) -> None:
+        """PING an idle worker; a busy lane is alive, and a missing one is nobody's business here."""
+        session = self._session
+        if self._held or self._starting is not None or session is None or session.dead or session.open is not None:
+            return
+        self._take_turn()
+        waiter: asyncio.Future[Outcome] = self._loop.create_future()
+        # Nobody awaits it: the reply's worth is what `replied` stamps.
+        waiter.cancel()
+        exchange = Exchange(Ping(req_id=session.next_req_id()), None, waiter, "ping")
+        try:
+            session.begin(exchange)
+        except LocalProtocolError:
+            self._release(exchange)
+
+    def health(self) -> dict[str, Any]:
+        """Return the cached state of the lane: no I/O, from any thread."""
+        now = monotonic()
+        session = self._session
+        process = None if session is None else session.process
+        remaining = self._quarantine.remaining(now)
+        loaded = session is not None and session.model_ref is not None
+        return {
+            "state": self._state(now, session, remaining),
+            "engine": self.spec.engine_id,
+            "device": self.spec.device,
+            "kind": self.spec.kind,
+            "worker_pid": None if process is None else process.pid,
+            "generation": self._generation,
+            "strikes": self._quarantine.strikes(now),
+            "quarantine_remaining_s": remaining,
+            "waiting": len(self._turns),
+            "models": [self.spec.model] if loaded else [],
+            **self._health.fields(now),
+        }
+
+    def _state(self, now: float, session: Session | None, remaining: float | None) -> str:
+        if self._closing:
+            return "stopped"
+        if self._refusal is not None:
+            return "refused"
+        if remaining != 0.0:
+            return "quarantined"
+        if self._starting is not None:
+            return "loading"
+        if session is None:
+            return "stopped"
+        if session.open is not None and type(session.open.request) is not Ping:
+            return "serving"
+        return "unknown" if self._health.stale(now, self._config.health_stale) else "idle"
+
+    # --- end ---------------------------------------------------------------------------------------------------------
+
+    async def aclose(self, *, drain: float = 0.0) -> None:
+        """Stop: queued requests are answered at once, the running one may finish within *drain* seconds.
+
+        Idempotent and safe to call concurrently; a later call with a shorter *drain* hurries an earlier one.
+        """
+        self._closing = True
+        self._drain_until = min(self._drain_until, self._loop.time() + drain)
+        self._refresher.stop()
+        for turn in self._turns:
+            if not turn.done():
+                turn.set_exception(self._stopping())
+        self._turns.clear()
+        self._hurry.set()
+        if self._closer is None:
+            self._closer = self._loop.create_task(self._close())
+        await asyncio.shield(self._closer)
+
+    async def _close(self) -> None:
+        while self._held and not self._pinging() and self._drain_until > self._loop.time():
+            self._hurry.clear()
+            settled = self._loop.create_task(self._settled.wait())
+            hurried = self._loop.create_task(self._hurry.wait())
+            timeout = self._drain_until - self._loop.time()
+            await asyncio.wait({settled, hurried}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            settled.cancel()
+            hurried.cancel()
+        starting = self._starting
+        if starting is not None:
+            starting.cancel()
+            await asyncio.wait({starting})
+        session, self._session = self._session, None
+        if session is None:
+            return
+        await session.stop(self._config.shutdown_grace)
+        exchange, session.open = session.open, None
+        if exchange is not None:
+            if not exchange.waiter.done():
+                exchange.waiter.set_exception(
+                    EngineCrashed(
+                        f"lane {self.spec.lane_id}: the host stopped while the request ran",
+                        details={
+                            "lane_id": self.spec.lane_id,
+                            "stage": exchange.stage,
+                            "cause": "exit",
+                            "exit_status": None,
+                            "signal": None,
+                            "log_tail": "",
+                            "quarantined": False,
+                            "reason": "stopping",
+                        },
+                    )
+                )
+            self._release(exchange)
+
+
+def fingerprint_of(request: Request, payload: Any, model: str) -> Fingerprint:
+    """Return what identifies a request's content: operation, model, digest of the ids."""
+    digest = None if payload is None else hashlib.sha256(memoryview(payload)).hexdigest()
+    return Fingerprint(type_name(request), model, digest)
+
+
+def _floats(payload: memoryview) -> tuple[Any, bool]:
+    """Return the payload as float32 (n,) without a copy, and whether every value is finite."""
+    import numpy as np
+
+    array = np.frombuffer(payload, np.float32)
+    return array, bool(np.logical_and.reduce(np.isfinite(array)))

@@ -1,0 +1,113 @@
+"""Lanes over scripted workers: a factory that builds supervisors and closes whatever a test leaves open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import struct
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.protocol.messages import EmbedBatch, Item, Pooling
+from synapse_host.config import HostConfig, Windows
+from synapse_host.lane import LaneSpec, LoadSpec
+from synapse_host.listener import RuntimeDirectory
+from synapse_host.permits import Permits
+from synapse_host.supervisor import Build, Supervisor
+from tests.support import scripted
+
+FAST = HostConfig(
+    windows=Windows(setup=20.0, control=20.0, ping=20.0, inference=20.0),
+    handshake=20.0,
+    cool_down=60.0,
+    shutdown_grace=5.0,
+    ping_interval=3600.0,
+)
+
+
+def embed(*rows: list[int], normalize: bool = False) -> Build:
+    """A build that embeds *rows* of ids."""
+    ids = [i for row in rows for i in row]
+
+    def build(req_id: str, ref: str) -> tuple[EmbedBatch, bytes]:
+        items = [Item(str(n), len(row)) for n, row in enumerate(rows)]
+        request = EmbedBatch(req_id=req_id, model_ref=ref, pooling=Pooling.MEAN, normalize=normalize, items=items)
+        return request, struct.pack(f"<{len(ids)}i", *ids)
+
+    return build
+
+
+def lane(script: Any = None, **changes: Any) -> LaneSpec:
+    """A catalog lane `toy` over a scripted llama worker."""
+    spec = LaneSpec(
+        lane_id="toy",
+        model="m",
+        kind="catalog",
+        engine_id="scripted",
+        expected_engine="llama.cpp-worker",
+        owned=False,
+        device="cpu",
+        command=tuple(scripted.command(script)),
+        load=LoadSpec("none", "sha256:" + "0" * 64, "gguf"),
+    )
+    return dataclasses.replace(spec, **changes)
+
+
+class Lanes:
+    """Makes supervisors in one runtime directory; `close` ends them all."""
+
+    def __init__(self, root: Path) -> None:
+        self.runtime = RuntimeDirectory.open(root)
+        self.permits = Permits()
+        self.made: list[Supervisor] = []
+
+    def __call__(self, script: Any = None, *, config: HostConfig = FAST, **changes: Any) -> Supervisor:
+        spec = lane(script, **changes)
+        if "lane_id" not in changes and self.made:
+            spec = dataclasses.replace(spec, lane_id=f"toy{len(self.made)}")
+        supervisor = Supervisor(spec, config=config, runtime=self.runtime, permits=self.permits)
+        self.made.append(supervisor)
+        return supervisor
+
+    async def close(self) -> None:
+        for supervisor in self.made:
+            await supervisor.aclose()
+        left = list(self.runtime.workers.iterdir())
+        self.runtime.close()
+        assert left == [], f"socket files left behind: {left}"
+
+
+@contextlib.asynccontextmanager
+async def lanes_in(root: Path) -> AsyncIterator[Lanes]:
+    made = Lanes(root)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+Scenario = Callable[[Lanes], Any]
+
+
+@pytest.fixture
+def lanes(tmp_path: Path) -> Callable[[Scenario], None]:
+    """Run an async scenario with a lane factory in a loop of its own."""
+
+    def run(scenario: Scenario) -> None:
+        async def main() -> None:
+            async with lanes_in(tmp_path / "rt") as made:
+                await scenario(made)
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not others, f"tasks left behind: {others}"
+
+        asyncio.run(main())
+
+    return run
+
+
+assert sys.version_info >= (3, 11)
