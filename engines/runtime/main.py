@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from engines.protocol.errors import RemoteProtocolError
+from engines.protocol.errors import EngineError, RemoteProtocolError
 from engines.protocol.messages import VERSION
 from engines.runtime.engine import Engine, EngineIdentity, WorkerOptions
 from engines.runtime.transport import HANDSHAKE_S, PeerGone, Transport, TransportFailed, connect_socket
@@ -121,7 +121,7 @@ def _guarded(program: str, body: Callable[[], None]) -> int:
     """Run *body*; expected ends become an exit status and one line. Anything else is a bug and keeps its traceback."""
     try:
         body()
-    except (RemoteProtocolError, TransportFailed, DeviceLostExit) as exc:
+    except (RemoteProtocolError, TransportFailed, DeviceLostExit, EngineError) as exc:
         print(f"{program}: fatal: {exc}", file=sys.stderr, flush=True)
         return 1
     except PeerGone:

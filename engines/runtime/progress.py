@@ -63,11 +63,13 @@ class ProgressReporter:
         """CUDA's switch frame: the inputs are *prepared* in all, and the opaque forward comes next.
 
         Sent at once. The counter becomes *prepared*, which must be above what was sent, so setup frames may report at
-        most ``prepared - 1`` (llama-cuda.md, 1.1).
+        most ``prepared - 1`` (llama-cuda.md, 1.1); ValueError otherwise, since the switch could not be told.
         """
         with self._lock:
             if self._closed:
                 return
+            if prepared <= self._sent:
+                raise ValueError(f"{prepared} inputs prepared, but setup frames already said {self._sent}")
             self._completed = max(self._completed, prepared)
             self._phase = Phase.INFERENCE
             self._send(self._clock())

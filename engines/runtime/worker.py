@@ -59,8 +59,8 @@ def hello(identity: EngineIdentity, nonce: str, *, max_frame: int = DEFAULT_MAX_
 class Worker:
     """One worker on one connection.
 
-    *exit* ends the process at once (``os._exit``): only the watcher and a progress report that finds the host gone use
-    it, since neither may wait for the call that runs.
+    *exit* ends the process at once (``os._exit``). It is used when the host is gone: there may be a native call that
+    can't be interrupted, and nobody is left to clean up for. SHUTDOWN is the end that closes models first.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Worker:
         return True
 
     def serve(self) -> None:
-        """Answer requests until SHUTDOWN or the end of the stream, then close the models.
+        """Answer requests until SHUTDOWN, then close the models. The end of the stream ends the process at once.
 
         Raises RemoteProtocolError when the stream can't be trusted, DeviceLostExit after a sticky device error, and
         whatever bug an engine has.
@@ -121,14 +121,17 @@ class Worker:
                     case RequestReceived(request=request, payload=payload):
                         with self._watcher:
                             self.exchange(request, payload)
-                    case ShutdownReceived() | PeerClosed():
+                    case ShutdownReceived():
+                        self.dispatcher.close()
+                        self.engine.close()
+                        return
+                    case PeerClosed():
                         break
                     case _:
                         raise AssertionError(f"{event} while serving")
         except PeerGone:
             pass  # Spec (protocol-v3, 1): EOF between frames is orderly, "also when it comes in mid-exchange"
-        self.dispatcher.close()
-        self.engine.close()
+        self._exit(0)
 
     def exchange(self, request: AnyRequest, payload: memoryview | None) -> None:
         """Compute and send the terminal reply of one request."""
