@@ -1,0 +1,230 @@
+"""The wire vectors, run against both ends, whole, byte by byte and in random cuts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engines.protocol import messages
+from engines.protocol.connection import Connection, Event, ReplyStarted, Role, State
+from engines.protocol.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, VersionMismatch
+from engines.protocol.messages import DEFAULT_MAX_FRAME, Phase, Pooling
+from tests.support.pair import Cut, byte_by_byte, joined, random_cuts, whole
+
+FOLDER = Path(__file__).parent.parent / "vectors"
+GROUPS = [json.loads(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.json"))]
+VECTORS = [(f"{group['group']}/{vector['name']}", vector) for group in GROUPS for vector in group["vectors"]]
+CUTS: dict[str, Cut] = {
+    "whole": whole,
+    "bytes": byte_by_byte,
+    "random-1": random_cuts(1),
+    "random-2": random_cuts(2),
+    "random-3": random_cuts(3),
+}
+MESSAGES = (*messages.REPLY_TO, *messages.REPLY_TO.values(), messages.Err, messages.Progress, messages.Shutdown)
+TYPES = {messages.type_name(kind): kind for kind in MESSAGES}
+EVENTS = {
+    "hello_received": "hello",
+    "ack_received": "ack",
+    "request_received": "request",
+    "shutdown_received": None,
+    "progress_received": "progress",
+    "reply_received": "reply",
+    "peer_closed": None,
+}
+
+
+def _enum(kind: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        return value
+
+
+def build(fields: dict[str, Any]) -> Any:
+    """Build our message from its JSON without validating it: a sender may be asked to send nonsense."""
+    made = {key: value for key, value in fields.items() if key != "type"}
+    if "items" in made:
+        made["items"] = [messages.Item(**item) for item in made["items"]]
+    for key in ("candidates", "sequences"):
+        if key in made:
+            made[key] = [messages.Segment(**segment) for segment in made[key]]
+    if "inventory" in made:
+        found = made["inventory"]
+        executables = [messages.Executable(**executable) for executable in found["executables"]]
+        made["inventory"] = messages.Inventory(executables=executables, cpu_stages=found["cpu_stages"])
+    for key, kind in (
+        ("pooling", Pooling),
+        ("phase", Phase),
+        ("code", ErrorCode),
+        ("finish_reason", messages.FinishReason),
+    ):
+        if key in made:
+            made[key] = _enum(kind, made[key])
+    if "engine" in made:
+        made["engine"] = messages.EngineInfo(**made["engine"])
+    if "packed" in made:
+        made["packed"] = messages.PackedCapability(**made["packed"])
+    if "type" in fields:
+        return TYPES[fields["type"]](**made)
+    return messages.Hello(**made) if "nonce" in made else messages.HelloAck(**made)
+
+
+def snapshot(connection: Connection) -> tuple[object, ...]:
+    return (
+        connection.state,
+        connection.max_frame,
+        connection.engine,
+        connection.request,
+        connection.completed,
+        connection.phase,
+        connection.mid_frame,
+    )
+
+
+def feed(connection: Connection, data: bytes, cut: Cut) -> list[Event]:
+    """Feed *data*; ReplyStarted depends on where the stream was cut and is no part of a vector."""
+    events: list[Event] = []
+    for piece in cut(data):
+        events += [event for event in connection.receive(piece) if not isinstance(event, ReplyStarted)]
+    return events
+
+
+def check_events(step: dict[str, Any], events: list[Event]) -> None:
+    assert [type(event).__name__ for event in events] == [
+        "".join(part.title() for part in name.split("_")) for name in step["events"]
+    ]
+    for name, event in zip(step["events"], events, strict=True):
+        attribute = EVENTS[name]
+        if attribute is None:
+            continue
+        message = getattr(event, attribute)
+        assert message == build(step["json"])
+        if name in ("request_received", "reply_received"):
+            payload = event.payload  # type: ignore[union-attr]
+            assert (None if payload is None else bytes(payload).hex()) == step.get("raw")
+
+
+def run_vector(vector: dict[str, Any], role: Role, cut: Cut) -> None:
+    limit = vector.get(f"{role.value}_max_frame", DEFAULT_MAX_FRAME)
+    connection = Connection(role, max_frame=limit)
+    for step in vector["steps"]:
+        data = bytes.fromhex("".join(step.get("frames", [])))
+        if step["from"] == role.value:
+            if step["sender"] == "impossible":
+                return
+            message = build(step["json"])
+            payload = bytes.fromhex(step["raw"]) if "raw" in step else None
+            if step["sender"] == "local_error":
+                before = snapshot(connection)
+                with pytest.raises(LocalProtocolError):
+                    connection.send(message, payload)
+                assert snapshot(connection) == before
+                return
+            sent = joined(connection.send(message, payload))
+            if step.get("canonical", True):
+                assert sent.hex() == data.hex()
+            continue
+        if step.get("eof"):
+            if step["receiver"] == "ok":
+                check_events(step, [connection.receive_eof()])
+                assert connection.state is State.CLOSED
+                continue
+            with pytest.raises(RemoteProtocolError):
+                connection.receive_eof()
+        elif step["receiver"] in ("ok", "pending"):
+            check_events(step, feed(connection, data, cut))
+            assert connection.state is not State.CLOSED or step["events"] != []
+            continue
+        else:
+            expected = VersionMismatch if step["receiver"] == "version_mismatch" else RemoteProtocolError
+            with pytest.raises(RemoteProtocolError) as caught:
+                feed(connection, data, cut)
+            assert type(caught.value) is expected
+        # Once: whatever comes later is neither an event nor another error.
+        assert connection.state is State.CLOSED
+        assert feed(connection, data * 2, cut) == []
+        assert connection.next_event() is None
+        connection.receive_eof()
+        with pytest.raises(LocalProtocolError):
+            connection.send(messages.Shutdown())
+        return
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+@pytest.mark.parametrize("role", list(Role), ids=lambda role: role.value)
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group["group"])
+def test_vectors(group: dict[str, Any], role: Role, cut: Cut) -> None:
+    for vector in group["vectors"]:
+        try:
+            run_vector(vector, role, cut)
+        except BaseException as exc:
+            exc.add_note(f"vector {group['group']}/{vector['name']}: {vector['rule']}")
+            raise
+
+
+def test_legal_vectors_run_between_our_own_two_ends() -> None:
+    for name, vector in VECTORS:
+        steps = vector["steps"]
+        if any(step["sender"] != "ok" or step["receiver"] != "ok" for step in steps):
+            continue
+        ends = {
+            role.value: Connection(role, max_frame=vector.get(f"{role.value}_max_frame", DEFAULT_MAX_FRAME))
+            for role in Role
+        }
+        for step in steps:
+            payload = bytes.fromhex(step["raw"]) if "raw" in step else None
+            sent = joined(ends[step["from"]].send(build(step["json"]), payload))
+            other = ends["worker" if step["from"] == "host" else "host"]
+            check_events(step, feed(other, sent, whole))
+        assert ends["host"].state is ends["worker"].state, name
+
+
+def test_there_are_at_least_eighty_and_their_names_differ() -> None:
+    names = [name for name, _ in VECTORS]
+    assert len(names) == len(set(names)) >= 80
+
+
+def test_every_message_and_every_code_occurs() -> None:
+    seen: set[str] = set()
+    codes: set[str] = set()
+    for _, vector in VECTORS:
+        for step in vector["steps"]:
+            if step["sender"] == step["receiver"] == "ok":
+                seen.add(step["json"].get("type", "HELLO" if "nonce" in step["json"] else "HELLO_ACK"))
+                codes.add(step["json"].get("code", ""))
+    assert seen == {*TYPES, "HELLO", "HELLO_ACK"}
+    assert codes - {""} == {code.value for code in ErrorCode}
+
+
+def test_frames_are_what_their_json_and_raw_say() -> None:
+    """The hex is literal; this reads it with nothing but the length rule and a JSON parser."""
+    for name, vector in VECTORS:
+        for step in vector["steps"]:
+            if "json" not in step:
+                continue
+            payloads = []
+            for frame in map(bytes.fromhex, step["frames"]):
+                assert int.from_bytes(frame[:4], "little") == len(frame) - 4, name
+                payloads.append(frame[4:])
+            assert len(payloads) == (2 if "raw" in step else 1), name
+            if step.get("canonical", True):
+                assert json.loads(payloads[0]) == step["json"], name
+                assert msgspec.json.decode(payloads[0]) == step["json"], name
+            if "raw" in step:
+                assert payloads[1].hex() == step["raw"], name
+
+
+def test_the_files_are_what_the_script_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.vectors import make_vectors
+
+    monkeypatch.setattr(make_vectors, "HERE", tmp_path)
+    for make in make_vectors.GROUPS:
+        make().write()
+    written = {path.name: path.read_text() for path in tmp_path.glob("*.json")}
+    assert written == {path.name: path.read_text() for path in FOLDER.glob("*.json")}
