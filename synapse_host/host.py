@@ -7,7 +7,7 @@ errors are :class:`~synapse_host.errors.SynapseError` with ``safe_to_retry``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
@@ -149,17 +149,20 @@ class Host:
         _check_texts(texts, "texts")
         if len(texts) <= CHUNK:
             rows = await self._tokenised(texts, until, lambda: self._tokenizer(model).rows(texts, truncate=truncate))
-            return self._embed_result(assignment, await self._embed_rows(assignment, rows, until), rows.truncated)
+            return self._embed_result(
+                assignment, await self._embed_rows(assignment, rows, until), rows.truncated, len(rows.ids)
+            )
         import numpy as np
 
         vectors = np.empty((len(texts), assignment.bundle.manifest.dims), np.float32)
         truncated: list[int] = []
-        done = 0
+        done = tokens = 0
         async for part in self.embed_stream(model, texts, lane=lane, deadline=deadline, truncate=truncate):
             vectors[done : done + len(part.vectors)] = part.vectors
             truncated += part.truncated
             done += len(part.vectors)
-        return self._embed_result(assignment, vectors, truncated)
+            tokens += part.tokens
+        return self._embed_result(assignment, vectors, truncated, tokens)
 
     async def embed_stream(
         self,
@@ -170,7 +173,7 @@ class Host:
         deadline: float | None = None,
         truncate: bool = False,
         offset: int = 0,
-    ) -> AsyncIterator[EmbedResult]:
+    ) -> AsyncGenerator[EmbedResult, None]:
         """Yield results of consecutive chunks of at most 1,024 texts; memory stays bounded however many there are.
 
         The next chunk is read and tokenised in a thread while the worker computes. Indices (in ``truncated`` and in
@@ -192,7 +195,7 @@ class Host:
                 start += len(rows.lengths)
                 ahead = asyncio.ensure_future(asyncio.to_thread(prepare, start))
                 vectors = await self._embed_rows(assignment, rows, until)
-                yield self._embed_result(assignment, vectors, rows.truncated)
+                yield self._embed_result(assignment, vectors, rows.truncated, len(rows.ids))
         finally:
             if not ahead.done():
                 # The thread can't be interrupted: wait until it has let go of the caller's iterator.
@@ -252,9 +255,13 @@ class Host:
         await _in_order([lambda part=part: place(part) for part in exchanges])  # type: ignore[misc]
         return vectors
 
-    def _embed_result(self, assignment: Assignment, vectors: FloatArray, truncated: list[int]) -> EmbedResult:
+    def _embed_result(
+        self, assignment: Assignment, vectors: FloatArray, truncated: list[int], tokens: int
+    ) -> EmbedResult:
         spec = assignment.require()
-        return EmbedResult(vectors, truncated, assignment.model, assignment.lane_id, spec.engine_id, spec.device)
+        return EmbedResult(
+            vectors, truncated, assignment.model, assignment.lane_id, spec.engine_id, spec.device, tokens
+        )
 
     # --- reranking ---------------------------------------------------------------------------------------------------
 

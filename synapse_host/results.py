@@ -22,6 +22,8 @@ class EmbedResult:
     lane: str
     engine: str
     device: str
+    tokens: int = 0
+    """Token ids sent, special ones included."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 MAX_TEXT_BYTES: Final = 16 * 1024 * 1024
 """A text beyond this is refused before it is tokenised: no model takes a thousandth of it."""
 
+# Source: the model card of Qwen3-Reranker, "Transformers Usage".
+_JUDGE_PREFIX: Final = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_JUDGE_SUFFIX: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_JUDGE_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -65,6 +73,7 @@ class TextTokenizer:
         self._plain = _open(self._path, self.model)
         special = manifest.special_ids if manifest.special_ids is not UNSET else {}
         self.single = _single_frame(self._plain, manifest.family, manifest.task, special)
+        self._instructed = manifest.task == "rerank" and manifest.family == "qwen3"
         self.pair = _pair_frame(self._plain, special) if manifest.task == "rerank" else Frame()
 
     def rows(self, texts: Sequence[str], *, truncate: bool = False, offset: int = 0) -> Rows:
@@ -109,9 +118,37 @@ class TextTokenizer:
 
     def pairs(self, query: str, documents: Sequence[str], *, truncate: bool = False, offset: int = 0) -> Rows:
         """Return composed rows, ``[CLS] query [SEP] document [SEP]`` in BERT's case, for owned workers."""
+        if self._instructed:
+            return self._judged(query, documents, truncate=truncate, offset=offset)
         query_ids, bare = self.segments(query, documents, truncate=truncate, offset=offset, special=len(self.pair))
         rows = compose(self.pair, query_ids.tolist(), _cut(bare))
         return Rows(flatten(rows), [len(row) for row in rows], bare.truncated)
+
+    def _judged(self, query: str, documents: Sequence[str], *, truncate: bool, offset: int) -> Rows:
+        """Rows of a Qwen3 reranker: query and document inside its question, which ends where 'yes' or 'no' follows."""
+        prefix, suffix = self.template(_JUDGE_PREFIX), self.template(_JUDGE_SUFFIX)
+        self._encode([query], "query", 0)
+        self._encode(documents, "document", offset)
+        opening = f"<Instruct>: {_JUDGE_INSTRUCTION}\n<Query>: {query}\n<Document>: "
+        room = self.max_tokens - len(prefix) - len(suffix)
+        # Encoded as one text: the first word of a document takes the space before it into its token.
+        if len(self.literal(opening)) >= room:
+            raise InvalidRequest(
+                f"the query leaves no room for a document: {self.model} takes {self.max_tokens} tokens for both. "
+                "Shorten it",
+                details={"max_tokens": self.max_tokens},
+            )
+        rows: list[Sequence[int]] = []
+        truncated: list[int] = []
+        for index, body in enumerate(self._encode([opening + text for text in documents], "document", offset), offset):
+            if len(body) > room:
+                if not truncate:
+                    tokens = len(prefix) + len(body) + len(suffix)
+                    raise too_long(index, tokens, self.max_tokens, model=self.model, noun="document")
+                truncated.append(index)
+                body = body[:room]
+            rows.append([*prefix, *body, *suffix])
+        return Rows(flatten(rows), [len(row) for row in rows], truncated)
 
     def prompt(self, text: str) -> Rows:
         """Return a prompt's row for generation."""

@@ -6,10 +6,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class TerminalBar:
@@ -36,3 +44,16 @@ def terminal_bar(label: str, total: int | None, *, unit: str) -> Iterator[Termin
     )
     with Progress(*columns, console=RichConsole(stderr=True), transient=True) as progress:
         yield TerminalBar(progress, progress.add_task(label, total=total))
+
+
+@contextmanager
+def terminal_stages(label: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show one bar that each stage of a job starts anew: ``report(stage, done, total)``, in bytes."""
+    columns = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=RichConsole(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=None)
+
+        def report(stage: str, done: int, total: int) -> None:
+            progress.update(task, description=f"{label}: {stage}", completed=done, total=total or None)
+
+        yield report

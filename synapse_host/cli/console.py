@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from synapse_host.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from synapse_host.errors import SynapseError
 
@@ -42,6 +42,8 @@ class Console:
         self.quiet = quiet
         plain = bool(os.environ.get("NO_COLOR")) or json or os.environ.get("TERM") == "dumb"
         self.colour = not plain and sys.stdout.isatty()
+        self.interactive = sys.stdout.isatty() and not json
+        """True when a person reads stdout, so that long rows of numbers may be cut."""
         self.bars = not plain and not quiet and sys.stderr.isatty()
 
     def style(self, text: str, *names: str) -> str:
@@ -75,6 +77,17 @@ class Console:
 
         with terminal_bar(label, total, unit=unit) as bar:
             yield bar
+
+    @contextmanager
+    def stages(self, label: str) -> Iterator[Callable[[str, int, int], None]]:
+        """Show the progress of a job that reports ``(stage, done, total)``; silent off a terminal."""
+        if not self.bars:
+            yield lambda stage, done, total: None
+            return
+        from synapse_host.cli.bar import terminal_stages
+
+        with terminal_stages(label) as report:
+            yield report
 
     def fail(self, error: SynapseError) -> int:
         """Report a typed error and return its exit code."""

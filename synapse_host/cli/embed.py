@@ -1,0 +1,117 @@
+"""``synapse embed``: texts from the command line, a JSONL file or stdin; vectors to stdout or a resumable .npy file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from synapse_host.cli.parser import Parser, UsageError
+from synapse_host.cli.session import DEFAULT_MODELS, model_name, run_host
+from synapse_host.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    import argparse
+
+    from synapse_host.cli.console import Console
+    from synapse_host.host import EmbedResult, Host
+
+
+def configure(parser: Parser) -> None:
+    """Add the verb's arguments."""
+    parser.description = (
+        "Embed texts: one vector per text, in input order. The model's task picks the lane; the lane's first engine\n"
+        "that fits this machine serves it (synapse matrix explain embed)."
+    )
+    parser.examples("""
+        synapse embed 'The cat sat on the mat.' 'Rates rose on Tuesday.'
+        synapse embed --file corpus.jsonl --out corpus.npy
+        cat lines.jsonl | synapse embed --file - --json
+    """)
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to embed")
+    parser.add_argument("--file", metavar="F.jsonl", help='one JSON string or {"id"?, "text"} a line; - is stdin')
+    parser.add_argument(
+        "--model", default=DEFAULT_MODELS["embed"], metavar="M", help="bundle name or folder (default: minilm)"
+    )
+    parser.add_argument("--lane", metavar="L", help="lane of the matrix (default: embed)")
+    parser.add_argument("--out", type=Path, metavar="F.npy", help="write float32 (n, dims) here; resumes after a stop")
+    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long; what was cut is listed")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the verb."""
+    if args.texts and args.file:
+        raise UsageError("give texts or --file, not both. See: synapse embed --help")
+    if not args.texts and not args.file:
+        raise UsageError("nothing to embed: give texts or --file F.jsonl. See: synapse embed --help")
+    if args.out is not None:
+        return _to_file(args, console)
+    texts: list[str] = args.texts
+    if args.file:
+        from synapse_host.cli.jsonl import read_texts
+
+        with read_texts(args.file) as lines:
+            texts = list(lines)
+    model = model_name(args.model)
+
+    async def work(host: Host) -> EmbedResult:
+        return await host.embed_result(model, texts, lane=args.lane, deadline=args.deadline, truncate=args.truncate)
+
+    result = run_host(args, console, {model: args.model}, work)
+    document = _document(result, n=len(result.vectors), dims=result.vectors.shape[1])
+    if console.json:
+        console.document({**document, "vectors": result.vectors.tolist()})
+        return EXIT_OK
+    for row in result.vectors:
+        # One line of numbers per text: what a pipe wants. A person sees the beginning.
+        numbers = [f"{value:.6f}" for value in row.tolist()]
+        if console.interactive and len(numbers) > 8:
+            numbers = [*numbers[:6], "…", numbers[-1]]
+        console.line(" ".join(numbers))
+    _remarks(result.truncated, console, result.model)
+    console.note(f"{document['n']} x {document['dims']} from {result.model} on {result.engine} (lane {result.lane})")
+    return EXIT_OK
+
+
+def _to_file(args: argparse.Namespace, console: Console) -> int:
+    from synapse_host.cli.embed_file import embed_to_file
+
+    model = model_name(args.model)
+
+    async def work(host: Host) -> dict[str, Any]:
+        return await embed_to_file(
+            host,
+            model,
+            source=args.file,
+            texts=args.texts,
+            out=args.out,
+            lane=args.lane,
+            deadline=args.deadline,
+            truncate=args.truncate,
+            console=console,
+        )
+
+    document = run_host(args, console, {model: args.model}, work)
+    console.document(document)
+    _remarks(document["truncated"], console, model)
+    console.line(
+        f"{document['n']} x {document['dims']} float32 -> {args.out}   {document['engine']}, "
+        f"{document['texts_per_s']:.0f} texts/s, {document['tokens_per_s']:.0f} tokens/s"
+    )
+    return EXIT_OK
+
+
+def _document(result: EmbedResult, **more: Any) -> dict[str, Any]:
+    return {
+        "model": result.model,
+        "lane": result.lane,
+        "engine": result.engine,
+        "device": result.device,
+        **more,
+        "truncated": result.truncated,
+    }
+
+
+def _remarks(truncated: list[int], console: Console, model: str) -> None:
+    if truncated:
+        shown = ", ".join(map(str, truncated[:20])) + (" …" if len(truncated) > 20 else "")
+        console.note(f"{len(truncated)} texts were cut to what {model} takes: {shown}")

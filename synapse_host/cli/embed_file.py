@@ -1,0 +1,160 @@
+"""``synapse embed --out``: a preallocated .npy file filled chunk by chunk, resumable, in bounded memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from contextlib import aclosing
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from synapse_host.cli.jsonl import MAX_LINE, opened, read_texts
+from synapse_host.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from synapse_host.cli.console import Console
+    from synapse_host.host import Host
+
+
+async def embed_to_file(
+    host: Host,
+    model: str,
+    *,
+    source: str | None,
+    texts: list[str],
+    out: Path,
+    lane: str | None,
+    deadline: float | None,
+    truncate: bool,
+    console: Console,
+) -> dict[str, Any]:
+    """Embed *source* (a JSONL file; stdin is read whole first) or *texts* into *out*; return the result's document.
+
+    ``<out>.progress.json`` {input_digest, rows_done, …} is written after every chunk and removed at the end; a run with
+    the same input, model and engine goes on where the last one stopped.
+    """
+    import numpy as np
+
+    if source == "-":
+        # Two passes are needed, one to count and digest: stdin can't be read twice.
+        with read_texts("-") as stream:
+            texts, source = list(stream), None
+    assignment = host.lane_of(model, lane)
+    spec = assignment.require()
+    dims = assignment.bundle.manifest.dims
+    total, digest = _survey_file(source) if source else _survey_texts(texts)
+    if not total:
+        raise InvalidRequest("there is no text to embed", details={"file": source})
+    key = {
+        "input_digest": digest,
+        "manifest_digest": assignment.bundle.digest,
+        "artifact_digest": spec.load.artifact_digest,
+        "engine": spec.engine_id,
+        "truncate": truncate,
+        "rows": total,
+    }
+    progress = out.with_name(out.name + ".progress.json")
+    done, truncated = _resume(progress, out, key, (total, dims))
+    try:
+        if done:
+            array = np.lib.format.open_memmap(out, mode="r+")
+            console.note(f"going on at text {done} of {total}")
+        else:
+            out.unlink(missing_ok=True)
+            array = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(total, dims))
+    except OSError as exc:
+        raise InvalidRequest(f"{out}: can't be written: {exc.strerror or exc}", details={"file": str(out)}) from exc
+    started, first, tokens = time.monotonic(), done, 0
+    _record(progress, key, done, truncated)
+    with console.bar("embedding", total, unit="texts") as bar:
+        bar.advance(done)
+        with _texts(source, texts) as stream:
+            rest = islice(stream, done, None)
+            chunks = host.embed_stream(model, rest, lane=lane, deadline=deadline, truncate=truncate, offset=done)
+            async with aclosing(chunks) as results:
+                async for result in results:
+                    rows = len(result.vectors)
+                    if done + rows > total:
+                        raise InvalidRequest(f"{source} grew while it was read", details={"file": source})
+                    array[done : done + rows] = result.vectors
+                    done += rows
+                    tokens += result.tokens
+                    truncated += result.truncated
+                    array.flush()
+                    _record(progress, key, done, truncated)
+                    bar.advance(rows)
+    if done != total:
+        raise InvalidRequest(f"{source} shrank while it was read", details={"file": source})
+    progress.unlink(missing_ok=True)
+    elapsed = max(time.monotonic() - started, 1e-9)
+    return {
+        "model": model,
+        "lane": assignment.lane_id,
+        "engine": spec.engine_id,
+        "device": spec.device,
+        "dims": dims,
+        "n": total,
+        "out": str(out),
+        "resumed_at": first,
+        "truncated": truncated,
+        "texts_per_s": (total - first) / elapsed,
+        "tokens_per_s": tokens / elapsed,
+    }
+
+
+def _texts(source: str | None, texts: list[str]) -> Any:
+    if source is not None:
+        return read_texts(source)
+    from contextlib import nullcontext
+
+    return nullcontext(iter(texts))
+
+
+def _survey_file(source: str) -> tuple[int, str]:
+    """Return how many texts a file holds and its SHA-256, in one pass."""
+    digest = hashlib.sha256()
+    rows = 0
+    with opened(source) as file:
+        while line := file.readline(MAX_LINE + 1):
+            digest.update(line)
+            rows += bool(line.strip())
+    return rows, digest.hexdigest()
+
+
+def _survey_texts(texts: list[str]) -> tuple[int, str]:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(json.dumps(text).encode() + b"\n")
+    return len(texts), digest.hexdigest()
+
+
+def _resume(progress: Path, out: Path, key: dict[str, Any], shape: tuple[int, int]) -> tuple[int, list[int]]:
+    """Return how many rows of *out* are good already; 0 unless everything that shapes the numbers is the same."""
+    import numpy as np
+
+    try:
+        record = json.loads(progress.read_bytes())
+        array = np.load(out, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return 0, []
+    if not isinstance(record, dict) or any(record.get(name) != value for name, value in key.items()):
+        return 0, []
+    done, truncated = record.get("rows_done"), record.get("truncated")
+    if (
+        array.shape != shape
+        or array.dtype != np.float32
+        or not isinstance(done, int)
+        or not isinstance(truncated, list)
+    ):
+        return 0, []
+    return (done, truncated) if 0 <= done < shape[0] else (0, [])
+
+
+def _record(progress: Path, key: dict[str, Any], done: int, truncated: list[int]) -> None:
+    """Write the resume file in one step: a kill leaves the old one or the new one."""
+    part = progress.with_name(progress.name + ".part")
+    part.write_text(json.dumps({**key, "rows_done": done, "truncated": truncated}))
+    os.replace(part, progress)  # noqa: PTH105

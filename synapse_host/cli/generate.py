@@ -1,0 +1,53 @@
+"""``synapse generate``: continue a prompt greedily, or answer a message in the model's chat template."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from synapse_host.cli.parser import Parser, count
+from synapse_host.cli.session import DEFAULT_MODELS, model_name, run_host
+from synapse_host.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    import argparse
+
+    from synapse_host.cli.console import Console
+    from synapse_host.host import Generation, Host
+
+
+def configure(parser: Parser) -> None:
+    """Add the verb's arguments."""
+    parser.description = "Continue a prompt, greedily: the same prompt gives the same text on the same engine."
+    parser.examples("""
+        synapse generate 'The capital of Italy is' --max-tokens 8
+        synapse generate --chat 'Name three rivers.'
+    """)
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    parser.add_argument("--chat", action="store_true", help="PROMPT is a message; use the model's chat template")
+    parser.add_argument("--max-tokens", type=count, default=128, metavar="N", help="at most this many (default: 128)")
+    parser.add_argument(
+        "--model", default=DEFAULT_MODELS["generate"], metavar="M", help="bundle name or folder (default: smollm2)"
+    )
+    parser.add_argument("--lane", metavar="L", help="lane of the matrix (default: generate)")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the verb."""
+    model = model_name(args.model)
+
+    async def work(host: Host) -> Generation:
+        return await host.generate(
+            model, args.prompt, max_tokens=args.max_tokens, chat=args.chat, lane=args.lane, deadline=args.deadline
+        )
+
+    result = run_host(args, console, {model: args.model}, work)
+    fields = asdict(result)
+    keys = ("model", "lane", "engine", "device", "text", "n_prompt", "n_gen", "finish_reason")
+    console.document({key: fields[key] for key in keys})
+    console.line(result.text)
+    console.note(
+        f"{result.n_prompt} tokens in, {result.n_gen} out ({result.finish_reason}) "
+        f"from {result.model} on {result.engine}"
+    )
+    return EXIT_OK

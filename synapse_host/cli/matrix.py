@@ -1,0 +1,122 @@
+"""``synapse matrix check|explain``: is hw_matrix.yaml valid, and which engine does a lane get here, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from synapse_host.cli.parser import Parser, UsageError, nearest
+from synapse_host.cli.session import DEFAULT_MODELS
+from synapse_host.errors import EXIT_HARDWARE, EXIT_OK, BundleInvalid, SynapseError
+from synapse_host.matrix import HardwareMatrix, Lane
+from synapse_host.matrix import load as load_matrix
+from synapse_host.placement import Placement, select
+
+if TYPE_CHECKING:
+    import argparse
+
+    from engines.bundle.manifest import Bundle
+    from synapse_host.cli.console import Console
+
+
+def configure(parser: Parser) -> None:
+    """Add the verb's arguments."""
+    parser.description = (
+        "check: validate the matrix; an error names file, line, column, key and the nearest valid one.\n"
+        "explain: per lane the chosen engine, and why each other one was passed over on this machine."
+    )
+    parser.examples("""
+        synapse matrix check
+        synapse matrix check --matrix my_matrix.yaml
+        synapse matrix explain embed
+    """)
+    parser.add_argument("action", choices=["check", "explain"], metavar="check|explain", help="what to do")
+    parser.add_argument("lane", nargs="?", metavar="LANE", help="one lane (default: all)")
+    parser.add_argument(
+        "--model", metavar="M", help="explain for this bundle (default: the lane's default model, if installed)"
+    )
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the verb."""
+    matrix = load_matrix(args.matrix)
+    if args.lane is not None and args.lane not in matrix.lanes:
+        raise UsageError(f"no lane {args.lane!r} in {matrix.name}{nearest(args.lane, matrix.lanes)}")
+    lanes = [matrix.lanes[args.lane]] if args.lane else list(matrix.lanes.values())
+    if args.action == "check":
+        console.document({"matrix": str(matrix.path), "lanes": [_listed(lane) for lane in lanes]})
+        console.line(
+            f"{matrix.name}: ok, {len(matrix.hardware)} hardware classes, {len(matrix.engines)} engines, "
+            f"{len(matrix.lanes)} lanes"
+        )
+        return EXIT_OK
+    return _explain(matrix, lanes, args, console)
+
+
+def _listed(lane: Lane) -> dict[str, Any]:
+    return {"lane": lane.id, "task": lane.task, "kind": lane.kind, "engines": list(lane.engines), "pin": lane.pin}
+
+
+def _explain(matrix: HardwareMatrix, lanes: list[Lane], args: argparse.Namespace, console: Console) -> int:
+    from synapse_host import hardware
+
+    keys = hardware.floor_keys(matrix, {id for lane in lanes for id in lane.engines})
+    profile = hardware.detect(keys)
+    documents = []
+    missing = False
+    for number, lane in enumerate(lanes):
+        bundle, remark = _bundle(lane, args, console)
+        placement = select(matrix, lane_id=lane.id, profile=profile, bundle=bundle)
+        missing = missing or placement.engine is None
+        documents.append(
+            {
+                "lane": lane.id,
+                "model": bundle.manifest.model_id if bundle else None,
+                "placement": placement.engine,
+                "considered": [item.to_dict() for item in placement.considered],
+            }
+        )
+        if number:
+            console.line()
+        _page(matrix, lane, placement, remark, console)
+    console.document({"matrix": str(matrix.path), "host": profile.summary(), "lanes": documents})
+    # Asked about one lane, 'no engine fits' is the failure it would be for a request.
+    return EXIT_HARDWARE if missing and args.lane else EXIT_OK
+
+
+def _bundle(lane: Lane, args: argparse.Namespace, console: Console) -> tuple[Bundle | None, str]:
+    """Return the bundle to explain for; without one the question is answered for any bundle of a fitting format."""
+    from engines.bundle import manifest
+    from synapse_host.cli.session import bundle_of
+
+    if args.model is not None:
+        bundle = manifest.read(bundle_of(args.model, args, console))
+        if bundle.manifest.task != lane.task:
+            if args.lane:
+                raise BundleInvalid(
+                    f"{args.model} is a model to {bundle.manifest.task}, lane {lane.id} is to {lane.task}"
+                )
+            return None, f"{args.model} is not for this task; formats not looked at"
+        return bundle, ""
+    name = DEFAULT_MODELS[lane.task]
+    from synapse_host import catalogue
+
+    path = catalogue.installed(args.models_dir).get(name)
+    if path is None:
+        return None, f"{name} is not installed; formats not looked at"
+    try:
+        return manifest.read(path), ""
+    except (SynapseError, manifest.BundleError) as exc:
+        return None, f"{name}: {exc}"
+
+
+def _page(matrix: HardwareMatrix, lane: Lane, placement: Placement, remark: str, console: Console) -> None:
+    title = console.style(f"lane {lane.id}", "bold")
+    console.line(f"{title} (task {lane.task}, {lane.kind})  {matrix.name}:{lane.line}")
+    width = max(len(item.engine) for item in placement.considered)
+    words = {"yes": console.style("YES", "green", "bold"), "no": "no ", "not_reached": "-  "}
+    for number, item in enumerate(placement.considered, 1):
+        console.line(f"  {number} {item.engine:<{width}}  {words[item.verdict]}  {item.reason}")
+    if placement.engine is None:
+        console.line(f"  {console.style('no engine fits', 'red')}: a request to this lane ends with backend_missing")
+    if remark:
+        console.line(f"  ({remark})")

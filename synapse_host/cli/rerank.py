@@ -1,0 +1,112 @@
+"""``synapse rerank``: how well each document answers a query."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from synapse_host.cli.parser import Parser, UsageError
+from synapse_host.cli.session import DEFAULT_MODELS, model_name, run_host
+from synapse_host.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    import argparse
+
+    from synapse_host.cli.console import Console
+    from synapse_host.host import Host, RerankResult
+
+
+def configure(parser: Parser) -> None:
+    """Add the verb's arguments."""
+    parser.description = (
+        "Score documents against a query, best first on a terminal, in input order under --json. Scores are "
+        "probabilities where the model says so; --raw gives the logits."
+    )
+    parser.examples("""
+        synapse rerank 'How many people live in Berlin?' 'Berlin has 3,520,031 inhabitants.' 'Berlin is a city.'
+        synapse rerank --file queries.jsonl --json
+    """)
+    parser.add_argument("query", nargs="?", metavar="QUERY", help="the query")
+    parser.add_argument("documents", nargs="*", metavar="DOC", help="documents to score")
+    parser.add_argument("--file", metavar="F.jsonl", help='one {"query", "docs"} a line; - is stdin')
+    parser.add_argument(
+        "--model", default=DEFAULT_MODELS["rerank"], metavar="M", help="bundle name or folder (default: ms-marco)"
+    )
+    parser.add_argument("--lane", metavar="L", help="lane of the matrix (default: rerank)")
+    parser.add_argument("--raw", action="store_true", help="logits instead of probabilities")
+    parser.add_argument(
+        "--truncate", action="store_true", help="cut documents that are too long; what was cut is listed"
+    )
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the verb."""
+    if args.file and args.query is not None:
+        raise UsageError("give a query with documents or --file, not both. See: synapse rerank --help")
+    if args.file:
+        return _file(args, console)
+    if args.query is None or not args.documents:
+        raise UsageError("give a query and at least one document. See: synapse rerank --help")
+    model = model_name(args.model)
+
+    async def work(host: Host) -> RerankResult:
+        return await _score(host, model, args.query, args.documents, args)
+
+    result = run_host(args, console, {model: args.model}, work)
+    console.document(_document(result))
+    _page(result, args.documents, console)
+    return EXIT_OK
+
+
+def _file(args: argparse.Namespace, console: Console) -> int:
+    from synapse_host.cli.jsonl import lines, opened, pair_of
+
+    name = "stdin" if args.file == "-" else args.file
+    with opened(args.file) as file:
+        pairs = [pair_of(value, name, number) for number, value in lines(file, name)]
+    if not pairs:
+        raise UsageError(f"{name} holds no query")
+    model = model_name(args.model)
+
+    async def work(host: Host) -> list[RerankResult]:
+        results = []
+        with console.bar("reranking", len(pairs), unit="queries") as bar:
+            for query, documents in pairs:
+                results.append(await _score(host, model, query, documents, args))
+                bar.advance()
+        return results
+
+    results = run_host(args, console, {model: args.model}, work)
+    first = _document(results[0])
+    rows = [{key: row[key] for key in ("scores", "order", "truncated")} for row in map(_document, results)]
+    console.document({**{key: first[key] for key in ("model", "lane", "engine", "device")}, "results": rows})
+    for (query, documents), result in zip(pairs, results, strict=True):
+        console.line(console.style(query, "bold"))
+        _page(result, documents, console)
+    return EXIT_OK
+
+
+async def _score(host: Host, model: str, query: str, documents: list[str], args: argparse.Namespace) -> RerankResult:
+    return await host.rerank_result(
+        model, query, documents, raw=args.raw, lane=args.lane, deadline=args.deadline, truncate=args.truncate
+    )
+
+
+def _document(result: RerankResult) -> dict[str, Any]:
+    return {
+        "model": result.model,
+        "lane": result.lane,
+        "engine": result.engine,
+        "device": result.device,
+        "scores": result.scores.tolist(),
+        "order": result.order,
+        "truncated": result.truncated,
+    }
+
+
+def _page(result: RerankResult, documents: list[str], console: Console) -> None:
+    for place, index in enumerate(result.order, 1):
+        text = " ".join(documents[index].split())
+        shown = text if len(text) <= 90 else f"{text[:89]}…"
+        console.line(f"{place:>3}  {result.scores[index]:.4f}  {shown}")
+    if result.truncated:
+        console.note(f"cut to what {result.model} takes: documents {', '.join(map(str, result.truncated))}")

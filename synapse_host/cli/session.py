@@ -1,0 +1,62 @@
+"""From a command line to an open host: configuration, which bundles, and the private runtime directory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from synapse_host.config import HostConfig
+from synapse_host.matrix import HardwareMatrix
+from synapse_host.matrix import load as load_matrix
+
+if TYPE_CHECKING:
+    import argparse
+
+    from synapse_host.cli.console import Console
+    from synapse_host.host import Host
+
+DEFAULT_MODELS: Final = {"embed": "minilm", "rerank": "ms-marco", "generate": "smollm2"}
+
+T = TypeVar("T")
+
+
+def config_of(args: argparse.Namespace) -> HostConfig:
+    """Return the host's configuration; without --runtime-dir the directory is private and removed at the end."""
+    return HostConfig(runtime_dir=args.runtime_dir, models_dir=args.models_dir)
+
+
+def bundle_of(name: str, args: argparse.Namespace, console: Console) -> Path:
+    """Return a bundle's folder: a path, or a name in the models directory; a default model is made on first use."""
+    from synapse_host import catalogue
+
+    path = catalogue.locate(name, args.models_dir)
+    if path is None and name in catalogue.DEFAULTS:
+        console.note(f"{name} is not installed yet; making its bundle once (later starts are offline and instant)")
+    with console.stages(name) as progress:
+        return catalogue.obtain(name, args.models_dir, progress=progress).root
+
+
+def run_host(
+    args: argparse.Namespace, console: Console, models: dict[str, str], work: Callable[[Host], Awaitable[T]]
+) -> T:
+    """Open a host on *models* (name to bundle name or path), run *work* with it, close it again.
+
+    Everything that can be refused without a worker is refused first: the matrix, then the bundles.
+    """
+    matrix: HardwareMatrix = load_matrix(args.matrix)
+    paths = {name: bundle_of(source, args, console) for name, source in models.items()}
+
+    async def body() -> T:
+        from synapse_host.host import Host
+
+        async with Host.open(matrix, paths, config_of(args)) as host:
+            return await work(host)
+
+    return asyncio.run(body())
+
+
+def model_name(source: str) -> str:
+    """Return how messages call a model that was given by name or path."""
+    return Path(source).name or source
