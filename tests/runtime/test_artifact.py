@@ -1,0 +1,114 @@
+"""The digest is verified on the descriptor that is handed back."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import Phase
+from engines.runtime.artifact import BLOCK_BYTES, descriptor_path, open_artifact, open_verified
+from engines.runtime.progress import ProgressReporter, silent
+
+CONTENT = os.urandom(BLOCK_BYTES * 2 + 17)
+HEX = hashlib.sha256(CONTENT).hexdigest()
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    path = tmp_path / "model.bin"
+    path.write_bytes(CONTENT)
+    return path
+
+
+def refused(path: str | Path, digest: str) -> EngineError:
+    with pytest.raises(EngineError) as caught:
+        open_verified(path, digest, silent())
+    assert caught.value.code is ErrorCode.ARTIFACT_INVALID
+    return caught.value
+
+
+@pytest.mark.parametrize("digest", [HEX, f"sha256:{HEX}", HEX.upper(), f"sha256:{HEX.upper()}"])
+def test_a_right_digest_returns_the_file_rewound(artifact: Path, digest: str) -> None:
+    with open_verified(artifact, digest, silent()) as file:
+        assert file.read() == CONTENT
+
+
+def test_a_wrong_digest_names_both(artifact: Path) -> None:
+    wrong = "0" * 64
+    error = refused(artifact, wrong)
+    assert f"expected sha256:{wrong}" in error.msg
+    assert f"observed sha256:{HEX}" in error.msg
+
+
+@pytest.mark.parametrize("digest", ["", "sha256:", HEX[:-1], HEX + "0", "md5:" + HEX, "g" * 64, " " + HEX, HEX + "\n"])
+def test_what_is_no_sha256_is_refused_before_the_file_is_read(digest: str) -> None:
+    assert "artifact_digest" in refused("/nonexistent", digest).msg
+
+
+@pytest.mark.parametrize("cut", [0, 1, BLOCK_BYTES, len(CONTENT) - 1])
+def test_a_truncated_file_is_refused(artifact: Path, cut: int) -> None:
+    artifact.write_bytes(CONTENT[:cut])
+    refused(artifact, HEX)
+
+
+def test_an_empty_file_has_a_digest_too(tmp_path: Path) -> None:
+    path = tmp_path / "empty"
+    path.write_bytes(b"")
+    open_verified(path, hashlib.sha256(b"").hexdigest(), silent()).close()
+
+
+def test_a_missing_file_says_why() -> None:
+    assert "No such file" in refused("/nonexistent/model.gguf", HEX).msg
+
+
+@pytest.mark.parametrize("path", ["", "with\0nul"])
+def test_an_impossible_path_is_refused(path: str) -> None:
+    refused(path, HEX)
+
+
+def test_a_folder_and_a_fifo_are_no_artifacts(tmp_path: Path) -> None:
+    assert "not a regular file" in refused(tmp_path, HEX).msg
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    assert "not a regular file" in refused(fifo, HEX).msg
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_unreadable_file_says_why(artifact: Path) -> None:
+    artifact.chmod(0)
+    assert "Permission denied" in refused(artifact, HEX).msg
+
+
+def test_one_unit_of_progress_for_each_mib_begun(artifact: Path) -> None:
+    sent: list[int] = []
+    ticks = iter(range(100))
+    progress = ProgressReporter(lambda c, p: sent.append(c), phase=Phase.SETUP, clock=lambda: float(next(ticks)))
+    open_verified(artifact, HEX, progress).close()
+    assert sent == [1, 2, 3]
+
+
+def test_a_file_swapped_after_the_check_is_not_what_gets_loaded(artifact: Path) -> None:
+    with open_verified(artifact, HEX, silent()) as file:
+        artifact.unlink()
+        artifact.write_bytes(b"something else")
+        assert file.read() == CONTENT
+
+
+@pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="descriptor paths are a POSIX thing")
+def test_a_path_to_the_descriptor_opens_the_verified_file(artifact: Path) -> None:
+    with open_verified(artifact, HEX, silent()) as file:
+        artifact.unlink()
+        artifact.write_bytes(b"something else")
+        path = descriptor_path(file)
+        assert path is not None
+        assert Path(path).read_bytes() == CONTENT
+
+
+def test_the_descriptor_is_not_inherited(artifact: Path) -> None:
+    with open_artifact(artifact) as file:
+        assert not os.get_inheritable(file.fileno())

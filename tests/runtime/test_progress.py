@@ -1,0 +1,108 @@
+"""ProgressReporter under a clock that moves only when told."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from engines.protocol.messages import Phase
+from engines.runtime.progress import COALESCE_S, ProgressReporter, silent
+from tests.support.clock import ManualClock
+
+Sent = list[tuple[int, Phase]]
+
+
+def reporter(clock: ManualClock, phase: Phase = Phase.INFERENCE) -> tuple[ProgressReporter, Sent]:
+    sent: Sent = []
+    return ProgressReporter(lambda completed, p: sent.append((completed, p)), phase=phase, clock=clock), sent
+
+
+def test_work_within_the_first_interval_is_held_back(clock: ManualClock) -> None:
+    progress, sent = reporter(clock)
+    progress.advance(5)
+    clock.advance(COALESCE_S / 2)
+    progress.advance()
+    assert sent == []
+    assert progress.completed == 6
+
+
+def test_a_later_report_carries_everything_done_so_far(clock: ManualClock) -> None:
+    progress, sent = reporter(clock)
+    progress.advance(5)
+    clock.advance(COALESCE_S)
+    progress.advance(2)
+    assert sent == [(7, Phase.INFERENCE)]
+
+
+def test_at_most_one_frame_an_interval_and_each_rises(clock: ManualClock) -> None:
+    progress, sent = reporter(clock)
+    for _ in range(1000):
+        clock.advance(COALESCE_S / 10)
+        progress.advance()
+    assert 90 <= len(sent) <= 100
+    counts = [completed for completed, _ in sent]
+    assert counts == sorted(set(counts))
+
+
+def test_time_alone_sends_nothing(clock: ManualClock) -> None:
+    progress, sent = reporter(clock)
+    progress.advance()
+    clock.advance(3600)
+    assert sent == []
+    progress.close()
+    assert sent == []
+
+
+@pytest.mark.parametrize("units", [0, -1])
+def test_no_work_is_not_progress(clock: ManualClock, units: int) -> None:
+    progress, _ = reporter(clock)
+    with pytest.raises(ValueError, match="is not work"):
+        progress.advance(units)
+
+
+def test_nothing_follows_close(clock: ManualClock) -> None:
+    progress, sent = reporter(clock)
+    progress.close()
+    clock.advance(10)
+    progress.advance()
+    progress.switch(100)
+    assert sent == []
+
+
+def test_the_switch_is_sent_at_once_and_changes_the_phase(clock: ManualClock) -> None:
+    progress, sent = reporter(clock, Phase.SETUP)
+    clock.advance(COALESCE_S)
+    progress.advance(20)
+    progress.switch(60)
+    clock.advance(COALESCE_S)
+    progress.advance(60)
+    assert sent == [(20, Phase.SETUP), (60, Phase.INFERENCE), (120, Phase.INFERENCE)]
+
+
+def test_a_switch_that_could_not_be_told_is_a_bug(clock: ManualClock) -> None:
+    progress, sent = reporter(clock, Phase.SETUP)
+    clock.advance(COALESCE_S)
+    progress.advance(60)
+    with pytest.raises(ValueError, match="already said 60"):
+        progress.switch(60)
+    assert sent == [(60, Phase.SETUP)]
+
+
+def test_threads_reporting_at_once_never_send_a_count_twice_or_backwards() -> None:
+    sent: Sent = []
+    ticks = iter(range(10**9))
+    progress = ProgressReporter(lambda c, p: sent.append((c, p)), phase=Phase.SETUP, clock=lambda: float(next(ticks)))
+    threads = [threading.Thread(target=lambda: [progress.advance() for _ in range(500)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counts = [completed for completed, _ in sent]
+    assert counts == list(range(1, 2001))
+
+
+def test_the_silent_reporter_counts() -> None:
+    progress = silent()
+    progress.advance(3)
+    assert progress.completed == 3
