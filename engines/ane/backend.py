@@ -63,6 +63,12 @@ class Backend(Protocol):
     formats: frozenset[str]
     """LOAD formats it opens."""
 
+    reads_packages: bool
+    """False where only compiled bundles can be opened: then the preparer's record holds the signatures."""
+
+    def require(self) -> None:
+        """Raise EngineError backend_missing, with the reason, where this machine can't run it."""
+
     def os_build(self) -> str:
         """Return the OS build that specialisation and placement belong to."""
 

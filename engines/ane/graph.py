@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     F32 = npt.NDArray[np.float32]
 
-REVISION: Final = "mil-encoder-1"
-"""Part of kernel_revision: raise it whenever a change here may change a number."""
 MIN_EPSILON: Final = 1e-7
 HIDDEN: Final = "last_hidden_state"
 SCORE: Final = "score"

@@ -88,7 +88,7 @@ class Function:
                 return default
             if isinstance(var, (list, tuple)):
                 return [values.get(v, v.val) for v in var]
-            return values[var] if var in values else var.val
+            return values.get(var, var.val)
 
         rule = _RULES.get(op.op_type)
         if rule is not None:
@@ -202,6 +202,10 @@ class ReferenceBackend:
     engine = ENGINE
     runtime = "mil-reference"
     formats = frozenset({"mlpackage", "coreml"})
+    reads_packages = True
+
+    def require(self) -> None:
+        return None
 
     def os_build(self) -> str:
         return f"none-{os.name}"

@@ -1,0 +1,220 @@
+"""The last calls into Apple's framework, through PyObjC. Never executed until evidence from a Mac exists.
+
+Sources, named at each call: [A] Apple's CoreML headers (developer.apple.com/documentation/coreml, macOS 14.4 and 15
+SDK); [P] PyObjC 12 (pyobjc-framework-CoreML/Lib/CoreML/_metadata.py for out-arguments and blocks,
+pyobjc-core/Modules/objc/ varlist.m for buffers). PyObjC turns ``selector:with:error:`` into ``selector_with_error_``
+and returns an error out-argument beside the result [P: "type_modifier": b"o"]. It releases the GIL around every message
+[P: ffi call in method-imp], so the peer watcher and progress run during a long load. Arrays belong to Objective-C: no
+Python object is inside them, so Core ML may drop them on any thread (apple/coremltools#2827 crashes otherwise). Every
+use sits in an autorelease pool.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from engines.ane.backend import Source
+from engines.ane.floor import floor, mac_version, os_build
+from engines.ane.package import FunctionSpec, PackageSpec, Tensor
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import ANE_ENGINE
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from engines.ane.compute_plan import PlanView
+    from engines.ane.inputs import Feeds
+
+PLAN_TIMEOUT_S: Final = 540.0
+"""Below the 600 s silence window: a plan that takes longer is no plan."""
+UNITS: Final = {"cpu_only": 0, "cpu_and_ne": 3}  # [A] MLComputeUnits; MLComputeUnitsAll (2) is never used
+INFREQUENT: Final = 1  # [A] MLReshapeFrequencyHintInfrequent
+DTYPES: Final = {131104: "int32", 65552: "float16", 65568: "float32"}  # [A] MLMultiArrayDataType; [P] the same enums
+EXHAUSTED: Final = ("no memory", "resource", "program load failure")
+
+
+def _fail(code: ErrorCode, what: str, error: Any) -> EngineError:
+    text = str(error.localizedDescription()) if error is not None else "no reason given"  # [A] NSError
+    exhausted = any(word in text.lower() for word in EXHAUSTED)
+    return EngineError(ErrorCode.ANE_RESOURCES_EXHAUSTED if exhausted else code, f"{what}: {text[:500]}")
+
+
+def devices() -> list[str]:
+    """Return the class names of what Core ML can compute on."""
+    import CoreML
+    import objc
+
+    with objc.autorelease_pool():  # [P] objc.autorelease_pool is a context manager
+        # [A] MLAllComputeDevices(), macOS 14; [P] bound as a function
+        return [type(device).__name__ for device in CoreML.MLAllComputeDevices()]
+
+
+def compile_package(package: Path) -> Path:
+    """Compile a ``.mlpackage`` and return the temporary ``.mlmodelc``, which is the caller's to move."""
+    import CoreML
+    import Foundation
+    import objc
+
+    with objc.autorelease_pool():
+        url = Foundation.NSURL.fileURLWithPath_(str(package))
+        # [A] +[MLModel compileModelAtURL:error:], a temporary location; [P] argument 3 is an out-argument
+        compiled, error = CoreML.MLModel.compileModelAtURL_error_(url, None)
+        if compiled is None:
+            raise _fail(ErrorCode.ARTIFACT_INVALID, f"compiling {package.name}", error)
+        return Path(str(compiled.path()))  # [A] NSURL.path
+
+
+class CoreML:
+    """Opens compiled bundles with MLModel; see :class:`engines.ane.backend.Backend`."""
+
+    engine = ANE_ENGINE
+    formats = frozenset({"mlmodelc", "coreml"})
+    reads_packages = False
+
+    def __init__(self) -> None:
+        self.runtime = f"coreml-macos-{mac_version() or 'none'}"
+
+    def require(self) -> None:
+        """Raise EngineError backend_missing where the floor isn't met."""
+        code = floor()
+        if code != "ok":
+            raise EngineError(ErrorCode.BACKEND_MISSING, f"Core ML on the Neural Engine can't run here: {code}")
+
+    def os_build(self) -> str:
+        """Return the OS build that specialisation belongs to."""
+        return os_build()
+
+    def specs(self, path: Path) -> PackageSpec | None:
+        """Compiled bundles don't carry their signature in a documented form: the preparer's record does."""
+        return None
+
+    def open(self, source: Source, *, units: str) -> Handle:
+        """Load one function with the configuration that its plan is made with too."""
+        self.require()
+        return Handle(source, units)
+
+
+class Handle:
+    """One MLModel. [A] A model's synchronous prediction is for one thread at a time; this worker has one."""
+
+    def __init__(self, source: Source, units: str) -> None:
+        import CoreML
+        import Foundation
+        import objc
+
+        self._ml, self._ns, self._pool = CoreML, Foundation, objc.autorelease_pool
+        with self._pool():
+            self._url = Foundation.NSURL.fileURLWithPath_(str(source.path))  # [A] NSURL fileURLWithPath:
+            config = CoreML.MLModelConfiguration.alloc().init()
+            config.setComputeUnits_(UNITS[units])  # [A] MLModelConfiguration.computeUnits
+            if source.multi:
+                config.setFunctionName_(source.function)  # [A] MLModelConfiguration.functionName, macOS 15
+            hints = config.optimizationHints()  # [A] MLModelConfiguration.optimizationHints, macOS 14.4
+            hints.setReshapeFrequency_(INFREQUENT)  # [A] MLOptimizationHints.reshapeFrequency
+            config.setOptimizationHints_(hints)  # [A] a copied property: it must be set back
+            self._config = config
+            # [A] +[MLModel modelWithContentsOfURL:configuration:error:]; [P] argument 4 is an out-argument
+            model, error = CoreML.MLModel.modelWithContentsOfURL_configuration_error_(self._url, config, None)
+            if model is None:
+                raise _fail(ErrorCode.ARTIFACT_INVALID, f"loading {source.path.name} {source.function}", error)
+            self._model: Any = model
+            self._arrays: dict[str, Any] = {}
+            self._provider: Any = None
+
+    def signature(self) -> FunctionSpec | None:
+        """[A] MLModel.modelDescription; MLModelDescription.inputDescriptionsByName; MLMultiArrayConstraint."""
+
+        def tensors(features: Any) -> dict[str, Tensor]:
+            found = {}
+            for name in features:
+                constraint = features[name].multiArrayConstraint()
+                shape = tuple(int(n) for n in constraint.shape())
+                found[str(name)] = Tensor(shape, DTYPES.get(int(constraint.dataType()), "unknown"))
+            return found
+
+        with self._pool():
+            about = self._model.modelDescription()
+            return FunctionSpec(tensors(about.inputDescriptionsByName()), tensors(about.outputDescriptionsByName()))
+
+    def run(self, feeds: Feeds) -> dict[str, npt.NDArray[np.float32]]:
+        """Fill the function's own arrays, predict, and copy the outputs out by their strides."""
+        with self._pool():
+            if self._provider is None:
+                self._provider = self._make_provider(feeds)
+            for name, value in feeds.items():
+                _view(self._arrays[name], value.dtype)[...] = value
+            # [A] -[MLModel predictionFromFeatures:error:]; [P] argument 3 is an out-argument
+            result, error = self._model.predictionFromFeatures_error_(self._provider, None)
+            if result is None:
+                raise _fail(ErrorCode.INFERENCE_FAILED, "prediction", error)
+            outputs = {}
+            for name in result.featureNames():  # [A] MLFeatureProvider.featureNames, featureValueForName:
+                array = result.featureValueForName_(name).multiArrayValue()  # [A] MLFeatureValue.multiArrayValue
+                outputs[str(name)] = _view(array).astype("float32", order="C", copy=True)
+            return outputs
+
+    def _make_provider(self, feeds: Feeds) -> Any:
+        values = self._ns.NSMutableDictionary.dictionary()
+        for name, value in feeds.items():
+            shape = self._ns.NSArray.arrayWithArray_([int(n) for n in value.shape])
+            kind = next(code for code, dtype in DTYPES.items() if dtype == value.dtype.name)
+            # [A] -[MLMultiArray initWithShape:dataType:error:]; Core ML owns the memory
+            array, error = self._ml.MLMultiArray.alloc().initWithShape_dataType_error_(shape, kind, None)
+            if array is None:
+                raise _fail(ErrorCode.OOM, f"input {name}", error)
+            self._arrays[name] = array
+            values[name] = self._ml.MLFeatureValue.featureValueWithMultiArray_(array)
+        # [A] -[MLDictionaryFeatureProvider initWithDictionary:error:]; kept for the function's whole life
+        provider, error = self._ml.MLDictionaryFeatureProvider.alloc().initWithDictionary_error_(values, None)
+        if provider is None:
+            raise _fail(ErrorCode.INFERENCE_FAILED, "input provider", error)
+        return provider
+
+    def plan(self) -> PlanView | None:
+        """[A] +[MLComputePlan loadContentsOfURL:configuration:completionHandler:], macOS 14.4, the load's
+        configuration."""
+        from engines.ane.compute_plan import from_objc
+
+        got: list[Any] = []
+        done = threading.Event()
+
+        def handler(plan: Any, error: Any) -> None:  # [P] block (plan, error); called on a queue of Core ML's
+            got.extend((plan, error))
+            done.set()
+
+        only = self._config.functionName()
+        try:
+            with self._pool():
+                self._ml.MLComputePlan.loadContentsOfURL_configuration_completionHandler_(
+                    self._url, self._config, handler
+                )
+                if not done.wait(PLAN_TIMEOUT_S) or got[0] is None:
+                    raise _fail(ErrorCode.PLACEMENT_UNREPORTED, "compute plan", got[1] if got else None)
+                return from_objc(got[0], only=str(only) if only else None)
+        except Exception as exc:  # any plan error is a line on stderr and no value (ane.md 1.1, 6)
+            print(f"no compute plan for {self._url.lastPathComponent()}: {exc}", file=sys.stderr)
+            return None
+
+    def close(self) -> None:
+        """Drop the model inside a pool of its own: without it capacity isn't returned until some later pool drains."""
+        with self._pool():
+            self._provider, self._model, self._config = None, None, None
+            self._arrays.clear()
+
+
+def _view(array: Any, dtype: Any = None) -> Any:
+    """Return a numpy view of an MLMultiArray by its strides: rows of a Neural Engine output may be padded."""
+    import numpy as np
+
+    kind = np.dtype(dtype if dtype is not None else DTYPES[int(array.dataType())])
+    shape, strides = ([int(n) for n in part] for part in (array.shape(), array.strides()))  # [A] strides in elements
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    # [P] varlist.as_buffer(count) over a void pointer counts bytes; checked, since a wrong size would be silent.
+    buffer = array.dataPointer().as_buffer(span * kind.itemsize)
+    if buffer.nbytes != span * kind.itemsize:
+        raise RuntimeError(f"the binding gave {buffer.nbytes} bytes of {span * kind.itemsize}")
+    return np.lib.stride_tricks.as_strided(np.frombuffer(buffer, kind), shape, [s * kind.itemsize for s in strides])

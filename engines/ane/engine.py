@@ -1,0 +1,263 @@
+"""The Core ML worker's engine: who it is, whether this machine can run it, and LOAD.
+
+Neither numpy nor the framework is imported for HELLO or PING; both come with LOAD.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from msgspec import UNSET
+
+from engines.ane import REVISION
+from engines.bundle import manifest
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import (
+    ANE_ENGINE,
+    AneAdmitPacked,
+    AneAdmitShape,
+    AneEvictPacked,
+    AneEvictShape,
+    Load,
+    PackedCapability,
+    Request,
+)
+from engines.runtime.engine import OWNED_SERVING, Engine, EngineIdentity, Model, Probe, WorkerOptions
+
+if TYPE_CHECKING:
+    from engines.ane.backend import Backend
+    from engines.ane.config import Settings
+    from engines.ane.inputs import InputRules
+    from engines.ane.model import PlanCache
+    from engines.ane.shapes import Key
+    from engines.bundle.manifest import Artifact, Bundle, Manifest
+    from engines.runtime.progress import ProgressReporter
+
+FORMAT: Final = "coreml"
+LAYOUT: Final = "tight-v1"
+MAX_ROWS: Final = 64
+SHAPES: Final[frozenset[type[Request]]] = frozenset({AneAdmitShape, AneEvictShape, AneAdmitPacked, AneEvictPacked})
+
+
+class AneEngine(Engine):
+    """Core ML functions of one bundle in a worker process; one model at a time.
+
+    *backend* is the seam below which only a Mac can go; tests pass another one. The default is PyObjC's.
+    """
+
+    name: ClassVar[str] = ANE_ENGINE
+    serves: ClassVar[frozenset[type[Request]]] = OWNED_SERVING | SHAPES
+    max_models: ClassVar[int | None] = 1
+    ref_prefix: ClassVar[str] = "ane"
+
+    def __init__(self, options: WorkerOptions, backend: Backend | None = None) -> None:
+        if backend is None:
+            from engines.ane.binding import CoreML
+
+            backend = CoreML()
+        self._options = options
+        self._backend = backend
+        self._plans: PlanCache = {}
+
+    @cached_property
+    def _bundle(self) -> Bundle | str:
+        """The bundle named by ``--manifest``, or why it can't be used."""
+        if self._options.manifest is None:
+            return "the worker was started without --manifest, and the manifest says what a Core ML model is"
+        try:
+            return manifest.read(self._options.manifest)
+        except manifest.BundleError as exc:
+            return str(exc)
+
+    @property
+    def _version(self) -> str:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return f"synapse-workers-{version('synapse-workers')}"
+        except PackageNotFoundError:
+            return "synapse-workers-unknown"
+
+    def identity(self) -> EngineIdentity:
+        """Return what HELLO says, from package metadata, the manifest file and the OS's version file."""
+        bundle = None if isinstance(self._bundle, str) else self._bundle
+        return EngineIdentity(
+            engine=self._backend.engine,
+            version=self._version,
+            build_flags={
+                "backend": FORMAT,
+                "device": self._options.device,
+                "placement": "neural-engine",
+                "risk_class": "abort_capable",
+            },
+            manifest_digest=bundle.digest if bundle is not None else None,
+            kernel_revision=f"{REVISION}/{self._backend.runtime}/{self._options.device}/f16",
+            packed=self._packed(bundle.manifest) if bundle is not None else None,
+        )
+
+    def _packed(self, described: Manifest) -> PackedCapability | None:
+        """The qualified widths that the bundle has; without any, HELLO omits ``packed``."""
+        asked = self._options.packed or ()
+        have = {
+            function.packed_width
+            for artifact in described.artifacts
+            if artifact.format == FORMAT and artifact.functions is not UNSET
+            for function in artifact.functions
+            if function.packed_width is not UNSET
+        }
+        widths = sorted(have.intersection(asked))
+        return PackedCapability(layout=LAYOUT, widths=widths, max_rows=MAX_ROWS) if widths else None
+
+    def probe_floor(self) -> Probe:
+        """Return ``ok``, ``os_unsupported``, ``os_too_old``, ``arch_unsupported``, ``bindings_missing`` or
+        ``no_neural_engine``.
+        """
+        from engines.ane.floor import probe
+
+        return probe()
+
+    def load(self, request: Load, *, progress: ProgressReporter) -> Model:
+        """Check configuration, manifest, every digest and signature, then load and run the smallest bucket only.
+
+        Unit of progress: a MiB hashed, then a function loaded, run once, planned. EngineError: config_invalid,
+        backend_missing, artifact_invalid, package_digest_mismatch, specialization_missing, model_unsupported,
+        operation_mismatch, ane_resources_exhausted, invalid_placement, nonfinite_output, oom. All or nothing.
+        """
+        from engines.ane import config
+
+        settings = config.parse(request.runtime_config)
+        if request.format not in self._backend.formats:
+            allowed = ", ".join(sorted(self._backend.formats))
+            raise EngineError(
+                ErrorCode.ARTIFACT_INVALID, f"format is {request.format[:40]!r}, this worker loads {allowed}"
+            )
+        bundle = self._bundle
+        if isinstance(bundle, str):
+            raise EngineError(ErrorCode.CONFIG_INVALID, bundle)
+        described = bundle.manifest
+        _cross_check(described, settings)
+        artifacts = [artifact for artifact in described.artifacts if artifact.format == FORMAT]
+        if not artifacts:
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, f"bundle {described.model_id} has no coreml artifact")
+        self._backend.require()
+        return self._load(request, bundle, artifacts, settings, progress)
+
+    def _load(
+        self,
+        request: Load,
+        bundle: Bundle,
+        artifacts: list[Artifact],
+        settings: Settings,
+        progress: ProgressReporter,
+    ) -> Model:
+        from engines.ane import artifact as files
+        from engines.ane.model import AneModel
+        from engines.ane.shapes import Occupancy, check_signature, expected
+
+        root = files.verify(request.artifact_path, request.artifact_digest, progress)
+        record = None
+        if not self._backend.reads_packages:
+            record = files.prepared(
+                root,
+                source_digests=[one.digest for one in artifacts],
+                os_build=self._backend.os_build(),
+                allow_cold=settings.prepare == "allow_cold",
+            )
+        source_digest = request.artifact_digest if record is None else record.source_digest
+        chosen = next((a for a in artifacts if _bare(a.digest) == _bare(source_digest)), None)
+        if chosen is None:
+            raise EngineError(
+                ErrorCode.PACKAGE_DIGEST_MISMATCH,
+                f"{source_digest} is no coreml artifact of {bundle.manifest.model_id}",
+            )
+        rules, hidden, layers = _rules(bundle.manifest, chosen)
+        keys: dict[Key, str] = {}
+        for function in chosen.functions if chosen.functions is not UNSET else []:
+            if settings.functions is not None and function.name not in settings.functions:
+                continue
+            key = _key(function)
+            if key in keys:
+                raise EngineError(ErrorCode.ARTIFACT_INVALID, f"the manifest names {key} twice")
+            keys[key] = function.name
+        if not any(key.kind == "shape" for key in keys):
+            raise EngineError(ErrorCode.CONFIG_INVALID, "no bucket is left to load; a model needs one single function")
+        found = files.sources(root, keys.values(), self._backend, record)
+        task = bundle.manifest.task
+        for key, name in keys.items():
+            check_signature(name, found[name][1], expected(key, rules, task=task, hidden=hidden))
+        packed = self._packed(bundle.manifest)
+        return AneModel(
+            backend=self._backend,
+            functions={key: (name, *found[name]) for key, name in keys.items()},
+            rules=rules,
+            task=task,
+            hidden=hidden,
+            layers=layers,
+            settings=settings,
+            bundle_digest=bundle.digest,
+            version=self._version,
+            occupancy=Occupancy(),
+            plans=self._plans,
+            advertised=frozenset(packed.widths if packed is not None else ()),
+            progress=progress,
+        )
+
+
+def _bare(digest: str) -> str:
+    return digest.lower().removeprefix("sha256:")
+
+
+def _cross_check(described: Manifest, settings: Settings) -> None:
+    """LOAD's ``operation`` and ``profile`` are optional cross-checks; the manifest decides."""
+    if settings.operation is not None and settings.operation != described.task:
+        raise EngineError(
+            ErrorCode.OPERATION_MISMATCH,
+            f"operation is {settings.operation[:40]!r}, the bundle is for {described.task}",
+        )
+    if settings.profile is not None and settings.profile != described.model_id:
+        raise EngineError(
+            ErrorCode.CONFIG_INVALID, f"profile is {settings.profile[:64]!r}, the bundle is {described.model_id}"
+        )
+    if described.task == "generate" or described.family not in ("bert", "modernbert", "qwen3"):
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED, f"{described.family} for {described.task} does not run on this engine"
+        )
+
+
+def _key(function: manifest.Function) -> Key:
+    from engines.ane.shapes import Key
+
+    if function.bucket is not UNSET and function.packed_width is UNSET:
+        return Key("shape", function.bucket)
+    if function.packed_width is not UNSET and function.bucket is UNSET:
+        return Key("packed", function.packed_width)
+    raise EngineError(ErrorCode.ARTIFACT_INVALID, f"function {function.name} must have one of bucket and packed_width")
+
+
+def _rules(described: Manifest, artifact: Artifact) -> tuple[InputRules, int, int]:
+    """Return what rows must look like, the hidden size, and the layer count, from the manifest."""
+    from engines.ane.inputs import InputRules
+    from engines.bundle.checkpoint import CheckpointError, complete_config, restore_numbers
+
+    if described.config is UNSET:
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, "manifest.json: config is missing")
+    try:
+        c = complete_config(restore_numbers(described.config), described.family, where="manifest.json: config")
+    except CheckpointError as exc:
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
+    special = described.special_ids if described.special_ids is not UNSET else {}
+    token_types = described.token_types is True
+    if token_types and "sep" not in special:
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, "manifest.json: special_ids.sep is missing (token types need it)")
+    local = described.family == "modernbert" and "sliding_attention" in c["layer_types"]
+    rules = InputRules(
+        vocab=c["vocab_size"],
+        pad_id=special.get("pad", 0),
+        token_types=token_types,
+        sep_id=special["sep"] if token_types else None,
+        causal=described.family == "qwen3",
+        window=int(c["local_attention"]) // 2 if local else None,
+    )
+    layers = artifact.layers if artifact.layers is not UNSET else c["num_hidden_layers"]
+    return rules, c["hidden_size"], layers

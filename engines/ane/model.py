@@ -1,0 +1,274 @@
+"""One loaded model: admission, eviction, embedding and reranking over its resident functions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from engines.ane import inputs, packing, placement, pooling
+from engines.ane.backend import HINTS
+from engines.ane.ladder import Ladder
+from engines.ane.shapes import Key, Occupancy, Resident, Shapes, check_signature
+from engines.ane.stderr_scan import StderrScan
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import Inventory, Pooling
+from engines.runtime.engine import Model, ModelStatus
+
+if TYPE_CHECKING:
+    from engines.ane.backend import Backend, Program, Source
+    from engines.ane.config import Settings
+    from engines.ane.inputs import Feeds, InputRules
+    from engines.ane.package import FunctionSpec
+    from engines.runtime.batch import FloatArray, TokenBatch
+    from engines.runtime.progress import ProgressReporter
+
+MAX_ROWS: Final = 64
+"""Rows of one packed pass; HELLO's ``packed.max_rows``."""
+SLOW: Final = 2.0
+"""A load whose first timed run takes longer than this times the certified one is a failed admission: Core ML may accept
+a model and run it on the CPU instead of refusing (ane.md 4)."""
+
+PlanCache = dict[tuple[str, ...], tuple[float | None, tuple[str, ...]]]
+"""(bundle digest, function, OS build, units, hints) -> share and CPU stages; a plan takes seconds to minutes."""
+
+
+class AneModel(Model):
+    """A model of one task whose functions are admitted one by one; nothing loads implicitly.
+
+    *functions*: key -> (manifest name, where it lives, its signature). The smallest bucket is loaded, run once and
+    resident when the constructor returns. Unit of progress: a function loaded, run, planned (setup); a finished row or
+    pass (inference).
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        functions: Mapping[Key, tuple[str, Source, FunctionSpec]],
+        rules: InputRules,
+        task: str,
+        hidden: int,
+        layers: int,
+        settings: Settings,
+        bundle_digest: str,
+        version: str,
+        occupancy: Occupancy,
+        plans: PlanCache,
+        advertised: frozenset[int],
+        progress: ProgressReporter,
+    ) -> None:
+        self._backend = backend
+        self._functions = dict(functions)
+        self._rules = rules
+        self._task = task
+        self._layers = layers
+        self._settings = settings
+        self._bundle_digest = bundle_digest
+        self._version = version
+        self._plans = plans
+        self._advertised = advertised
+        self._progress: ProgressReporter = progress
+        self.dims = hidden if task == "embed" else 1
+        self._hidden = hidden
+        self._ladder = Ladder.of(key.tokens for key in functions if key.kind == "shape")
+        self.buckets = self._ladder.rungs
+        self._shapes = Shapes({key: name for key, (name, _, _) in functions.items()}, self._open, occupancy)
+        self._shapes.admit(Key("shape", self._ladder.rungs[0]))
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    def admit_shape(self, shape: int, *, progress: ProgressReporter) -> Inventory:
+        """Load one bucket. EngineError: invalid_shape, ane_residency_limit, and what loading raises."""
+        self._progress = progress
+        return self._shapes.admit(Key("shape", shape))
+
+    def evict_shape(self, shape: int, *, progress: ProgressReporter) -> None:
+        """Release one bucket; returns after the model object is gone and its autorelease pool drained."""
+        self._shapes.evict(Key("shape", shape))
+        progress.advance()
+
+    def admit_packed(self, width: int, *, progress: ProgressReporter) -> Inventory:
+        """Load one packed width; it must be advertised, that is qualified."""
+        self._check_advertised(width)
+        self._progress = progress
+        return self._shapes.admit(Key("packed", width))
+
+    def evict_packed(self, width: int, *, progress: ProgressReporter) -> None:
+        """Release one packed width."""
+        self._check_advertised(width)
+        self._shapes.evict(Key("packed", width))
+        progress.advance()
+
+    def _open(self, key: Key) -> Resident:
+        name, source, spec = self._functions[key]
+        with StderrScan() as scan:
+            program = self._backend.open(source, units=self._settings.units)
+            try:
+                self._progress.advance()
+                loaded = program.signature()
+                if loaded is not None:
+                    check_signature(name, loaded, spec)
+                self._smoke(key, name, program)
+                self._progress.advance()
+                share, stages = self._placement(name, source, program)
+                self._progress.advance()
+                scan.check(f"function {name}")
+            except BaseException:
+                program.close()
+                raise
+        inventory = placement.inventory(
+            bundle_digest=self._bundle_digest,
+            function=name,
+            units=self._settings.units,
+            hints=HINTS,
+            os_build=self._backend.os_build(),
+            version=self._version,
+            layers=self._layers,
+            stages=list(stages),
+        )
+        return Resident(program, inventory, share)
+
+    def _smoke(self, key: Key, name: str, program: Program) -> None:
+        """Run once or twice before anyone depends on it: a bad load may only show at the first prediction."""
+        feeds = self._smoke_feeds(key)
+        self._run(program, feeds)
+        certified = (self._settings.certified_ms or {}).get(name)
+        if certified is not None:
+            started = time.perf_counter()
+            self._run(program, feeds)
+            took = (time.perf_counter() - started) * 1000
+            if took > SLOW * certified:
+                raise EngineError(
+                    ErrorCode.INVALID_PLACEMENT,
+                    f"function {name} took {took:.1f} ms, certified {certified:.1f} ms: it doesn't run where it should",
+                )
+
+    def _smoke_feeds(self, key: Key) -> Feeds:
+        row = np.full(min(3, key.tokens), min(1, self._rules.vocab - 1), np.int32)
+        if key.kind == "shape":
+            return inputs.single(row, key.tokens, self._rules)
+        return inputs.packed([row, row] if 2 * len(row) <= key.tokens else [row], key.tokens, self._rules)
+
+    def _placement(self, name: str, source: Source, program: Program) -> tuple[float | None, tuple[str, ...]]:
+        """Return share and CPU stages, computed once per function, OS build and configuration."""
+        if not self._settings.placement:
+            return None, ()
+        cache_key = (self._bundle_digest, name, self._backend.os_build(), self._settings.units, HINTS)
+        if cache_key not in self._plans:
+            plan = program.plan()
+            wanted = source.function if source.multi else None
+            share = placement.share(plan, wanted)
+            # On the CPU alone everything is off the allow-list by construction; that mode measures speed-up only.
+            checked = plan is not None and self._settings.units == "cpu_and_ne"
+            stages = placement.cpu_stages(plan, wanted) if checked and plan is not None else []
+            self._plans[cache_key] = (share, tuple(stages))
+        return self._plans[cache_key]
+
+    def _check_advertised(self, width: int) -> None:
+        if width not in self._advertised:
+            raise EngineError(
+                ErrorCode.UNSUPPORTED_PACKED_WIDTH,
+                f"packed width {width} is not qualified here (advertised: {sorted(self._advertised) or 'none'})",
+            )
+
+    # --- inference ---------------------------------------------------------------------------------------------------
+
+    def embed(
+        self,
+        batch: TokenBatch,
+        *,
+        pooling: Pooling,
+        normalize: bool,
+        packed_width: int | None,
+        progress: ProgressReporter,
+    ) -> FloatArray:
+        """Return float32 (rows, dims). Every row is checked: finite, right shape, not all zeros."""
+        if self._task != "embed":
+            self._mismatch("embed")
+        inputs.check_ids(batch, self._rules.vocab)
+        vectors = np.empty((len(batch), self.dims), np.float32)
+        if packed_width is None:
+            self._each(batch, lambda row, states: _pool_into(vectors, row, states, pooling), progress)
+        else:
+            self._packed(batch, packed_width, vectors, pooling, progress)
+        return _finish(vectors, normalize)
+
+    def rerank_sequences(self, batch: TokenBatch, *, progress: ProgressReporter) -> FloatArray:
+        """Return raw logits of already composed sequences, float32 (rows,)."""
+        if self._task != "rerank":
+            self._mismatch("rerank")
+        inputs.check_ids(batch, self._rules.vocab)
+        scores = np.empty(len(batch), np.float32)
+
+        def keep(row: int, output: FloatArray) -> None:
+            scores[row] = output[0]
+
+        self._each(batch, keep, progress)
+        bad = np.flatnonzero(~np.isfinite(scores))
+        if len(bad):
+            raise EngineError(ErrorCode.NONFINITE_OUTPUT, f"score {bad[0]} of {len(scores)} is NaN or infinite")
+        return scores
+
+    def _each(self, batch: TokenBatch, keep: Callable[[int, FloatArray], None], progress: ProgressReporter) -> None:
+        """Run every row on its own rung, rungs ascending; *keep* gets a row's states without padding, or its score."""
+        groups = self._ladder.group(batch.lengths.tolist())
+        # All rungs first: a refusal halfway would waste the rows before it.
+        programs = {group.bucket: self._shapes.program(Key("shape", group.bucket)) for group in groups}
+        rows = list(batch.rows())
+        for group in groups:
+            for row in group.rows:
+                output = self._run(programs[group.bucket], inputs.single(rows[row], group.bucket, self._rules))
+                keep(row, output[0, : len(rows[row])] if output.ndim == 3 else output)
+                progress.advance()
+
+    def _packed(
+        self, batch: TokenBatch, width: int, vectors: FloatArray, pooling: Pooling, progress: ProgressReporter
+    ) -> None:
+        self._check_advertised(width)
+        program = self._shapes.program(Key("packed", width))
+        rows = list(batch.rows())
+        for one in packing.plan(batch.lengths.tolist(), width=width, max_rows=MAX_ROWS):
+            output = self._run(program, inputs.packed([rows[row] for row in one.rows], width, self._rules))
+            for row, (start, end) in zip(one.rows, one.spans, strict=True):
+                _pool_into(vectors, row, output[0, start:end], pooling)
+            progress.advance()
+
+    def _run(self, program: Program, feeds: Feeds) -> FloatArray:
+        """Run a function and check its one output's shape (EnumeratedShapes bugs return another one silently)."""
+        outputs = program.run(feeds)
+        width = feeds["input_ids"].shape[1]
+        name, shape = ("score", (1,)) if self._task == "rerank" else ("last_hidden_state", (1, width, self._hidden))
+        output = outputs.get(name)
+        if output is None or output.shape != shape:
+            got = {key: list(value.shape) for key, value in outputs.items()}
+            raise EngineError(ErrorCode.INFERENCE_FAILED, f"the function returned {got}, expected {name} {list(shape)}")
+        if not np.isfinite(output).all():
+            # Padding columns count: a NaN anywhere means the graph overflowed, whoever reads it.
+            raise EngineError(ErrorCode.NONFINITE_OUTPUT, f"{name} of a {width}-token function holds NaN or infinity")
+        return output
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def status(self) -> ModelStatus:
+        """Return the cached part of PONG; never touches the framework."""
+        return ModelStatus(
+            placement_share=self._shapes.share,
+            buckets=self.buckets,
+            resident_shapes=self._shapes.resident("shape"),
+            resident_packed=self._shapes.resident("packed"),
+        )
+
+    def close(self) -> None:
+        """Release every function; idempotent."""
+        self._shapes.close()
+
+
+def _pool_into(vectors: FloatArray, row: int, states: FloatArray, how: Pooling) -> None:
+    vectors[row] = pooling.pool(states, how)
+
+
+def _finish(vectors: FloatArray, normalize: bool) -> FloatArray:
+    return pooling.finish(vectors, normalize=normalize)
