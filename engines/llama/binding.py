@@ -33,7 +33,7 @@ LAST_WORDS_BYTES: Final = 512
 PIECE_BYTES: Final = 64
 LAYER_NODE: Final = b"ffn_out-"
 """Graph node that ends a layer's work in the BERT and llama families (llama-cuda.md, 3)."""
-CHATTER: Final = ("n_ctx_seq (", "special_eos_id", "special_eog_ids", "model has unused tensor")
+CHATTER: Final = ("n_ctx_seq (", "special_eos_id", "special_eog_ids", "default pooling_type", "dummy tokens")
 """Native warnings that say nothing an operator could act on."""
 
 log = logging.getLogger(__name__)

@@ -25,30 +25,33 @@ class ContextPool:
         self._native = native
         self._header = header
         self._contexts: dict[tuple[ContextShape, int], NativeContext] = {}
+        self._singles: dict[str, NativeContext] = {}
         self.stop = threading.Event()
         """Set it to make watched contexts return early; only on the way out."""
 
     def __len__(self) -> int:
         return len(self._contexts)
 
-    def get(self, shape: ContextShape, *, lane: int = 0, threads: int = 1, alone: bool = False) -> NativeContext:
+    def get(self, shape: ContextShape, *, lane: int = 0, threads: int = 1, single: str | None = None) -> NativeContext:
         """Return the context of *shape* and *lane*, set to *threads*.
 
-        *alone* marks a large one: others of its kind are freed first. Raises EngineError ``oom`` when its cache
+        *single* names a group of large contexts of which only one is kept. Raises EngineError ``oom`` when its cache
         doesn't fit the free memory, ``config_invalid`` when llama.cpp gives no context for another reason.
         """
-        context = self._contexts.get((shape, lane))
+        key = (shape, lane)
+        context = self._contexts.get(key)
         if context is None:
-            if alone:
-                self._drop_larger(shape)
+            if single is not None and (previous := self._singles.pop(single, None)) is not None:
+                self.drop(previous)
             needed = cache_bytes(self._header.metadata, self._header.architecture, shape.n_ctx)
             free = free_memory()
             if free is not None and needed > free:
                 raise EngineError(
                     ErrorCode.OOM, f"a cache of {shape.n_ctx} tokens takes {needed} bytes, {free} bytes are free"
                 )
-            context = NativeContext(self._native, shape, stop=self.stop)
-            self._contexts[shape, lane] = context
+            context = self._contexts[key] = NativeContext(self._native, shape, stop=self.stop)
+            if single is not None:
+                self._singles[single] = context
         context.set_threads(threads)
         return context
 
@@ -62,16 +65,9 @@ class ContextPool:
     def close(self) -> None:
         """Free them all; idempotent."""
         self.stop.set()
+        self._singles.clear()
         while self._contexts:
             self._contexts.popitem()[1].close()
-
-    def _drop_larger(self, shape: ContextShape) -> None:
-        for key, context in list(self._contexts.items()):
-            kept = key[0]
-            same = (kept.pooling, kept.embeddings, kept.watched) == (shape.pooling, shape.embeddings, shape.watched)
-            if same and kept.n_ubatch > 0 and kept.n_ctx != shape.n_ctx and kept.watched:
-                del self._contexts[key]
-                context.close()
 
 
 def cache_bytes(metadata: Mapping[str, object], architecture: str, n_ctx: int) -> int:

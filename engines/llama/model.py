@@ -313,7 +313,8 @@ class LlamaModel(Model):
         compute: Compute,
         progress: ProgressReporter,
     ) -> None:
-        context = self._contexts.get(shape, lane=lane, threads=threads, alone=shape.n_ctx > self._usual_ctx)
+        single = "long rows" if shape.n_seq_max == 1 else None
+        context = self._contexts.get(shape, lane=lane, threads=threads, single=single)
         layers = max(1, self._native.n_layer)
         reported = 0
 
@@ -339,10 +340,6 @@ class LlamaModel(Model):
             self._contexts.drop(context)
 
     # --- shapes ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _usual_ctx(self) -> int:
-        return _round_up(_round_up(self._config.encode_chunk_tokens, GRANULE), 256)
 
     def _lanes(self) -> int:
         if self._config.contexts:
@@ -381,7 +378,7 @@ class LlamaModel(Model):
             causal=True,
             flash=self._config.flash_attention,
         )
-        return self._contexts.get(shape, threads=self._config.threads, alone=True)
+        return self._contexts.get(shape, threads=self._config.threads, single="generation")
 
 
 def _round_up(value: int, granule: int) -> int:

@@ -1,0 +1,145 @@
+"""Pairs, chunks, pooling: tables and worked examples of llama-cuda.md 2.5, 2.6 and 4.3."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.llama import inputs
+from engines.llama.gguf import SpecialIds
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import Pooling
+from engines.runtime.batch import RerankPairs, TokenBatch
+
+BERT = SpecialIds(bos=2, sep=3, eos=3, pad=0)
+XLM = SpecialIds(bos=0, sep=2, eos=5, pad=1)
+NO_EOS = SpecialIds(bos=2, sep=3, eos=None, pad=0)
+
+
+def batch(rows: list[list[int]]) -> TokenBatch:
+    flat = np.array([id_ for row in rows for id_ in row], dtype=np.int32)
+    return TokenBatch(flat, np.cumsum([0, *map(len, rows)]).astype(np.int32))
+
+
+def compose(query: list[int], documents: list[list[int]], special: SpecialIds, shift: int = 0) -> list[list[int]]:
+    pairs = RerankPairs(np.array(query, dtype=np.int32), batch(documents))
+    return [row.tolist() for row in inputs.compose_pairs(pairs, special, passage_shift=shift).rows()]
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "document", "special", "expected"),
+    [
+        ("the example of the page", [2, 10, 11, 3], [20, 21, 3], BERT, [2, 10, 11, 3, 20, 21, 3]),
+        ("bare segments", [10], [20], BERT, [2, 10, 3, 20, 3]),
+        ("one leading BOS is dropped, a second one is text", [2, 2, 10], [2, 2, 20], BERT, [2, 2, 10, 3, 2, 20, 3]),
+        ("every trailing SEP and EOS is dropped", [10, 3, 3, 3], [20, 3, 3], BERT, [2, 10, 3, 20, 3]),
+        ("inner SEP stays", [10, 3, 11], [20, 3, 21], BERT, [2, 10, 3, 11, 3, 20, 3, 21, 3]),
+        ("END is EOS where it differs from SEP", [0, 10, 2, 5], [20, 5, 2], XLM, [0, 10, 2, 20, 5]),
+        ("END is SEP without EOS", [2, 10, 3], [20, 3], NO_EOS, [2, 10, 3, 20, 3]),
+        ("EOS of another vocabulary is text without EOS", [10, 5], [20, 5], NO_EOS, [2, 10, 5, 3, 20, 5, 3]),
+        ("PAD is text", [10, 0], [0, 20], BERT, [2, 10, 0, 3, 0, 20, 3]),
+    ],
+)
+def test_pairs(name: str, query: list[int], document: list[int], special: SpecialIds, expected: list[int]) -> None:
+    assert compose(query, [document], special) == [expected], name
+
+
+def test_several_candidates_share_the_query() -> None:
+    assert compose([2, 10, 3], [[20, 3], [30, 31]], BERT) == [[2, 10, 3, 20, 3], [2, 10, 3, 30, 31, 3]]
+
+
+def test_a_split_vocabulary_shifts_the_passage_and_its_end() -> None:
+    assert compose([2, 10, 3], [[20, 21, 3]], BERT, shift=100) == [[2, 10, 3, 120, 121, 103]]
+
+
+@pytest.mark.parametrize(
+    ("query", "document", "special", "code"),
+    [
+        ([2, 3], [20], BERT, ErrorCode.INVALID_REQUEST),
+        ([10], [2, 3, 3], BERT, ErrorCode.INVALID_REQUEST),
+        ([10], [2], BERT, ErrorCode.INVALID_REQUEST),
+        ([10], [3], BERT, ErrorCode.INVALID_REQUEST),
+        ([10], [20], SpecialIds(bos=None, sep=3, eos=3, pad=0), ErrorCode.MODEL_UNSUPPORTED),
+        ([10], [20], SpecialIds(bos=2, sep=None, eos=3, pad=0), ErrorCode.MODEL_UNSUPPORTED),
+    ],
+)
+def test_pairs_that_cannot_be_built(
+    query: list[int], document: list[int], special: SpecialIds, code: ErrorCode
+) -> None:
+    with pytest.raises(EngineError) as caught:
+        compose(query, [document], special)
+    assert caught.value.code is code
+
+
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=256),
+    cap=st.integers(1, 600),
+    by_length=st.booleans(),
+)
+def test_chunks_cover_every_row_once_within_their_bounds(lengths: list[int], cap: int, by_length: bool) -> None:
+    chunks = inputs.plan_chunks(lengths, cap=cap, by_length=by_length)
+    order = [row for chunk in chunks for row in chunk.rows]
+    assert sorted(order) == list(range(len(lengths)))
+    if not by_length:
+        assert order == sorted(order)
+    else:
+        assert [lengths[row] for row in order] == sorted(lengths)
+    for chunk in chunks:
+        assert chunk.tokens == sum(lengths[row] for row in chunk.rows)
+        assert len(chunk.rows) <= inputs.MAX_SEQUENCES
+        assert chunk.tokens <= cap or len(chunk.rows) == 1
+    assert chunks == inputs.plan_chunks(list(lengths), cap=cap, by_length=by_length)
+
+
+def test_gather_takes_neighbours_as_a_view_and_others_as_a_copy() -> None:
+    rows = [[1, 2, 3], [4], [5, 6]]
+    source = batch(rows)
+    near = inputs.gather(source, (1, 2))
+    assert [row.tolist() for row in near.rows()] == [[4], [5, 6]]
+    assert np.shares_memory(near.input_ids, source.input_ids)
+    far = inputs.gather(source, (2, 0))
+    assert [row.tolist() for row in far.rows()] == [[5, 6], [1, 2, 3]]
+
+
+def test_pooling_worked_example() -> None:
+    lengths = [3, 1, 2]
+    bounds = np.cumsum([0, *lengths]).astype(np.int32)
+    states = np.arange(12, dtype=np.float32).reshape(6, 2)
+    assert inputs.pool(states, bounds, Pooling.LAST).tolist() == states[[2, 3, 5]].tolist()
+    assert inputs.pool(states, bounds, Pooling.CLS).tolist() == states[[0, 3, 4]].tolist()
+    assert inputs.pool(states, bounds, Pooling.MEAN).tolist() == [[2, 3], [6, 7], [9, 10]]
+    assert inputs.pool(states, bounds, Pooling.MEAN).dtype == np.float32
+
+
+def test_normalisation_worked_example() -> None:
+    states = np.array([[1, 2], [3, 6]], dtype=np.float32)
+    mean = inputs.pool(states, np.array([0, 2], dtype=np.int32), Pooling.MEAN)
+    assert mean.tolist() == [[2, 4]]
+    assert inputs.normalize_rows(mean)[0] == pytest.approx([0.4472136, 0.8944272], abs=1e-7)
+    assert inputs.normalize_rows(np.zeros((1, 3), dtype=np.float32)).tolist() == [[0, 0, 0]]
+    # The epsilon comes after the square root: a vector of norm 1e-12 halves instead of growing to length one.
+    tiny = np.array([[1e-12, 0]], dtype=np.float32)
+    assert inputs.normalize_rows(tiny)[0, 0] == pytest.approx(0.5, abs=1e-3)
+
+
+def test_ids_and_lengths_at_the_edge() -> None:
+    inputs.check_ids(np.array([0, 9], dtype=np.int32), vocab_size=10)
+    for bad in (-1, 10, 2**31 - 1):
+        with pytest.raises(EngineError, match="outside the vocabulary"):
+            inputs.check_ids(np.array([0, bad], dtype=np.int32), vocab_size=10)
+    inputs.check_lengths([1, 5], limit=5, what="item")
+    for lengths in ([], [0], [6]):
+        with pytest.raises(EngineError) as caught:
+            inputs.check_lengths(lengths, limit=5, what="item")
+        assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+def test_nonfinite_output_names_the_row() -> None:
+    values = np.ones((3, 2), dtype=np.float32)
+    inputs.require_finite(values, "item")
+    values[1, 1] = np.inf
+    with pytest.raises(EngineError, match="item 1") as caught:
+        inputs.require_finite(values, "item")
+    assert caught.value.code is ErrorCode.NONFINITE_OUTPUT

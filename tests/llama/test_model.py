@@ -1,0 +1,456 @@
+"""Toy models against a float64 reference in numpy, and the guards, called directly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.bundle.checkpoint import Checkpoint
+from engines.llama import model as model_module
+from engines.llama.model import LlamaModel
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import FinishReason, Phase, Pooling
+from engines.runtime.batch import RerankPairs, TokenBatch
+from engines.runtime.progress import ProgressReporter, silent
+from tests.llama import reference
+from tests.support.toy_gguf import ToyGguf, rewrite
+from tests.support.toy_models import toy_rows
+
+pytestmark = pytest.mark.llama
+
+Batch = Callable[[Sequence[Sequence[int]]], TokenBatch]
+MIXED = [1, 7, 60, 33, 12, 64, 2, 2, 50, 1, 17]
+REFERENCE = {"bert": reference.bert_states, "qwen3": reference.decoder_states, "llama": reference.decoder_states}
+
+
+def embed(model: LlamaModel, batch: TokenBatch, pooling: Pooling = Pooling.MEAN, **keywords: Any) -> np.ndarray:
+    options: dict[str, Any] = {"normalize": True, "packed_width": None, "progress": silent(), **keywords}
+    return model.embed(batch, pooling=pooling, **options)
+
+
+def weights(toy: ToyGguf) -> reference.Weights:
+    return reference.Weights(Checkpoint.open(toy.checkpoint))
+
+
+def refused(code: ErrorCode, call: Callable[[], object]) -> str:
+    with pytest.raises(EngineError) as caught:
+        call()
+    assert caught.value.code is code, caught.value
+    return caught.value.msg
+
+
+# --- embeddings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize(
+    ("toy", "floor"),
+    [
+        *((f"{name}{dtype}", 0.9999) for name in ("bert", "qwen3", "llama") for dtype in ("", ":f16", ":bf16")),
+        *((f"{name}:q8_0", 0.997) for name in ("bert", "qwen3", "llama")),
+    ],
+)
+def test_parity_with_the_reference(
+    toys: Any, load: Any, token_batch: Batch, toy: str, floor: float, pooling: Pooling
+) -> None:
+    rows = toy_rows(1, MIXED)
+    ours = embed(load(toy), token_batch(rows), pooling)
+    known = weights(toys(toy))
+    states = REFERENCE[toy.partition(":")[0]]
+    theirs = np.stack([reference.pooled(states(known, row), pooling.value) for row in rows])
+    assert ours.shape == theirs.shape and ours.dtype == np.float32 and ours.flags.c_contiguous
+    assert reference.cosine(ours, theirs).min() >= floor
+    assert np.abs(np.linalg.norm(ours, axis=1) - 1).max() < 1e-5
+
+
+def test_without_normalisation_the_length_is_the_models(toys: Any, load: Any, token_batch: Batch) -> None:
+    rows = toy_rows(2, [5, 30])
+    ours = embed(load("bert"), token_batch(rows), normalize=False)
+    known = weights(toys("bert"))
+    theirs = np.stack([reference.pooled(reference.bert_states(known, row), "mean", normalize=False) for row in rows])
+    assert np.abs(ours - theirs).max() < 1e-2
+    assert np.abs(np.linalg.norm(ours, axis=1) - 1).max() > 0.1, "the toy's vectors are not of length one by themselves"
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize(
+    ("toy", "floor"),
+    [("bert", 0.99999), ("qwen3", 0.99999), ("llama:f16", 0.99999), ("bert:bf16", 0.9999), ("bert:q8_0", 0.997)],
+)
+def test_a_row_does_not_depend_on_its_neighbours(
+    load: Any, token_batch: Batch, toy: str, floor: float, pooling: Pooling
+) -> None:
+    rows = toy_rows(3, MIXED * 6)  # U6: mixed lengths over several chunks
+    model = load(toy, threads="2")
+    together = embed(model, token_batch(rows), pooling)
+    alone = np.concatenate([embed(model, token_batch([row]), pooling) for row in rows])
+    assert reference.cosine(together, alone).min() >= floor
+    order = np.random.default_rng(0).permutation(len(rows))
+    shuffled = embed(model, token_batch([rows[n] for n in order]), pooling)
+    assert reference.cosine(shuffled, together[order]).min() >= floor
+    assert embed(model, token_batch(rows), pooling).tobytes() == together.tobytes(), "a repeat is byte-identical"
+
+
+def test_threads_and_contexts_do_not_change_the_bytes(
+    load: Any, token_batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engines.llama.engine.usable_cores", lambda: 4)
+    batch = token_batch(toy_rows(4, [60, 40] * 30))
+    expected = embed(load("bert", threads=1), batch).tobytes()
+    for config in ({"threads": 2}, {"threads": 4, "contexts": 2}, {"threads": 3, "contexts": 1}, {"contexts": 4}):
+        assert embed(load("bert", **config), batch).tobytes() == expected, config
+
+
+def test_more_tokens_than_a_batch_holds(toys: Any, load: Any, token_batch: Batch) -> None:
+    """U1: 1100 tokens in one request, and rows longer than the chunk."""
+    rows = toy_rows(5, [512, 512, 76])
+    known = weights(toys("bert512"))
+    theirs = np.stack([reference.pooled(reference.bert_states(known, row), "mean") for row in rows])
+    for chunk in (64, 512, 4096):
+        ours = embed(load("bert512", encode_chunk_tokens=chunk), token_batch(rows))
+        assert reference.cosine(ours, theirs).min() >= 0.9999, chunk
+
+
+def test_1100_tokens_of_a_decoder(toys: Any, load: Any, token_batch: Batch) -> None:
+    """U1, U2: mean pooling on a model with a cache, over several chunks and a row longer than a chunk."""
+    rows = toy_rows(6, [500, 12, 300, 288])
+    known = weights(toys("qwen3"))
+    for pooling in (Pooling.MEAN, Pooling.LAST):
+        theirs = np.stack([reference.pooled(reference.decoder_states(known, row), pooling.value) for row in rows])
+        ours = embed(load("qwen3", encode_chunk_tokens=256), token_batch(rows), pooling)
+        assert reference.cosine(ours, theirs).min() >= 0.9999
+
+
+def test_long_rows_share_one_large_context(load: Any, token_batch: Batch) -> None:
+    model = load("bert2048", threads=1)
+    for length in (600, 1300, 700, 2048, 900):
+        embed(model, token_batch(toy_rows(7, [length, 20])))
+    assert len(model._contexts) == 2, "the usual one and the last large one"
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize("toy", ["bert", "qwen3"])
+def test_builtin_pooling_equals_manual(load: Any, token_batch: Batch, toy: str, pooling: Pooling) -> None:
+    """U4, U5, U6: 65 rows (not a divisor of anything), mixed lengths; decoders fall back to manual."""
+    batch = token_batch(toy_rows(8, (MIXED * 6)[:65]))
+    manual = embed(load(toy), batch, pooling)
+    builtin = embed(load(toy, pooling_implementation="builtin"), batch, pooling)
+    assert np.abs(manual - builtin).max() <= 1e-5
+
+
+@pytest.mark.parametrize("flash", ["enabled", "disabled"])
+def test_flash_attention_changes_speed_not_vectors(load: Any, token_batch: Batch, flash: str) -> None:
+    batch = token_batch(toy_rows(9, MIXED))
+    assert (
+        reference.cosine(embed(load("bert", flash_attention=flash), batch), embed(load("bert"), batch)).min() > 0.99999
+    )
+
+
+def test_contexts_are_kept(load: Any, token_batch: Batch) -> None:
+    """U8."""
+    model = load("bert", threads=1)
+    embed(model, token_batch(toy_rows(1, [5])))
+    kept = next(iter(model._contexts._contexts.values()))
+    for length in (1, 64, 30):
+        embed(model, token_batch(toy_rows(1, [length] * 20)))
+    assert next(iter(model._contexts._contexts.values())) is kept and len(model._contexts) == 1
+
+
+@pytest.mark.parametrize(
+    ("toy", "rows"),
+    [("bert", [[5] * 65]), ("bert", [[5], [-1]]), ("bert", [[5], [128]]), ("qwen3", [[5] * 513]), ("qwen3", [[320]])],
+)
+def test_rows_the_model_cannot_take(load: Any, token_batch: Batch, toy: str, rows: list[list[int]]) -> None:
+    """U3: a position or an id without a row in its table would abort in ggml."""
+    model = load(toy)
+    before = embed(model, token_batch([[5, 6]]))
+    refused(ErrorCode.INVALID_REQUEST, lambda: embed(model, token_batch(rows)))
+    assert embed(model, token_batch([[5, 6]])).tobytes() == before.tobytes()
+
+
+def test_a_position_table_shorter_than_the_metadata_says(
+    toys: Any, load: Any, token_batch: Batch, tmp_path: Path
+) -> None:
+    """U3 again: the table rules, whatever context_length claims."""
+    lying = rewrite(toys("bert").path, tmp_path / "lying.gguf", bert__context_length=4096)
+    try:
+        model = load(lying)
+    except EngineError as exc:  # llama.cpp sizes the table by the claim and may refuse the file itself
+        assert exc.code is ErrorCode.ARTIFACT_INVALID
+    else:
+        refused(ErrorCode.INVALID_REQUEST, lambda: embed(model, token_batch([[5] * 65])))
+
+
+def test_encode_on_a_model_with_a_cache_is_refused_at_load(load: Any) -> None:
+    """U2."""
+    refused(ErrorCode.CONFIG_INVALID, lambda: load("qwen3", forward_pass="encode"))
+    assert load("bert", forward_pass="encode").dims == load("bert", forward_pass="decode").dims == 64
+
+
+# --- rerank -----------------------------------------------------------------------------------------------------------
+
+
+def pairs(token_batch: Batch, query: list[int], documents: list[list[int]]) -> RerankPairs:
+    return RerankPairs(np.array(query, dtype=np.int32), token_batch(documents))
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("", 0.05), (":f16", 0.05), (":bf16", 0.1), (":q8_0", 0.3)])
+def test_rerank_gives_the_cross_encoders_logits(
+    toys: Any, load: Any, token_batch: Batch, dtype: str, error: float
+) -> None:
+    documents = toy_rows(10, [3, 20, 7, 40, 1, 58, 12, 12])
+    query = [10, 11]
+    model = load(f"cross{dtype}")
+    ours = model.rerank(pairs(token_batch, [2, *query, 3], [[*row, 3] for row in documents]), progress=silent())
+    known = weights(toys(f"cross{dtype}"))
+    theirs = np.array([reference.bert_score(known, query, row, cls=2, sep=3) for row in documents])
+    assert model.dims == 1 and ours.shape == (8,) and ours.dtype == np.float32
+    assert np.abs(ours - theirs).max() <= error
+    lead = np.diff(np.sort(theirs)).min()
+    if lead > 2 * error or error == 0.05:
+        assert np.argsort(ours).tolist() == np.argsort(theirs).tolist()
+    # Without its token types the same model is far off, so this test can tell.
+    typeless = np.array([reference.bert_score(_one_type(known), query, row, cls=2, sep=3) for row in documents])
+    assert np.abs(typeless - theirs).max() > 0.5
+
+
+def _one_type(known: reference.Weights) -> reference.Weights:
+    class OneType(reference.Weights):
+        def __getitem__(self, name: str) -> np.ndarray:
+            value = super().__getitem__(name)
+            return value[[0, 0]] if "token_type" in name else value
+
+    return OneType(known._checkpoint)
+
+
+def test_rerank_order_batching_and_repeats(load: Any, token_batch: Batch) -> None:
+    model = load("cross", threads=2)
+    documents = toy_rows(11, [3, 20, 7, 40, 1] * 12)
+    scores = model.rerank(pairs(token_batch, [2, 10, 3], documents), progress=silent())
+    assert model.rerank(pairs(token_batch, [2, 10, 3], documents), progress=silent()).tobytes() == scores.tobytes()
+    order = np.random.default_rng(1).permutation(len(documents))
+    shuffled = model.rerank(pairs(token_batch, [2, 10, 3], [documents[n] for n in order]), progress=silent())
+    assert np.abs(shuffled - scores[order]).max() < 0.02
+    alone = np.array([model.rerank(pairs(token_batch, [2, 10, 3], [row]), progress=silent())[0] for row in documents])
+    assert np.abs(alone - scores).max() < 0.02
+
+
+def test_rerank_checks_ids_against_the_half_vocabulary(load: Any, token_batch: Batch) -> None:
+    model = load("cross")
+    assert model.vocab_size == 128 and model._native.n_vocab == 256
+    refused(ErrorCode.INVALID_REQUEST, lambda: model.rerank(pairs(token_batch, [10], [[128]]), progress=silent()))
+    refused(ErrorCode.INVALID_REQUEST, lambda: model.rerank(pairs(token_batch, [128], [[10]]), progress=silent()))
+
+
+def test_a_pair_longer_than_the_model(load: Any, token_batch: Batch) -> None:
+    model = load("cross")
+    assert len(model.rerank(pairs(token_batch, [10] * 20, [[11] * 41]), progress=silent())) == 1
+    said = refused(
+        ErrorCode.INVALID_REQUEST, lambda: model.rerank(pairs(token_batch, [10] * 20, [[11] * 42]), progress=silent())
+    )
+    assert "pair 0 has 65 tokens" in said
+
+
+def test_rerank_without_a_head(toys: Any, load: Any, token_batch: Batch, tmp_path: Path) -> None:
+    """U7: both an embedder and a reranker whose head was lost."""
+    headless = rewrite(toys("cross").path, tmp_path / "headless.gguf", drop=("cls",))
+    for model in (load("bert"), load(headless)):
+        refused(
+            ErrorCode.OPERATION_MISMATCH, lambda m=model: m.rerank(pairs(token_batch, [10], [[11]]), progress=silent())
+        )
+
+
+def test_rerank_on_qwen3(load: Any, token_batch: Batch) -> None:
+    model = load("qwen3-generate")
+    said = refused(
+        ErrorCode.OPERATION_MISMATCH, lambda: model.rerank(pairs(token_batch, [10], [[11]]), progress=silent())
+    )
+    assert "Qwen3" in said
+    assert model.generate(np.array([5, 6], dtype=np.int32), max_tokens=2, grammar=None, progress=silent()).n_prompt == 2
+
+
+def test_a_cross_encoder_that_lost_its_token_types(toys: Any, load: Any, token_batch: Batch, tmp_path: Path) -> None:
+    lost = rewrite(toys("cross").path, tmp_path / "lost.gguf", synapse__token_type_vocab_offset=-1)
+    model = load(lost)
+    said = refused(
+        ErrorCode.MODEL_UNSUPPORTED, lambda: model.rerank(pairs(token_batch, [10], [[11]]), progress=silent())
+    )
+    assert "token type" in said
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("toy", ["llama", "qwen3-generate"])
+@pytest.mark.parametrize("slices", [{}, {"ubatch_size": 3}, {"batch_size": 1}])
+def test_greedy_generation_follows_the_reference(toys: Any, load: Any, toy: str, slices: dict[str, int]) -> None:
+    prompt = [5, 6, 7, 80]
+    result = load(toy, **slices).generate(
+        np.array(prompt, dtype=np.int32), max_tokens=20, grammar=None, progress=silent()
+    )
+    expected, lead = reference.greedy(weights(toys(toy)), prompt, 20, end={2})
+    assert lead > 1e-3, "the toy must not be a coin toss"
+    assert list(result.generated_token_ids) == expected
+    assert (result.n_prompt, result.n_gen) == (4, len(expected))
+    assert result.finish_reason is (FinishReason.LENGTH if len(expected) == 20 else FinishReason.STOP)
+
+
+def test_generation_stops_at_the_end_token(toys: Any, load: Any, tmp_path: Path) -> None:
+    prompt = [5, 6, 7, 80]
+    full = load("llama").generate(np.array(prompt, dtype=np.int32), max_tokens=6, grammar=None, progress=silent())
+    end = full.generated_token_ids[3]
+    assert end not in full.generated_token_ids[:3]
+    ending = rewrite(toys("llama").path, tmp_path / "ending.gguf", tokenizer__ggml__eos_token_id=end)
+    result = load(ending).generate(np.array(prompt, dtype=np.int32), max_tokens=6, grammar=None, progress=silent())
+    assert result.generated_token_ids == full.generated_token_ids[:3]
+    assert (result.n_gen, result.finish_reason) == (3, FinishReason.STOP)
+
+
+def test_no_new_tokens_is_an_empty_text(load: Any) -> None:
+    result = load("llama").generate(np.array([5], dtype=np.int32), max_tokens=0, grammar=None, progress=silent())
+    assert (result.text, result.n_prompt, result.n_gen, result.finish_reason) == ("", 1, 0, FinishReason.LENGTH)
+
+
+def test_the_cache_grows_and_is_forgotten_between_requests(load: Any) -> None:
+    model = load("llama", ctx_size=32)
+
+    def run(prompt: list[int]) -> tuple[int, ...]:
+        ids = np.array(prompt, dtype=np.int32)
+        return model.generate(ids, max_tokens=6, grammar=None, progress=silent()).generated_token_ids
+
+    first = run([5, 6, 7])
+    run([9] * 240)
+    assert run([5, 6, 7]) == first
+
+
+@pytest.mark.parametrize(
+    ("toy", "prompt", "max_tokens", "grammar", "code"),
+    [
+        ("llama", [5], 513, None, ErrorCode.INVALID_REQUEST),
+        ("llama", [5] * 250, 7, None, ErrorCode.INVALID_REQUEST),
+        ("llama", [5] * 257, 0, None, ErrorCode.INVALID_REQUEST),
+        ("llama", [320], 1, None, ErrorCode.INVALID_REQUEST),
+        ("llama", [-1], 1, None, ErrorCode.INVALID_REQUEST),
+        ("llama", [5], 1, "root ::= [a-z]", ErrorCode.INVALID_REQUEST),
+        ("bert", [5], 1, None, ErrorCode.OPERATION_MISMATCH),
+        ("cross", [5], 1, None, ErrorCode.OPERATION_MISMATCH),
+        ("qwen3", [5], 1, None, ErrorCode.MODEL_UNSUPPORTED),
+    ],
+)
+def test_generations_that_are_refused(
+    load: Any, toy: str, prompt: list[int], max_tokens: int, grammar: str | None, code: ErrorCode
+) -> None:
+    ids = np.array(prompt, dtype=np.int32)
+    refused(code, lambda: load(toy).generate(ids, max_tokens=max_tokens, grammar=grammar, progress=silent()))
+
+
+def test_blank_grammar_is_no_grammar_and_an_enabled_one_rules(load: Any) -> None:
+    ids = np.array([5, 6, 7, 80], dtype=np.int32)
+    free = load("llama").generate(ids, max_tokens=5, grammar=" \n", progress=silent())
+    assert free.n_gen == 5
+    model = load("llama", grammar_enabled="true")
+    bound = model.generate(ids, max_tokens=5, grammar='root ::= "n" "o" "n"', progress=silent())
+    assert (bound.text, bound.finish_reason) == ("non", FinishReason.STOP)
+    refused(
+        ErrorCode.INVALID_REQUEST, lambda: model.generate(ids, max_tokens=5, grammar="root ::= (", progress=silent())
+    )
+    assert model.generate(ids, max_tokens=5, grammar=None, progress=silent()).text == free.text
+
+
+def test_embedding_a_reranker_is_a_mismatch(load: Any, token_batch: Batch) -> None:
+    refused(ErrorCode.OPERATION_MISMATCH, lambda: embed(load("cross"), token_batch([[5]])))
+
+
+# --- numbers that go wrong, memory, progress --------------------------------------------------------------------------
+
+
+def test_nonfinite_states_are_typed(toys: Any, load: Any, token_batch: Batch, tmp_path: Path) -> None:
+    import gguf
+
+    poisoned = rewrite(toys("bert").path, tmp_path / "nan.gguf")
+    info = next(t for t in gguf.GGUFReader(poisoned.path).tensors if t.name == "token_embd.weight")
+    with poisoned.path.open("r+b") as file:
+        file.seek(int(info.data_offset) + 7 * 64 * 4)
+        file.write(np.full(64, np.nan, dtype="<f4").tobytes())
+    from tests.support.toy_gguf import sha256
+
+    model = load(ToyGguf(poisoned.path, poisoned.checkpoint, sha256(poisoned.path)))
+    refused(ErrorCode.NONFINITE_OUTPUT, lambda: embed(model, token_batch([[5], [7, 8]])))
+    assert np.isfinite(embed(model, token_batch([[5], [6, 8]]))).all()
+
+
+def test_weights_beyond_free_memory_are_oom(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.llama.engine.free_memory", lambda: 1000)
+    assert "free" in refused(ErrorCode.OOM, lambda: load("bert"))
+
+
+def test_a_cache_beyond_free_memory_is_oom(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load("llama")
+    ids = np.array([5], dtype=np.int32)
+    monkeypatch.setattr("engines.llama.contexts.free_memory", lambda: 1000)
+    refused(ErrorCode.OOM, lambda: model.generate(ids, max_tokens=4, grammar=None, progress=silent()))
+    monkeypatch.undo()
+    assert model.generate(ids, max_tokens=4, grammar=None, progress=silent()).n_gen == 4
+
+
+class Recorder:
+    """A reporter without coalescing, and what it emitted."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self._now = 0.0
+        self.reporter = ProgressReporter(lambda n, _: self.seen.append(n), phase=Phase.INFERENCE, clock=self._clock)
+
+    def _clock(self) -> float:
+        self._now += 1.0
+        return self._now
+
+
+def test_load_progress_counts_hashed_mebibytes_and_tensors(load: Any, toys: Any) -> None:
+    import gguf
+
+    recorder = Recorder()
+    load("bert", progress=recorder.reporter)
+    tensors = len(gguf.GGUFReader(toys("bert").path).tensors)
+    assert recorder.seen[0] == 1, "the one mebibyte"
+    assert recorder.seen == list(range(1, len(recorder.seen) + 1))
+    assert tensors * 0.8 <= recorder.reporter.completed - 1 <= tensors + 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_each_finished_chunk_is_its_layers(load: Any, token_batch: Batch, threads: int) -> None:
+    recorder = Recorder()
+    embed(load("bert", threads=threads), token_batch(toy_rows(1, [64] * 24)), progress=recorder.reporter)
+    assert recorder.seen == [2, 4, 6], "three chunks of eight rows, two layers each"
+
+
+@pytest.mark.parametrize("toy", ["bert512", "qwen3"])
+def test_a_slow_call_reports_each_layer(
+    load: Any, token_batch: Batch, monkeypatch: pytest.MonkeyPatch, toy: str
+) -> None:
+    plain = embed(load(toy), token_batch(toy_rows(1, [400])))
+    monkeypatch.setattr(model_module, "SLOW_CALL_S", 0.0)
+    recorder = Recorder()
+    watched = embed(load(toy), token_batch(toy_rows(1, [400])), progress=recorder.reporter)
+    assert recorder.seen == [1, 2]
+    assert watched.tobytes() == plain.tobytes(), "watching changes nothing"
+
+
+def test_generation_progress_counts_slices_and_tokens(load: Any) -> None:
+    recorder = Recorder()
+    ids = np.array([5] * 10, dtype=np.int32)
+    result = load("llama", ubatch_size=4).generate(ids, max_tokens=6, grammar=None, progress=recorder.reporter)
+    assert result.n_gen == 6
+    assert recorder.seen == list(range(1, 9)), "three slices, five decoded tokens: the sixth is never decoded"
+
+
+def test_close_twice_and_closed_models_refuse(load: Any, token_batch: Batch) -> None:
+    model = load("bert", threads=2)
+    embed(model, token_batch(toy_rows(1, [60] * 20)))
+    model.close()
+    model.close()
+    refused(ErrorCode.MODEL_NOT_LOADED, lambda: embed(model, token_batch([[5]])))
