@@ -1,0 +1,283 @@
+"""The llama worker as a process: every refusal leaves the same pid answering, and an abort leaves one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.bundle.checkpoint import Checkpoint
+from engines.protocol.messages import Generate, Phase, Pooling, RerankSequences, Segment, Text, encode
+from tests.llama import reference
+from tests.support.toy_gguf import ToyGguf, rewrite, sha256
+from tests.support.toy_models import toy_rows
+from tests.support.worker_client import (
+    ROOT,
+    Exchange,
+    WorkerClient,
+    WorkerEnded,
+    ids_bytes,
+    module_worker,
+    require_loaded,
+)
+
+pytestmark = [pytest.mark.llama, pytest.mark.process]
+
+Toys = Callable[[str], ToyGguf]
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerClient]:
+    with module_worker("engines.llama") as client:
+        yield client
+
+
+def load(client: WorkerClient, toy: ToyGguf, **config: object) -> str:
+    return require_loaded(client.load(toy.path, toy.digest, **config)).model_ref
+
+
+def generate(
+    client: WorkerClient, ref: str, prompt: list[int], max_tokens: int = 4, grammar: str | None = None
+) -> Exchange:
+    keywords: dict[str, Any] = {} if grammar is None else {"grammar": grammar}
+    request = Generate(req_id=client.next_id(), model_ref=ref, max_tokens=max_tokens, **keywords)
+    return client.call(request, ids_bytes([prompt]))
+
+
+def test_every_refusal_leaves_the_same_process_answering(worker: WorkerClient, toys: Toys, tmp_path: Path) -> None:
+    headless = rewrite(toys("cross").path, tmp_path / "headless.gguf", drop=("cls",))
+    lost = rewrite(toys("cross").path, tmp_path / "lost.gguf", synapse__token_type_vocab_offset=-1)
+    bert, bert512 = load(worker, toys("bert")), load(worker, toys("bert512"))
+    qwen, llama = load(worker, toys("qwen3-generate")), load(worker, toys("llama"))
+    cross, bare, typeless = load(worker, toys("cross")), load(worker, headless), load(worker, lost)
+    pid = worker.hello.pid
+    expected = worker.embed(bert, [[5, 6, 7]]).raw
+
+    refusals: dict[str, tuple[Callable[[], Exchange], str]] = {
+        "600 tokens into 512 positions": (lambda: worker.embed(bert512, [[5] * 600]), "invalid_request"),
+        "id beyond the vocabulary": (lambda: worker.embed(bert, [[5], [128]]), "invalid_request"),
+        "negative id": (lambda: worker.embed(bert, [[-1]]), "invalid_request"),
+        "empty item": (lambda: worker.embed(bert, [[5], []]), "invalid_request"),
+        "empty batch": (lambda: worker.embed(bert, []), "invalid_request"),
+        "counts that don't match": (lambda: worker.embed(bert, [[5, 6]], counts=[3]), "invalid_request"),
+        "not divisible by four": (lambda: worker.embed(bert, [[5]], raw=b"\0" * 5), "invalid_request"),
+        "257 items": (lambda: worker.embed(bert, [[5]] * 257), "invalid_request"),
+        "unknown ref": (lambda: worker.embed("llama:99", [[5]]), "model_not_loaded"),
+        "rerank without a head": (lambda: worker.rerank(bert, [10], [[11]]), "operation_mismatch"),
+        "rerank with the head lost": (lambda: worker.rerank(bare, [10], [[11]]), "operation_mismatch"),
+        "rerank with token types lost": (lambda: worker.rerank(typeless, [10], [[11]]), "model_unsupported"),
+        "rerank on qwen3": (lambda: worker.rerank(qwen, [10], [[11]]), "operation_mismatch"),
+        "pair too long": (lambda: worker.rerank(cross, [10] * 30, [[11] * 60]), "invalid_request"),
+        "nothing left of the query": (lambda: worker.rerank(cross, [2, 3], [[11]]), "invalid_request"),
+        "embed on a reranker": (lambda: worker.embed(cross, [[5]]), "operation_mismatch"),
+        "generate on an encoder": (lambda: generate(worker, bert, [5]), "operation_mismatch"),
+        "grammar": (lambda: generate(worker, llama, [5], grammar="root ::= [a-z]"), "invalid_request"),
+        "max_tokens over the ceiling": (lambda: generate(worker, llama, [5], max_tokens=513), "invalid_request"),
+        "prompt and tokens over the context": (lambda: generate(worker, llama, [5] * 255, 2), "invalid_request"),
+        "prompt id beyond the vocabulary": (lambda: generate(worker, llama, [320]), "invalid_request"),
+        "encode on a cache": (
+            lambda: worker.load(toys("qwen3").path, toys("qwen3").digest, forward_pass="encode"),
+            "config_invalid",
+        ),
+        "another backend": (
+            lambda: worker.load(toys("bert").path, toys("bert").digest, backend="metal"),
+            "backend_missing",
+        ),
+    }
+    for name, (call, code) in refusals.items():
+        answer = call()
+        assert answer.code == code, f"{name}: {answer.reply}"
+        assert worker.embed(bert, [[5, 6, 7]]).raw == expected, name
+        assert worker.process.pid == pid and worker.process.poll() is None
+    assert worker.ping().models_loaded == 7
+    assert worker.stderr() == "", "a refusal is no event for the log"
+    assert worker.shutdown() == 0
+
+
+def test_1100_tokens_and_mean_on_a_decoder_through_the_wire(worker: WorkerClient, toys: Toys) -> None:
+    for toy, lengths, states in (
+        ("bert512", [512, 512, 76], reference.bert_states),
+        ("qwen3", [500, 300, 300], reference.decoder_states),
+    ):
+        ref = load(worker, toys(toy))
+        rows = toy_rows(3, lengths)
+        ours = worker.embed(ref, rows, pooling=Pooling.MEAN).floats
+        known = reference.Weights(Checkpoint.open(toys(toy).checkpoint))
+        theirs = np.stack([reference.pooled(states(known, row), "mean") for row in rows])
+        assert reference.cosine(ours, theirs).min() >= 0.9999
+
+
+def test_generation_on_the_wire(worker: WorkerClient, toys: Toys) -> None:
+    ref = load(worker, toys("llama"))
+    answer = generate(worker, ref, [5, 6, 7, 80], max_tokens=5)
+    assert isinstance(answer.reply, Text)
+    assert (answer.reply.n_prompt, answer.reply.n_gen, len(answer.reply.generated_token_ids)) == (4, 5, 5)
+    assert generate(worker, ref, [5, 6, 7, 80], max_tokens=5).reply.text == answer.reply.text
+
+
+def test_composed_sequences_are_not_served(worker: WorkerClient, toys: Toys) -> None:
+    ref = load(worker, toys("cross"))
+    request = RerankSequences(req_id="s", model_ref=ref, sequences=[Segment(n_tokens=2)])
+    assert worker.call(request, ids_bytes([[5, 6]])).code == "unsupported_request"
+    assert worker.ping().models_loaded == 1
+
+
+def test_several_models_and_refs_that_are_never_reused(worker: WorkerClient, toys: Toys) -> None:
+    first, second = load(worker, toys("bert")), load(worker, toys("bert"))
+    assert (first, second) == ("llama:0", "llama:1")
+    worker.unload(first)
+    assert load(worker, toys("bert")) == "llama:2"
+    assert worker.embed(second, [[5]]).floats.shape == (1, 64)
+
+
+def test_a_truncated_or_swapped_file_is_refused_before_native_code(
+    worker: WorkerClient, toys: Toys, tmp_path: Path
+) -> None:
+    data = toys("bert").path.read_bytes()
+    for length in (0, 3, 100, len(data) // 2, len(data) - 1):
+        path = tmp_path / f"{length}.gguf"
+        path.write_bytes(data[:length])
+        assert worker.load(path, sha256(path)).code == "artifact_invalid"
+    assert worker.ping().rss_mb < 40, "the native library was never needed"
+
+
+def test_oom_is_real(toys: Toys) -> None:
+    """An address space too small for the cache: llama.cpp gives no context, the worker says oom and lives."""
+    script = (
+        "import resource, sys\n"
+        "from engines.llama.__main__ import main\n"
+        "from engines.llama import quota\n"
+        "import engines.llama.engine as e, engines.llama.contexts as c\n"
+        "real = quota.free_memory\n"
+        "c.free_memory = lambda: 4096\n"
+        "sys.exit(main())\n"
+    )
+    with WorkerClient([sys.executable, "-c", script]) as client:
+        ref = load(client, toys("llama"))
+        assert generate(client, ref, [5]).code == "oom"
+        assert client.ping().models_loaded == 1
+        assert client.shutdown() == 0
+
+
+ABORTING = '''
+"""A llama worker whose EMBED_BATCH runs into a real GGML_ASSERT: more tokens than n_ubatch in one llama_encode (U1)."""
+import sys
+import engines.llama.binding as binding
+import engines.llama.engine as engine
+from engines.runtime.main import run
+
+
+class Unguarded(binding.NativeContext):
+    def __init__(self, model, shape, *, stop=None):
+        import dataclasses
+        super().__init__(model, dataclasses.replace(shape, n_ubatch=2048), stop=stop)
+        self.api.llama_free(self._context)
+        params = self.api.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max, params.embeddings = 2048, 2048, 64, 64, True
+        self._context = self.api.llama_init_from_model(model.pointer, params)
+
+
+import engines.llama.contexts as contexts
+contexts.NativeContext = Unguarded
+sys.exit(run(engine.LlamaEngine, program="aborting"))
+'''
+
+
+def test_an_abort_leaves_one_line_and_the_signal(toys: Toys, tmp_path: Path) -> None:
+    script = tmp_path / "aborting.py"
+    script.write_text(ABORTING)
+    environment = {"PYTHONPATH": str(ROOT)}
+    with WorkerClient([sys.executable, str(script)], env=environment) as client:
+        ref = load(client, toys("bert512"))
+        with pytest.raises(WorkerEnded):
+            client.embed(ref, [[5] * 300])
+        assert client.process.wait(30) == -signal.SIGABRT
+        lines = [line for line in client.stderr().splitlines() if line.startswith("llama.cpp aborted:")]
+        assert len(lines) == 1, client.stderr()
+        assert "GGML_ASSERT" in lines[0] and "n_ubatch" in lines[0]
+        assert len(lines[0].encode()) <= 512
+        assert "gdb" not in client.stderr() and len(client.stderr()) < 8192
+
+
+def test_hello_comes_without_numpy_or_the_native_library() -> None:
+    script = (
+        "import sys\n"
+        "from engines.llama.engine import LlamaEngine\n"
+        "from engines.runtime.engine import WorkerOptions\n"
+        "identity = LlamaEngine(WorkerOptions(device='cpu')).identity()\n"
+        "heavy = [m for m in ('numpy', 'llama_cpp', 'gguf', 'psutil', 'importlib.metadata') if m in sys.modules]\n"
+        "print(identity.engine, identity.version, identity.build_flags, heavy)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert "llama.cpp-worker llama-cpp-python-" in out
+    assert "'risk_class': 'abort_capable'" in out and "'device': 'cpu'" in out and "'compiled_backend': " in out
+    assert "numpy" not in out and "'llama_cpp'" not in out and "gguf" not in out and "psutil" not in out
+
+
+def test_metal_on_a_cpu_build_is_not_promised() -> None:
+    with module_worker("engines.llama", device="metal") as client:
+        flags = client.hello.engine.build_flags
+        assert flags["device"] == flags["backend"] == "cpu", "the host compares this with the matrix and refuses"
+
+
+def test_probe_floor_and_version() -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "engines.llama", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+    probe = run("--probe-floor")
+    document = json.loads(probe.stdout)
+    assert probe.returncode == 0 and probe.stdout.count("\n") == 1
+    assert set(document) == {"status", "code", "required", "observed"} and document["code"] == "ok"
+    version = run("--version")
+    assert version.returncode == 0 and version.stdout.count("\n") == 1 and "llama-cpp-python-" in version.stdout
+
+
+def test_a_worker_ends_with_its_host_in_mid_call(toys: Toys) -> None:
+    with module_worker("engines.llama") as client:
+        ref = load(client, toys("bert2048"), encode_chunk_tokens="2048")
+        request_rows = toy_rows(1, [2048] * 256)
+        client.embed(ref, [[5]])  # contexts are warm
+        from engines.protocol.messages import EmbedBatch, Item
+
+        items = [Item(id=str(n), n_tokens=2048) for n in range(256)]
+        request = EmbedBatch(req_id="long", model_ref=ref, pooling=Pooling.MEAN, normalize=True, items=items)
+        client.write_frame(encode(request))
+        client.write_frame(ids_bytes(request_rows))
+        assert client.read_frame().startswith(b'{"type":"PROGRESS"'), "it is computing"
+        assert client.hang_up() == 0
+
+
+def test_progress_on_the_wire(worker: WorkerClient, toys: Toys) -> None:
+    ref = load(worker, toys("bert2048"))
+    answer = worker.embed(ref, toy_rows(1, [500] * 200))
+    assert answer.floats.shape == (200, 64)
+    assert answer.progress and all(frame.phase is Phase.INFERENCE for frame in answer.progress)
+    assert answer.progress[-1].completed <= 200 * 2
+
+
+def test_builder_verbs_are_dispatched() -> None:
+    command = [sys.executable, "-m", "engines.llama", "build", "no/such/folder", "out.gguf"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+
+
+def test_one_backend_library_is_mapped() -> None:
+    if not os.path.exists("/proc/self/maps"):  # noqa: PTH110
+        pytest.skip("needs /proc")
+    script = (
+        "from engines.llama.binding import library\n"
+        "library()\n"
+        "import re\n"
+        "print(sorted(set(re.findall(r'libggml-base\\S*', open('/proc/self/maps').read()))))\n"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert out.count("libggml-base") == 1, out
