@@ -7,6 +7,7 @@ the connection decides whether a frame was torn. Nothing here is imported that o
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import threading
@@ -152,7 +153,9 @@ class SocketTransport:
             changes = None
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket; the shutdown wakes a watcher that sleeps on it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
@@ -232,10 +235,16 @@ class PeerWatcher:
         self._wait_gone = wait_gone
         self._exit = exit
         self._busy = threading.Event()
+        self._stopped = False
 
     def start(self) -> None:
         """Start the daemon thread."""
         threading.Thread(target=self._run, name="peer-watcher", daemon=True).start()
+
+    def stop(self) -> None:
+        """Let the thread end once the transport is closed."""
+        self._stopped = True
+        self._busy.set()
 
     def __enter__(self) -> None:
         self._busy.set()
@@ -246,8 +255,13 @@ class PeerWatcher:
         self._busy.clear()
 
     def _run(self) -> None:
-        self._wait_gone(self._busy)
+        try:
+            self._wait_gone(self._busy)
+        except (OSError, ValueError):
+            if not self._stopped:  # closed by ourselves before this thread came to wait
+                raise
         # A request may have been complete in our receive buffer when its sender died: then it starts after this point.
         self._busy.wait()
-        # Spec (protocol-v3, 1): EOF is an orderly close, "also when it comes in mid-exchange".
-        self._exit(0)
+        if not self._stopped:
+            # Spec (protocol-v3, 1): EOF is an orderly close, "also when it comes in mid-exchange".
+            self._exit(0)

@@ -115,23 +115,29 @@ class Worker:
         """
         self._watcher.start()
         try:
-            while True:
-                event = self.channel.receive()
-                match event:
-                    case RequestReceived(request=request, payload=payload):
-                        with self._watcher:
-                            self.exchange(request, payload)
-                    case ShutdownReceived():
-                        self.dispatcher.close()
-                        self.engine.close()
-                        return
-                    case PeerClosed():
-                        break
-                    case _:
-                        raise AssertionError(f"{event} while serving")
+            self._serve()
         except PeerGone:
-            pass  # Spec (protocol-v3, 1): EOF between frames is orderly, "also when it comes in mid-exchange"
-        self._exit(0)
+            # Spec (protocol-v3, 1): EOF between frames is orderly, "also when it comes in mid-exchange".
+            self._exit(0)
+        finally:
+            self._watcher.stop()
+
+    def _serve(self) -> None:
+        while True:
+            event = self.channel.receive()
+            match event:
+                case RequestReceived(request=request, payload=payload):
+                    with self._watcher:
+                        self.exchange(request, payload)
+                case ShutdownReceived():
+                    self.dispatcher.close()
+                    self.engine.close()
+                    return
+                case PeerClosed():
+                    self._exit(0)
+                    return
+                case _:
+                    raise AssertionError(f"{event} while serving")
 
     def exchange(self, request: AnyRequest, payload: memoryview | None) -> None:
         """Compute and send the terminal reply of one request."""

@@ -72,7 +72,8 @@ class HostEnd:
         event = self.event()
         assert isinstance(event, HelloReceived), event
         self.hello = event.hello
-        self.send(HelloAck(v=3, accept=True, max_frame=min(max_frame, event.hello.max_frame)))
+        self.connection.max_frame = min(max_frame, self.connection.max_frame)
+        self.send(HelloAck(v=3, accept=True, max_frame=self.connection.max_frame))
         return event.hello
 
     def finish(self) -> Outcome:

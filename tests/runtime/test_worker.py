@@ -1,0 +1,465 @@
+"""The request loop on a socketpair: refusals drain, progress keeps its place, every end has its status."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from engines.protocol.connection import Connection
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import (
+    CUDA_ENGINE,
+    AneAdmitShape,
+    AnyRequest,
+    EmbedBatch,
+    Err,
+    Generate,
+    Item,
+    Ping,
+    Pong,
+    Pooling,
+    Rerank,
+    RerankSequences,
+    Segment,
+    Shutdown,
+    Vectors,
+)
+from engines.protocol.states import State
+from engines.runtime.engine import DeviceLost
+from engines.runtime.progress import ProgressReporter
+from tests.support.desk import WorkerThread
+from tests.support.toy_engine import ToyEngine
+
+LENGTH = struct.Struct("<I")
+
+
+def frame(data: bytes) -> bytes:
+    return LENGTH.pack(len(data)) + data
+
+
+def embed(n: int = 2, ref: str = "toy:0") -> EmbedBatch:
+    return EmbedBatch("e", ref, Pooling.CLS, False, [Item("0", n)])
+
+
+def raw(n: int = 2) -> bytes:
+    return struct.pack(f"<{n}i", *range(n))
+
+
+def engine(hook: Callable[..., Any] | None = None, **kwargs: Any) -> ToyEngine:
+    result = ToyEngine(**kwargs)
+    result.hook = hook
+    return result
+
+
+# --- handshake -------------------------------------------------------------------------------------------------------
+
+
+def test_hello_carries_identity_and_nonce() -> None:
+    with WorkerThread(engine(packed=(256,))) as worker:
+        hello = worker.end.shake_hands()
+        assert (hello.v, hello.nonce, hello.engine.engine) == (3, "0123456789abcdef", "ane-coreml-worker")
+        assert hello.max_frame == 64 * 2**20
+        assert not isinstance(hello.packed, msgspec.UnsetType)
+        assert hello.packed.widths == [256]
+
+
+@pytest.mark.parametrize(
+    "ack",
+    [
+        b'{"v":3,"accept":false,"max_frame":1024}',
+        b'{"v":2,"accept":true,"max_frame":1024}',
+        b'{"v":3,"accept":true,"max_frame":0}',
+        b'{"v":3,"accept":true,"max_frame":67108865}',
+        b'{"v":3,"accept":true}',
+        b"{",
+        b'{"type":"PING","req_id":"p"}',
+    ],
+)
+def test_a_bad_ack_ends_the_worker(ack: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    with WorkerThread(engine()) as worker:
+        worker.end.event()
+        worker.end.socket.sendall(frame(ack))
+        assert worker.join() == 1
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_a_host_that_leaves_before_the_ack_is_an_orderly_end() -> None:
+    with WorkerThread(engine()) as worker:
+        worker.end.event()
+        worker.end.close()
+        assert worker.join() == 0
+
+
+def test_an_ack_that_never_comes_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.runtime.worker.HANDSHAKE_S", 0.05)
+    with WorkerThread(engine()) as worker:
+        assert worker.join() == 1
+
+
+def test_half_an_ack_does_not_stop_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.runtime.worker.HANDSHAKE_S", 0.05)
+    with WorkerThread(engine()) as worker:
+        worker.end.socket.sendall(b"\x30\0")
+        assert worker.join() == 1
+
+
+def test_the_negotiated_frame_size_is_enforced() -> None:
+    with WorkerThread(engine(dims=100)) as worker:
+        worker.end.shake_hands(max_frame=2048)
+        worker.end.socket.sendall(LENGTH.pack(2049))
+        assert worker.join() == 1
+
+
+# --- refusals leave the connection in step ---------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[AnyRequest, bytes | None]] = {
+    "unserved EMBED_BATCH": (embed(), raw()),
+    "unserved RERANK": (Rerank("r", "toy:0", 1, [Segment(1)]), raw()),
+    "unserved RERANK_SEQUENCES": (RerankSequences("r", "toy:0", [Segment(2)]), raw()),
+    "unserved GENERATE": (Generate("r", "toy:0", 1), raw()),
+    "unserved ANE_ADMIT_SHAPE": (AneAdmitShape("r", "toy:0", 1), None),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_unserved_request_is_drained_and_ping_answers(name: str) -> None:
+    toy = engine()
+    toy.serves = frozenset()  # type: ignore[misc]
+    with WorkerThread(toy).ready() as worker:
+        reply = worker.end.call(*REFUSED[name]).reply
+        assert isinstance(reply, Err)
+        assert reply.code is ErrorCode.UNSUPPORTED_REQUEST
+        assert isinstance(worker.end.call(Ping("p")).reply, Pong)
+
+
+@pytest.mark.parametrize("size", [0, 3, 4, 12, 100_000])
+def test_a_raw_frame_of_the_wrong_length_is_drained(size: int) -> None:
+    """Past our own Connection, which would not send it."""
+    with WorkerThread(engine()).ready() as worker:
+        worker.end.socket.sendall(frame(msgspec.json.encode(embed())) + frame(bytes(size)))
+        worker.end.connection.state = State.BUSY
+        worker.end.connection._open(embed())
+        reply = worker.end.finish().reply
+        assert isinstance(reply, Err)
+        assert reply.code is ErrorCode.INVALID_REQUEST
+        assert isinstance(worker.end.call(embed(), raw()).reply, Vectors)
+
+
+def test_an_engine_error_leaves_the_worker_alive() -> None:
+    def hook(**details: Any) -> None:
+        raise EngineError(ErrorCode.OOM, "no room")
+
+    with WorkerThread(engine(hook)).ready() as worker:
+        reply = worker.end.call(embed(), raw()).reply
+        assert isinstance(reply, Err)
+        assert isinstance(worker.end.call(Ping("p")).reply, Pong)
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_shutdown_closes_models_and_engine() -> None:
+    toy = engine()
+    with WorkerThread(toy).ready() as worker:
+        worker.end.send(Shutdown())
+        assert worker.join() == 0
+    assert toy.models[0].closed == 1
+    assert toy.closed == 1
+    assert worker.exits == []
+
+
+def test_shutdown_during_a_request_waits_for_its_reply() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def hook(**details: Any) -> None:
+        entered.set()
+        assert leave.wait(10)
+
+    with WorkerThread(engine(hook)).ready() as worker:
+        worker.end.send(embed(), raw())
+        assert entered.wait(10)
+        worker.end.send(Shutdown())
+        leave.set()
+        assert isinstance(worker.end.finish().reply, Vectors)
+        assert worker.join() == 0
+
+
+def test_a_second_request_before_the_reply_is_served_next() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def hook(**details: Any) -> None:
+        entered.set()
+        assert leave.wait(10)
+
+    with WorkerThread(engine(hook)).ready() as worker:
+        worker.end.send(embed(), raw())
+        assert entered.wait(10)
+        worker.end.socket.sendall(frame(msgspec.json.encode(Ping("p"))))
+        leave.set()
+        assert isinstance(worker.end.finish().reply, Vectors)
+        worker.end.connection.state = State.BUSY
+        worker.end.connection._open(Ping("p"))
+        assert isinstance(worker.end.finish().reply, Pong)
+
+
+def test_the_end_of_the_stream_between_frames_is_orderly() -> None:
+    toy = engine()
+    with WorkerThread(toy).ready() as worker:
+        worker.end.close()
+        assert worker.join() == 0
+    assert set(worker.exits) == {0}
+    assert toy.closed == 0
+
+
+BROKEN = {
+    "malformed JSON": frame(b"{"),
+    "not an object": frame(b"[]"),
+    "an empty frame": frame(b""),
+    "an unknown type": frame(b'{"type":"DANCE","req_id":"r"}'),
+    "no type": frame(b'{"req_id":"r"}'),
+    "an unknown field": frame(b'{"type":"PING","req_id":"r","x":1}'),
+    "a missing field": frame(b'{"type":"PING"}'),
+    "an empty req_id": frame(b'{"type":"PING","req_id":""}'),
+    "a reply": frame(b'{"type":"UNLOADED","req_id":"r"}'),
+    "a second ACK": frame(b'{"v":3,"accept":true,"max_frame":1024}'),
+    "an oversize frame": LENGTH.pack(64 * 2**20 + 1),
+    "not UTF-8": frame(b'{"type":"PING","req_id":"\xff"}'),
+    "deep nesting": frame(b'{"type":' + b"[" * 50_000),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_untrusted_stream_ends_with_one_line_and_status_1(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with WorkerThread(engine()).ready() as worker:
+        worker.end.socket.sendall(BROKEN[name])
+        assert worker.join() == 1
+        assert worker.end.socket.recv(1) == b""
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "fatal:" in lines[0]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 5, 30])
+def test_a_torn_frame_ends_with_status_1(cut: int) -> None:
+    with WorkerThread(engine()).ready() as worker:
+        worker.end.socket.sendall(frame(msgspec.json.encode(embed()))[:cut])
+        worker.end.close()
+        assert worker.join() == 1
+
+
+@pytest.mark.parametrize("size", [0, 2, 6])
+def test_a_request_without_its_whole_payload_is_torn(size: int) -> None:
+    with WorkerThread(engine()).ready() as worker:
+        worker.end.socket.sendall(frame(msgspec.json.encode(embed())) + frame(raw())[:size])
+        worker.end.close()
+        # protocol-v3, 1 calls an EOF between two frames orderly; a header without its payload ends on such a boundary.
+        assert worker.join() == (1 if size else 0)
+
+
+def test_a_bug_gets_out_and_closes_the_connection() -> None:
+    def hook(**details: Any) -> None:
+        raise RuntimeError("boom")
+
+    with WorkerThread(engine(hook)).ready() as worker:
+        worker.end.send(embed(), raw())
+        worker.join()
+        assert isinstance(worker.bug, RuntimeError)
+        assert worker.end.socket.recv(1) == b""
+
+
+def test_a_lost_device_is_answered_then_ends_the_worker() -> None:
+    def hook(**details: Any) -> None:
+        raise DeviceLost(ErrorCode.INFERENCE_FAILED, "CUDA error 700")
+
+    with WorkerThread(engine(hook)).ready() as worker:
+        assert isinstance(worker.end.call(embed(), raw()).reply, Err)
+        assert worker.join() == 1
+
+
+def test_the_host_leaving_during_a_request_ends_the_process_while_the_call_runs() -> None:
+    entered, leave, gone = threading.Event(), threading.Event(), threading.Event()
+
+    def hook(**details: Any) -> None:
+        entered.set()
+        assert leave.wait(10)
+
+    with WorkerThread(engine(hook)).ready() as worker:
+        exits = worker.exits
+        worker.worker._watcher._exit = lambda status: (exits.append(status), gone.set())
+        worker.end.send(embed(), raw())
+        assert entered.wait(10)
+        worker.end.close()
+        assert gone.wait(10)  # while the model still computes
+        assert exits == [0]
+        leave.set()
+
+
+def test_the_watcher_ignores_waiting_bytes_and_consumes_none() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def hook(**details: Any) -> None:
+        entered.set()
+        assert leave.wait(10)
+
+    with WorkerThread(engine(hook)).ready() as worker:
+        worker.end.send(embed(), raw())
+        assert entered.wait(10)
+        ping = frame(msgspec.json.encode(Ping("p")))
+        worker.end.socket.sendall(ping)
+        before = time.thread_time_ns()
+        assert worker.worker_socket.recv(100, socket.MSG_PEEK) == ping
+        assert worker.exits == []
+        assert time.thread_time_ns() >= before
+        leave.set()
+        worker.end.finish()
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+def test_progress_precedes_the_reply_and_rises() -> None:
+    ticks = iter(range(10**9))
+
+    def hook(*, progress: ProgressReporter, **details: Any) -> None:
+        for _ in range(5):
+            progress.advance(2)
+
+    with WorkerThread(engine(hook), clock=lambda: float(next(ticks))).ready() as worker:
+        outcome = worker.end.call(embed(), raw())
+        assert [frame.completed for frame in outcome.progress] == [2, 4, 6, 8, 10]
+        assert {frame.phase.value for frame in outcome.progress} == {"inference"}
+
+
+def test_a_sleeping_engine_sends_nothing() -> None:
+    ticks = iter(range(10**9))
+    entered, leave = threading.Event(), threading.Event()
+
+    def hook(*, progress: ProgressReporter, **details: Any) -> None:
+        entered.set()
+        assert leave.wait(10)
+
+    with WorkerThread(engine(hook), clock=lambda: float(next(ticks))).ready() as worker:
+        worker.end.send(embed(), raw())
+        assert entered.wait(10)
+        worker.end.socket.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            worker.end.socket.recv(1)
+        worker.end.socket.settimeout(10)
+        leave.set()
+        assert worker.end.finish().progress == []
+
+
+def test_progress_after_the_reply_is_swallowed() -> None:
+    ticks = iter(range(10**9))
+    kept: list[ProgressReporter] = []
+
+    def hook(*, progress: ProgressReporter, **details: Any) -> None:
+        kept.append(progress)
+
+    with WorkerThread(engine(hook), clock=lambda: float(next(ticks))).ready() as worker:
+        worker.end.call(embed(), raw())
+        kept[0].advance(1000)
+        outcome = worker.end.call(Ping("p"))
+        assert isinstance(outcome.reply, Pong)
+        assert outcome.progress == []
+
+
+def test_the_cuda_worker_starts_in_setup_and_switches() -> None:
+    def hook(*, progress: ProgressReporter, **details: Any) -> None:
+        progress.switch(7)
+
+    toy = engine(hook)
+    toy.name = CUDA_ENGINE  # type: ignore[misc]
+    with WorkerThread(toy).ready() as worker:
+        outcome = worker.end.call(embed(), raw())
+        assert [(f.completed, f.phase.value) for f in outcome.progress] == [(7, "inference")]
+
+
+def test_a_phase_that_the_exchange_does_not_have_is_a_bug_even_if_a_callback_loses_it() -> None:
+    ticks = iter(range(10**9))
+
+    def hook(*, progress: ProgressReporter, **details: Any) -> None:
+        progress._phase = "setup"  # type: ignore[assignment]
+        with contextlib.suppress(Exception):  # what a native callback does with an exception
+            progress.advance()
+
+    with WorkerThread(engine(hook), clock=lambda: float(next(ticks))).ready() as worker:
+        worker.end.send(embed(), raw())
+        worker.join()
+        assert "setup" in str(worker.bug)
+
+
+def test_nothing_comes_between_header_and_payload_while_a_thread_reports() -> None:
+    """The host's Connection refuses a frame in the wrong place, so finishing is the proof."""
+    ticks = iter(range(10**9))
+    stop = threading.Event()
+    reporters: list[ProgressReporter] = []
+
+    def hook(*, progress: ProgressReporter, **details: Any) -> None:
+        reporters.append(progress)
+
+    def report() -> None:
+        while not stop.is_set():
+            for progress in reporters[-1:]:
+                progress.advance()
+
+    threads = [threading.Thread(target=report) for _ in range(2)]
+    frames = 0
+    with WorkerThread(engine(hook, dims=4096), clock=lambda: float(next(ticks))).ready() as worker:
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(200):
+                outcome = worker.end.call(embed(), raw())
+                assert isinstance(outcome.reply, Vectors)
+                assert outcome.payload is not None
+                assert np.frombuffer(outcome.payload, "<f4")[0] == 1.0
+                frames += len(outcome.progress)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+    assert frames > 0
+
+
+@pytest.mark.parametrize("dims", [10_000, 300_000])
+def test_a_reply_far_larger_than_the_socket_buffer_arrives_whole(dims: int) -> None:
+    def hook(**details: Any) -> Any:
+        return np.arange(dims, dtype=np.float32).reshape(1, dims)
+
+    def small(sock: socket.socket) -> socket.socket:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        return sock
+
+    with WorkerThread(engine(hook, dims=dims), wrap=small).ready() as worker:
+        worker.end.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        outcome = worker.end.call(embed(), raw())
+        assert outcome.payload is not None
+        assert np.array_equal(np.frombuffer(outcome.payload, "<f4"), np.arange(dims, dtype=np.float32))
+
+
+def test_a_host_that_leaves_during_a_large_reply_is_an_orderly_end() -> None:
+    def hook(**details: Any) -> Any:
+        return np.zeros((1, 1_000_000), np.float32)
+
+    with WorkerThread(engine(hook, dims=1_000_000)).ready() as worker:
+        worker.end.send(embed(), raw())
+        assert worker.end.socket.recv(100)
+        worker.end.close()
+        assert worker.join() == 0
+    assert set(worker.exits) == {0}
+
+
+def test_both_ends_use_the_same_state_machine() -> None:
+    with WorkerThread(engine()).ready() as worker:
+        assert isinstance(worker.worker.channel.connection, Connection)
+        assert worker.worker.channel.connection.max_frame == worker.end.connection.max_frame
