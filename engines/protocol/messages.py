@@ -509,6 +509,8 @@ def encode_checked(message: Hello | HelloAck | Message) -> bytes:
     try:
         data = _encoder.encode(message)
         if kind in _ANSWERS:
+            if isinstance(message, Progress) and not 0 <= message.completed <= U64_MAX:
+                raise msgspec.ValidationError(f"completed {message.completed} is outside the u64 range")
             return data
         if kind in _BATCHES:
             _check_batch(cast(EmbedBatch | Rerank | RerankSequences, message), data)
