@@ -1,0 +1,242 @@
+"""Length-prefixed frames: limits before allocation, tensors straight into their buffer, what a payload may be."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import mmap
+import struct
+
+import numpy as np
+import pytest
+
+from engines.protocol.errors import LocalProtocolError, RemoteProtocolError
+from engines.protocol.framing import (
+    STAGING_BYTES,
+    FrameReader,
+    ReusedBuffer,
+    SpentReader,
+    allocate_fresh,
+    encode_frame,
+    raw_view,
+)
+
+MAX = 1 << 20
+
+
+def frame(payload: bytes) -> bytes:
+    return struct.pack("<I", len(payload)) + payload
+
+
+def fill(reader: FrameReader, data: bytes) -> int:
+    """Write as much of *data* as one read may deliver; return how much."""
+    buffer = reader.get_buffer()
+    count = min(len(buffer), len(data))
+    assert count > 0
+    buffer[:count] = data[:count]
+    reader.buffer_updated(count)
+    return count
+
+
+class Spy:
+    """An allocator that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, size: int) -> memoryview:
+        self.sizes.append(size)
+        return allocate_fresh(size)
+
+
+def test_encode_frame_refuses_before_the_first_byte() -> None:
+    assert encode_frame(b"abc", max_frame=3) == b"\x03\0\0\0abc"
+    with pytest.raises(LocalProtocolError, match="frame length 4 exceeds max 3"):
+        encode_frame(b"abcd", max_frame=3)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, STAGING_BYTES - 5, STAGING_BYTES - 4, STAGING_BYTES - 3, 200_000])
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("step", [1, 7, 4096, 1 << 20])
+def test_every_size_arrives_whatever_the_reads(size: int, raw: bool, step: int) -> None:
+    if step == 1 and size > 5000:
+        step = 997
+    payload = bytes(index * 7 % 251 for index in range(size))
+    data = frame(payload) + frame(b"next")
+    reader = FrameReader(max_frame=MAX)
+    found = []
+    while data or len(found) < 2:
+        used = fill(reader, data[:step])
+        data = data[used:]
+        while (item := reader.next_raw() if raw and not found else reader.next_control()) is not None:
+            found.append(bytes(item))
+    assert found == [payload, b"next"]
+    assert reader.at_boundary
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_length_above_the_limit_allocates_nothing(raw: bool) -> None:
+    spy = Spy()
+    reader = FrameReader(max_frame=1000, allocate=spy)
+    fill(reader, struct.pack("<I", 1001))
+    with pytest.raises(RemoteProtocolError, match="frame length 1001 exceeds max 1000"):
+        reader.next_raw() if raw else reader.next_control()
+    assert spy.sizes == []
+
+
+def test_an_unexpected_length_allocates_nothing() -> None:
+    spy = Spy()
+    reader = FrameReader(max_frame=MAX, allocate=spy)
+    fill(reader, struct.pack("<I", 24) + bytes(24))
+    with pytest.raises(RemoteProtocolError, match="raw frame of 24 bytes where the header promises 20"):
+        reader.next_raw(20)
+    assert spy.sizes == []
+
+
+def test_a_large_tensor_lands_in_its_own_buffer() -> None:
+    place = memoryview(bytearray(500_000))
+    reader = FrameReader(max_frame=MAX, allocate=lambda size: place[:size])
+    payload = bytes(500_000)
+    fill(reader, struct.pack("<I", len(payload)) + payload[:100])
+    assert reader.next_raw() is None
+    assert not reader.at_boundary
+    target = reader.get_buffer()
+    assert len(target) == len(payload) - 100
+    target[:] = b"\x01" * len(target)
+    assert place[100:] == b"\x01" * len(target)  # what the transport wrote is where the tensor belongs
+    reader.buffer_updated(len(target))
+    done = reader.next_raw()
+    assert done is not None and done.obj is place.obj and len(done) == len(payload)
+
+
+def test_a_small_tensor_does_not_share_the_staging_buffer() -> None:
+    reader = FrameReader(max_frame=MAX)
+    fill(reader, frame(b"\x01" * 8) + frame(b"\x02" * 8))
+    first = reader.next_raw()
+    second = reader.next_raw()
+    fill(reader, frame(b"\x03" * 8))
+    assert first == b"\x01" * 8 and second == b"\x02" * 8
+
+
+def test_the_buffer_to_fill_is_never_empty_and_a_cut_frame_gets_room() -> None:
+    reader = FrameReader(max_frame=MAX)
+    small = frame(bytes(1000))
+    tail = frame(bytes(60_000))
+    stream = small * 40 + tail
+    while stream:
+        stream = stream[fill(reader, stream) :]
+        while reader.next_control() is not None:
+            pass
+    assert reader.at_boundary
+
+
+def test_reused_buffer_keeps_its_memory() -> None:
+    allocate = ReusedBuffer()
+    first = allocate(100)
+    second = allocate(50)
+    assert first.obj is second.obj and len(second) == 50
+    third = allocate(101)
+    assert third.obj is not first.obj and len(third.obj) == 200  # type: ignore[arg-type]
+    assert len(allocate(0)) == 0
+
+
+def test_a_spent_reader_swallows() -> None:
+    reader = SpentReader()
+    for _ in range(3):
+        buffer = reader.get_buffer()
+        assert len(buffer) == STAGING_BYTES
+        reader.buffer_updated(len(buffer))
+        assert reader.next_control() is None and reader.next_raw() is None and reader.at_boundary
+
+
+# --- payloads --------------------------------------------------------------------------------------------------------
+
+ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
+READ_ONLY = ROWS.copy()
+READ_ONLY.flags.writeable = False
+PADDED = np.zeros((3, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        bytes(48),
+        bytearray(48),
+        memoryview(bytes(48)),
+        memoryview(bytearray(60))[4:52],
+        ROWS,
+        READ_ONLY,
+        ROWS[1:],
+        ROWS.reshape(2, 2, 3),
+        ROWS.view(np.uint8),
+        memoryview(ROWS),
+        memoryview(ROWS).cast("B"),
+        array.array("f", [1.0, 2.0]),
+        np.asfortranarray(ROWS[:1]),
+        np.float32(1.5).reshape(()),
+    ],
+    ids=lambda payload: type(payload).__name__,
+)
+def test_contiguous_float_buffers_are_sent_uncopied(payload: memoryview) -> None:
+    view = raw_view(payload, "<f4")
+    assert bytes(view) == memoryview(payload).tobytes()
+    assert len(view) == memoryview(payload).nbytes
+    if isinstance(payload, np.ndarray):
+        assert np.shares_memory(np.frombuffer(view, np.uint8), payload)
+
+
+@pytest.mark.parametrize("payload", [np.zeros((0, 384), np.float32), np.zeros((5, 0), np.float32), b"", bytearray()])
+def test_empty_buffers_have_nothing_to_send(payload: memoryview) -> None:
+    assert len(raw_view(payload, "<f4")) == 0
+
+
+def test_ids_are_int32() -> None:
+    ids = np.array([[1, 2], [3, -4]], np.int32)
+    assert bytes(raw_view(ids, "<i4")) == ids.tobytes()  # type: ignore[arg-type]
+    assert bytes(raw_view(array.array("i", [7]), "<i4")) == b"\x07\0\0\0"  # type: ignore[arg-type]
+    with mmap.mmap(-1, 16) as mapped:
+        view = raw_view(mapped, "<i4")  # type: ignore[arg-type]
+        assert len(view) == 16
+        assert isinstance(view, memoryview)
+        view.release()
+
+
+@pytest.mark.parametrize(
+    ("payload", "dtype", "complaint"),
+    [
+        (ROWS[:, 1:], "<f4", "C-contiguous"),
+        (ROWS[::2], "<f4", "C-contiguous"),
+        (ROWS[::-1], "<f4", "C-contiguous"),
+        (ROWS.T, "<f4", "C-contiguous"),
+        (np.asfortranarray(ROWS), "<f4", "C-contiguous"),
+        (PADDED[:, :4], "<f4", "C-contiguous"),
+        (memoryview(bytes(48))[::2], "<f4", "C-contiguous"),
+        (np.broadcast_to(np.float32(1), (4,)), "<f4", "C-contiguous"),
+        (ROWS.astype(">f4"), "<f4", "format '>f'"),
+        (ROWS.astype(np.float64), "<f4", "format 'd'"),
+        (ROWS.astype(np.float16), "<f4", "format 'e'"),
+        (ROWS.astype(np.int32), "<f4", "format 'i'"),
+        (ROWS, "<i4", "format 'f'"),
+        (ROWS.astype(np.int64), "<i4", "format"),
+        (ROWS.astype(np.uint32), "<i4", "format 'I'"),
+        (ROWS.astype(bool), "<i4", "format '\\?'"),
+        (ROWS.astype(complex), "<f4", "format 'Zd'"),
+        (np.array(["a"]), "<f4", "format"),
+        (np.array([object()]), "<f4", "format 'O'"),
+        ((ctypes.c_float * 2)(1, 2), "<f4", "format '<f'"),
+        ([1.0, 2.0], "<f4", "needs a buffer, not list"),
+        ("text", "<f4", "needs a buffer, not str"),
+        (7, "<i4", "needs a buffer, not int"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else value,
+)
+def test_what_would_be_sent_wrong_is_refused(payload: memoryview, dtype: str, complaint: str) -> None:
+    with pytest.raises(LocalProtocolError, match=complaint):
+        raw_view(payload, dtype)  # type: ignore[arg-type]
+
+
+def test_a_released_view_is_refused() -> None:
+    view = memoryview(bytearray(4))
+    view.release()
+    with pytest.raises(LocalProtocolError, match="needs a buffer"):
+        raw_view(view, "<f4")
