@@ -135,6 +135,19 @@ def _dispatch(arguments: list[str], console: Console) -> int:
     except SystemExit as exc:  # --help only: errors raise UsageError
         return int(exc.code or 0)
     console.configure(json=args.json, quiet=args.quiet)
+    _configure_logging()
     code: int = module.run(args, console)
     sys.stdout.flush()
     return code
+
+
+def _configure_logging() -> None:
+    """Logs go to stderr. What a command has to say it says itself, so only errors show unless SYNAPSE_LOG asks."""
+    import logging
+
+    level = logging.getLevelName(os.environ.get("SYNAPSE_LOG", "error").upper())
+    logging.basicConfig(
+        level=level if isinstance(level, int) else logging.ERROR,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )

@@ -1,0 +1,85 @@
+"""``synapse doctor``: what this machine can run, what is wrong, and the line that fixes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from synapse_host.cli.parser import Parser
+from synapse_host.errors import EXIT_FAILED, EXIT_OK
+
+if TYPE_CHECKING:
+    import argparse
+
+    from synapse_host.cli.console import Console
+    from synapse_host.doctor import Report
+
+GB: Final = 1024**3
+
+
+def configure(parser: Parser) -> None:
+    """Add the verb's arguments."""
+    parser.description = (
+        "Probe every engine of the matrix in a throw-away child and check the machine around them: versions, threads,\n"
+        "memory, disk, descriptors, socket paths, installed packages, bundles and their digests. Exit code 1 when\n"
+        "something has to be fixed."
+    )
+    parser.examples("""
+        synapse doctor
+        synapse doctor --json
+    """)
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the verb."""
+    from synapse_host import catalogue, doctor
+    from synapse_host.cli import host_version
+    from synapse_host.matrix import load
+
+    matrix = load(args.matrix)
+    with console.stages("examining"):
+        report = doctor.examine(
+            matrix,
+            host_version=host_version(),
+            models_dir=catalogue.models_dir(args.models_dir),
+            runtime_dir=args.runtime_dir,
+        )
+    console.document(report.to_dict())
+    _page(report, console)
+    return EXIT_FAILED if report.worst() == "failure" else EXIT_OK
+
+
+def _page(report: Report, console: Console) -> None:
+    host = report.host
+    quota = f" (quota {host['quota']:.1f})" if host["quota"] is not None else ""
+    console.line(
+        f"synapse {host['version']} · {host['os']} {host['arch']} · Python {host['python']} · "
+        f"{host['cores']} cores{quota} · {host['ram_bytes'] / GB:.1f} GB RAM, {host['ram_free_bytes'] / GB:.1f} free"
+    )
+    console.line()
+    width = max(len(engine.id) for engine in report.engines) + 2
+    words = {"ok": console.style("ok  ", "green"), "passed_over": "--  ", "failed": console.style("no  ", "yellow")}
+    for engine in report.engines:
+        console.line(f"  {words[engine.status]}  {engine.id:<{width}}{engine.what}")
+    marks = {
+        "info": console.style("ok  ", "green"),
+        "warning": console.style("WARN", "yellow", "bold"),
+        "failure": console.style("FAIL", "red", "bold"),
+    }
+    if report.findings:
+        console.line()
+    for finding in sorted(report.findings, key=lambda item: ("info", "warning", "failure").index(item.severity)):
+        console.line(f"  {marks[finding.severity]}  {finding.what}")
+        if finding.fix:
+            console.line(f"        fix: {finding.fix}")
+    failures = sum(finding.severity == "failure" for finding in report.findings)
+    warnings = sum(finding.severity == "warning" for finding in report.findings)
+    console.line()
+    if not failures and not warnings:
+        console.line("Nothing to fix.")
+        return
+    code = EXIT_FAILED if failures else EXIT_OK
+    console.line(f"{_counted(failures, 'failure')}, {_counted(warnings, 'warning')}. Exit {code}.")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
