@@ -1,12 +1,13 @@
 """Small random checkpoints of every family and task, as Hugging Face folders. A seed stands for the weights.
 
-Everything is written with numpy alone, and `transformers` loads each folder unchanged (tests/bundle/make_goldens.py
+Everything is written with numpy alone, and `transformers` loads each folder unchanged (tests/goldens/make_goldens.py
 checks it). Weights are scaled so that activations stay near unit size and different inputs give different outputs.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -429,3 +430,22 @@ def _finish(
 def _json(file: Path, value: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+TOYS: dict[str, Callable[[Path], Path]] = {
+    "bert": write_bert,
+    "bert-rerank": lambda folder: write_bert(folder, cross_encoder=True),
+    "modernbert": write_modernbert,
+    "modernbert-rerank": lambda folder: write_modernbert(folder, rerank=True),
+    "modernbert-rerank-cls": lambda folder: write_modernbert(folder, rerank=True, classifier_pooling="cls"),
+    "qwen3": write_qwen3,
+    "qwen3-rerank": lambda folder: write_qwen3(folder, rerank=True),
+    "qwen3-generate": lambda folder: write_qwen3(folder, generate=True),
+    "llama-generate": write_llama,
+}
+"""The toys that tests/goldens/toys.npz holds reference outputs for."""
+
+
+if __name__ == "__main__":
+    for toy_name, write_toy in TOYS.items():
+        write_toy(Path(sys.argv[1]) / toy_name)
