@@ -96,12 +96,21 @@ class WorkerProcess:
         self._job: Any = None
         self._open_pipes: dict[Stream, int] = {}
         self._drained: asyncio.Future[None] = self._loop.create_future()
-        if sys.platform == "win32":
-            from synapse_host import job
+        try:
+            if sys.platform == "win32":
+                from synapse_host import job
 
-            self._job = job.contain(self.pid)
-        self._watch_pipes()
-        self._watch_exit()
+                self._job = job.contain(self.pid)
+            self._watch_pipes()
+            self._watch_exit()
+        except BaseException:
+            # Nobody would ever watch it.
+            for stream in list(self._open_pipes):
+                self._close_pipe(stream)
+            self._kill_group()
+            self._popen.kill()
+            self._popen.wait()
+            raise
 
     @property
     def running(self) -> bool:

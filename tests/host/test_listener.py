@@ -1,0 +1,240 @@
+"""The runtime directory and its sockets: private, exclusive, nothing touched that isn't ours."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from synapse_host.errors import InvalidRequest
+from synapse_host.handshake import Peer
+from synapse_host.listener import SUN_PATH, RuntimeDirectory, peer_of, safe_id
+
+
+@pytest.fixture
+def directory(runtime_dir):
+    made = RuntimeDirectory.open(runtime_dir)
+    yield made
+    made.close()
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def reason(call) -> dict:
+    with pytest.raises(InvalidRequest) as caught:
+        call()
+    assert caught.value.exit_code == 2
+    return caught.value.details
+
+
+def test_a_private_directory_is_removed_at_the_end():
+    made = RuntimeDirectory.open(None)
+    assert mode(made.path) == mode(made.workers) == 0o700
+    (made.workers / "leftover").write_text("x")
+    made.close()
+    made.close()
+    assert not made.path.exists()
+
+
+def test_two_private_directories_at_once():
+    first, second = RuntimeDirectory.open(None), RuntimeDirectory.open(None)
+    assert first.path != second.path
+    first.close()
+    second.close()
+
+
+def test_an_explicit_directory_is_made_private_and_stays(runtime_dir):
+    path = runtime_dir / "deep" / "rt"
+    made = RuntimeDirectory.open(path)
+    assert mode(path) == mode(path / "synapse") == mode(path / "synapse" / "workers") == 0o700
+    made.close()
+    assert path.is_dir()
+    RuntimeDirectory.open(path).close()
+
+
+def test_a_second_host_is_refused_and_told_by_whom(directory):
+    details = reason(lambda: RuntimeDirectory.open(directory.path))
+    assert details["reason"] == "runtime_dir_busy"
+    assert details["pid"] == os.getpid()
+
+
+@pytest.mark.process
+def test_another_process_is_named_and_the_lock_ends_with_it(runtime_dir):
+    code = (
+        "import sys; from synapse_host.listener import RuntimeDirectory as R;"
+        f"held = R.open({str(runtime_dir)!r}); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        assert reason(lambda: RuntimeDirectory.open(runtime_dir))["pid"] == holder.pid
+        holder.kill()
+    RuntimeDirectory.open(runtime_dir).close()
+
+
+@pytest.mark.parametrize("bits", [0o755, 0o710, 0o701])
+def test_a_directory_open_to_others_is_refused(runtime_dir, bits):
+    runtime_dir.chmod(bits)
+    details = reason(lambda: RuntimeDirectory.open(runtime_dir))
+    assert details["reason"] == "runtime_dir_mode"
+
+
+def test_a_directory_of_another_user_is_refused(runtime_dir, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert reason(lambda: RuntimeDirectory.open(runtime_dir))["reason"] == "runtime_dir_owner"
+
+
+def test_a_workers_directory_that_is_a_link_is_refused(runtime_dir):
+    (runtime_dir / "synapse").mkdir(mode=0o700)
+    (runtime_dir / "elsewhere").mkdir(mode=0o700)
+    (runtime_dir / "synapse" / "workers").symlink_to(runtime_dir / "elsewhere")
+    assert reason(lambda: RuntimeDirectory.open(runtime_dir))["reason"] == "runtime_dir"
+
+
+def test_a_file_in_place_of_the_directory_is_refused(runtime_dir):
+    (runtime_dir / "file").write_text("")
+    assert reason(lambda: RuntimeDirectory.open(runtime_dir / "file"))["reason"] == "runtime_dir"
+
+
+def test_the_socket_has_the_seeds_path_and_is_private(directory):
+    listener = directory.listen("toy-1")
+    assert listener.path == directory.path / "synapse" / "workers" / "toy-1.sock"
+    assert mode(listener.path) == 0o600
+    assert listener.arguments == ("--socket", str(listener.path))
+    listener.close()
+    listener.close()
+    assert not listener.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("lane_id", "name"),
+    [("embed", "embed"), ("embed:mini lm", "embed_mini_lm"), ("../x", "_._x"), (".a", "_a"), ("é/\0", "___")],
+)
+def test_unsafe_characters(lane_id, name):
+    assert safe_id(lane_id) == name
+
+
+@pytest.mark.parametrize("length", [60, 80, 100, 104, 108, 120, 200])
+@pytest.mark.parametrize("letter", ["d", "é"])
+def test_long_runtime_directories_fall_back_to_a_short_name(runtime_dir, length, letter):
+    missing = length - len(os.fsencode(runtime_dir)) - 1
+    path = runtime_dir / (letter * (missing // len(letter.encode())))
+    made = RuntimeDirectory.open(path)
+    try:
+        listener = made.listen("embed-minilm-1")
+        assert len(os.fsencode(listener.path)) < SUN_PATH
+        assert mode(listener.path.parent) == 0o700
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(os.fspath(listener.path))
+        listener.close()
+        short = listener.path.parent
+    finally:
+        made.close()
+    assert not listener.path.exists()
+    assert short == made.workers or not short.exists()
+
+
+def test_a_name_another_lane_uses_falls_back_too(directory):
+    first, second = directory.listen("a_b"), directory.listen("a:b")
+    assert first.path != second.path and second.path.name.startswith("wk-")
+    first.close()
+    second.close()
+
+
+def test_a_stale_socket_is_replaced(directory):
+    path = directory.workers / "toy-1.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(os.fspath(path))
+    assert path.is_socket()
+    directory.listen("toy-1").close()
+    assert not path.exists()
+
+
+def test_a_live_listener_is_left_alone(directory):
+    path = directory.workers / "toy-1.sock"
+    with socket.socket(socket.AF_UNIX) as live:
+        live.bind(os.fspath(path))
+        live.listen(1)
+        assert reason(lambda: directory.listen("toy-1"))["reason"] == "path_taken"
+        assert path.is_socket()
+    path.unlink()
+
+
+def test_a_plain_file_is_left_alone(directory):
+    path = directory.workers / "toy-1.sock"
+    path.write_text("mine")
+    assert reason(lambda: directory.listen("toy-1"))["reason"] == "path_taken"
+    assert path.read_text() == "mine"
+
+
+def test_only_our_own_socket_is_unlinked(directory):
+    listener = directory.listen("toy-1")
+    listener.path.unlink()
+    listener.path.write_text("someone else's now")
+    listener.close()
+    assert listener.path.read_text() == "someone else's now"
+
+
+def test_a_deleted_socket_file_is_fine(directory):
+    listener = directory.listen("toy-1")
+    listener.path.unlink()
+    listener.close()
+
+
+def test_foreign_connections_are_closed_and_accepting_goes_on(directory):
+    async def main():
+        listener = directory.listen("toy-1")
+        admitted = []
+
+        def admit(peer: Peer) -> bool:
+            admitted.append(peer)
+            return len(admitted) == 4
+
+        accepting = asyncio.create_task(listener.accept(admit))
+        foreign = []
+        for _ in range(3):
+            reader, writer = await asyncio.open_unix_connection(listener.path)
+            # Turned away at once, without having to say a word.
+            assert await reader.read() == b""
+            foreign.append(writer)
+        _, ours = await asyncio.open_unix_connection(listener.path)
+        connection = await accepting
+        assert admitted == [Peer(os.getuid(), os.getpid())] * 4
+        connection.close()
+        for writer in [*foreign, ours]:
+            writer.close()
+        listener.close()
+
+    asyncio.run(main())
+
+
+def test_a_failing_check_closes_the_connection(directory):
+    async def main():
+        listener = directory.listen("toy-1")
+
+        def admit(peer: Peer) -> bool:
+            raise RuntimeError("boom")
+
+        accepting = asyncio.create_task(listener.accept(admit))
+        reader, writer = await asyncio.open_unix_connection(listener.path)
+        assert await reader.read() == b""
+        with pytest.raises(RuntimeError, match="boom"):
+            await accepting
+        writer.close()
+        listener.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="needs peer credentials")
+def test_peer_credentials():
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        assert peer_of(ours) == Peer(os.getuid(), os.getpid())

@@ -1,0 +1,262 @@
+"""Real children: environment, pipes, exit, groups."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from synapse_host.process import WorkerProcess, signal_name, worker_environment
+
+pytestmark = pytest.mark.process
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs (a zombie whose parent hasn't looked yet doesn't)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def gone(pid: int) -> None:
+    while alive(pid):
+        await asyncio.sleep(0.005)
+
+
+class Child:
+    """A Python child and what it wrote."""
+
+    def __init__(self, code: str, *arguments: str, **options) -> None:
+        self.written = {"stdout": b"", "stderr": b""}
+        self.exits = 0
+        self.process = WorkerProcess(
+            [sys.executable, "-S", "-c", code, *arguments],
+            env=options.pop("env", {}),
+            cwd=None,
+            output=self.output,
+            on_exit=self.exited,
+            **options,
+        )
+
+    def output(self, stream, data):
+        self.written[stream] += data
+
+    def exited(self):
+        self.exits += 1
+
+    async def wrote(self, text: bytes) -> None:
+        while text not in self.written["stdout"]:
+            await asyncio.sleep(0.005)
+
+
+def run(scenario) -> None:
+    async def main():
+        async with asyncio.timeout(60):
+            await scenario()
+
+    asyncio.run(main())
+
+
+def test_the_environment_is_reduced():
+    source = {
+        "PATH": "/bin",
+        "HOME": "/h",
+        "USER": "u",
+        "LANG": "C",
+        "LC_ALL": "C",
+        "TMPDIR": "/t",
+        "LD_LIBRARY_PATH": "/l",
+        "DYLD_LIBRARY_PATH": "/d",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "NVIDIA_VISIBLE_DEVICES": "0",
+        "OMP_NUM_THREADS": "1",
+        "GGML_X": "1",
+        "SystemRoot": "C:",
+        "AWS_SECRET_ACCESS_KEY": "no",
+        "SYNAPSE_LAUNCH_CREDENTIAL": "no",
+        "PYTHONPATH": "no",
+        "LD_PRELOAD": "no",
+    }
+    kept = worker_environment("toy-1", {"EXTRA": "yes"}, source=source)
+    assert kept == {k: v for k, v in source.items() if v != "no"} | {"EXTRA": "yes", "SYNAPSE_WORKER_ID": "toy-1"}
+
+
+def test_the_worker_id_is_the_hosts_word():
+    assert worker_environment("a", {"SYNAPSE_WORKER_ID": "b"}, source={})["SYNAPSE_WORKER_ID"] == "a"
+
+
+@pytest.mark.parametrize(("code", "name"), [(0, None), (3, None), (None, None), (-9, "SIGKILL"), (-4, "SIGILL")])
+def test_signal_names(code, name):
+    assert signal_name(code) == name
+
+
+def test_a_signal_without_a_name():
+    assert signal_name(-63) == "SIG63"
+
+
+def test_output_status_and_session():
+    async def scenario():
+        child = Child("import os, sys; print(os.getsid(0) == os.getpid()); sys.stderr.write('e'); sys.exit(7)")
+        assert await child.process.wait(30)
+        await child.process.drain()
+        assert child.process.returncode == 7 and child.exits == 1
+        assert child.written == {"stdout": b"True\n", "stderr": b"e"}
+
+    run(scenario)
+
+
+def test_no_descriptor_is_inherited():
+    async def scenario():
+        with open(os.devnull) as file:  # noqa: PTH123 - any descriptor will do
+            os.set_inheritable(file.fileno(), True)
+            child = Child(
+                "import os; print(os.path.exists(f'/proc/self/fd/{__import__(\"sys\").argv[1]}'))", str(file.fileno())
+            )
+            assert await child.process.wait(30)
+            await child.process.drain()
+        assert child.written["stdout"] == b"False\n"
+
+    run(scenario)
+
+
+def test_the_last_words_before_a_death_are_read():
+    async def scenario():
+        child = Child("import os, signal; os.write(2, b'x' * 60000); os.kill(os.getpid(), signal.SIGKILL)")
+        assert await child.process.wait(30)
+        await child.process.drain()
+        assert len(child.written["stderr"]) == 60000
+        assert signal_name(child.process.returncode) == "SIGKILL"
+
+    run(scenario)
+
+
+def test_ten_mebibytes_without_a_newline_stall_nobody():
+    async def scenario():
+        child = Child("import os\nfor _ in range(160): os.write(1, b'x' * 65536); os.write(2, b'y' * 65536)")
+        assert await child.process.wait(60)
+        await child.process.drain()
+        assert [len(data) for data in child.written.values()] == [160 * 65536] * 2
+
+    run(scenario)
+
+
+GRANDCHILD = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session={new})
+print("pid", child.pid, "end", flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize("then", ["sys.exit(0)", "time.sleep(600)"])
+def test_a_grandchild_in_the_group_dies_with_the_child(then):
+    async def scenario():
+        child = Child(GRANDCHILD.format(new=False, then=then))
+        await child.wrote(b"end")
+        pid = int(child.written["stdout"].split()[1])
+        assert await child.process.destroy()
+        await gone(pid)
+
+    run(scenario)
+
+
+def test_a_grandchild_that_keeps_stdout_blocks_nobody():
+    async def scenario():
+        child = Child(GRANDCHILD.format(new=True, then="sys.exit(0)"))
+        await child.wrote(b"end")
+        pid = int(child.written["stdout"].split()[1])
+        assert await child.process.wait(30), "the exit of the child is enough"
+        await child.process.drain()
+        # It left the session, so it is not ours to kill any more; the test cleans up.
+        assert alive(pid)
+        os.kill(pid, signal.SIGKILL)
+        await gone(pid)
+
+    run(scenario)
+
+
+def test_owns_the_child_its_descendants_and_nobody_else():
+    async def scenario():
+        child = Child(GRANDCHILD.format(new=True, then="time.sleep(600)"))
+        await child.wrote(b"end")
+        pid = int(child.written["stdout"].split()[1])
+        process = child.process
+        assert process.owns(process.pid) and process.owns(pid)
+        assert not any(map(process.owns, (os.getpid(), 1, 0, -1, None)))
+        # A wrapper's worker in a session of its own is killed through its pid.
+        process.worker_pid = pid
+        assert await process.destroy()
+        await gone(pid)
+
+    run(scenario)
+
+
+def test_a_stopped_child_can_be_killed():
+    async def scenario():
+        child = Child("import os, signal; print('end', flush=True); os.kill(os.getpid(), signal.SIGSTOP)")
+        await child.wrote(b"end")
+        assert await child.process.destroy()
+        assert signal_name(child.process.returncode) == "SIGKILL"
+
+    run(scenario)
+
+
+def test_a_child_that_ignores_every_polite_signal_is_killed():
+    async def scenario():
+        child = Child(
+            "import signal, time\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\n"
+            "print('end', flush=True)\ntime.sleep(600)"
+        )
+        await child.wrote(b"end")
+        assert await child.process.destroy()
+
+    run(scenario)
+
+
+def test_dump_asks_for_a_traceback_and_never_after_the_end():
+    async def scenario():
+        child = Child(
+            "import faulthandler, signal, sys, time\n"
+            "faulthandler.register(signal.SIGUSR1, file=sys.stderr)\nprint('end', flush=True)\ntime.sleep(600)"
+        )
+        await child.wrote(b"end")
+        child.process.dump()
+        while b"most recent call first" not in child.written["stderr"]:
+            await asyncio.sleep(0.005)
+        assert await child.process.destroy()
+        child.process.dump()
+        child.process.kill()
+
+    run(scenario)
+
+
+def test_without_pidfd_a_thread_sees_the_exit(monkeypatch):
+    def refuse(pid, flags=0):
+        raise OSError("no pidfd here")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+
+    async def scenario():
+        child = Child(GRANDCHILD.format(new=False, then="sys.exit(3)"))
+        await child.wrote(b"end")
+        pid = int(child.written["stdout"].split()[1])
+        assert await child.process.wait(30)
+        assert child.process.returncode == 3
+        await gone(pid)
+        await child.process.drain()
+
+    run(scenario)
+
+
+def test_a_missing_program_leaks_nothing():
+    async def scenario():
+        for _ in range(50):
+            with pytest.raises(FileNotFoundError):
+                WorkerProcess(["/no/such/program"], env={}, cwd=None, output=lambda stream, data: None)
+
+    run(scenario)
