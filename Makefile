@@ -1,0 +1,50 @@
+# Two commands do what most people want: `make demo` and `make test`. Each makes .venv when it is missing.
+#
+#   make demo      set up, build the default models, embed, rerank, generate, kill a worker on purpose
+#   make test      set up, lint, and pass every test that this machine can run
+#   make lint      ruff, mypy --strict, import contracts
+#   make doctor    what this machine can run and what is wrong with it
+#   make goldens   recompute the golden files (needs torch and transformers in .venv-reference)
+#   make hw-cuda   hardware tests on an NVIDIA GPU; fails rather than skips without one
+#   make hw-ane    hardware tests on the Apple Neural Engine; fails rather than skips without one
+#   make hw-metal  hardware tests on Metal; fails rather than skips without it
+
+PYTHON ?= python3
+ifeq ($(OS),Windows_NT)
+  BIN := .venv/Scripts
+else
+  BIN := .venv/bin
+endif
+REFERENCE ?= .venv-reference/bin/python
+GOLDENS := $(wildcard tests/*/make_goldens.py)
+
+.PHONY: setup demo test lint doctor goldens hw-cuda hw-ane hw-metal
+
+setup:
+	@$(PYTHON) scripts/setup.py
+
+demo: setup
+	@$(BIN)/python -m synapse_host demo
+
+test: lint
+	@$(BIN)/python -m pytest
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+doctor: setup
+	@$(BIN)/python -m synapse_host doctor
+
+goldens:
+	@for script in $(GOLDENS); do echo "$$script"; $(REFERENCE) $$script || exit 1; done
+
+hw-cuda: setup
+	@$(BIN)/python -m pytest -m cuda --hw=cuda
+
+hw-ane: setup
+	@$(BIN)/python -m pytest -m ane --hw=ane
+
+hw-metal: setup
+	@$(BIN)/python -m pytest -m metal --hw=metal
