@@ -1,0 +1,76 @@
+"""Run in a child: one long embedding while another Python thread counts. Prints one JSON line.
+
+    python tests/conformance/gil_probe.py '{"factory": "package.module:Class", "device": .., "path": .., ...}'
+
+``ticks`` is how often the other thread got to run during the call, ``longest_gap_s`` the longest time it could not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from engines.protocol.messages import Load, Pooling
+from engines.runtime.batch import TokenBatch
+from engines.runtime.engine import WorkerOptions
+from engines.runtime.progress import silent
+
+
+class Ticker(threading.Thread):
+    """Sleeps a millisecond at a time and remembers when it woke."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.at: list[float] = []
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        while not self.done.wait(0.001):
+            self.at.append(time.perf_counter())
+
+
+def main(task: dict[str, object]) -> None:
+    """Load, then embed under observation."""
+    module, _, name = str(task["factory"]).partition(":")
+    manifest = task.get("manifest")
+    options = WorkerOptions(device=str(task["device"]), manifest=Path(str(manifest)) if manifest else None)
+    engine = getattr(importlib.import_module(module), name)(options)
+    request = Load(
+        req_id="load",
+        artifact_path=str(task["path"]),
+        artifact_digest=str(task["digest"]),
+        format=str(task["format"]),
+        runtime_config=dict(task["config"]),  # type: ignore[call-overload]
+    )
+    model = engine.load(request, progress=silent())
+    rows, length = int(task["rows"]), int(task["length"])  # type: ignore[call-overload]
+    ids = np.random.default_rng(0).integers(5, int(task["vocab"]), rows * length).astype(np.int32)  # type: ignore[call-overload]
+    batch = TokenBatch(ids, np.arange(0, rows * length + 1, length, dtype=np.int32))
+
+    def embed(part: TokenBatch) -> None:
+        model.embed(part, pooling=Pooling.MEAN, normalize=True, packed_width=None, progress=silent())
+
+    embed(TokenBatch(ids[:length], batch.cu_seqlens[:2]))  # whatever is set up once is set up now
+    ticker = Ticker()
+    ticker.start()
+    started = time.perf_counter()
+    embed(batch)
+    ended = time.perf_counter()
+    ticker.done.set()
+    ticker.join()
+    at = [started, *(t for t in ticker.at if started <= t <= ended), ended]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
+    model.close()
+    engine.close()
+    print(json.dumps({"call_s": ended - started, "ticks": len(at) - 2, "longest_gap_s": max(gaps)}))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
