@@ -1,0 +1,209 @@
+"""The only file that touches onnxruntime, the NVIDIA driver and the CUDA runtime.
+
+Sources, one tag a call:
+[D] NVIDIA CUDA driver API and [R] runtime API, as cuda-python wraps them: a tuple of status and results, and an
+exception where there is no driver; [P] onnxruntime Python API reference; [K] onnxruntime_session_options_config_keys.h and
+onnxruntime_run_options_config_keys.h; [E] onnxruntime's CUDA execution provider page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.cuda.faults import refuse
+from engines.cuda.floor import LINUX, WINDOWS, Facts
+from engines.protocol.errors import EngineError, ErrorCode
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from engines.cuda.graph import Graph
+
+
+def missing_package() -> str | None:
+    """Return the Python package the lane lacks, without importing any."""
+    return next((name for name in ("onnxruntime", "onnx") if importlib.util.find_spec(name) is None), None)
+
+
+def driver_facts(index: int) -> Facts:
+    """Ask the driver about device *index*; opens no context and no artifact."""
+    if importlib.util.find_spec("cuda.bindings" if importlib.util.find_spec("cuda") else "cuda") is None:
+        return Facts(driver_api=sys.maxsize, capability=(99, 0), missing="cuda-python")
+    from cuda.bindings import driver
+
+    try:
+        if driver.cuInit(0)[0]:  # [D] cuInit: before any other driver call
+            return Facts()
+        status, version = driver.cuDriverGetVersion()  # [D] cuDriverGetVersion: 1000 x major + 10 x minor
+        status, device = driver.cuDeviceGet(index)  # [D] cuDeviceGet
+        if status:
+            return Facts(driver_api=int(version))
+        attribute = driver.CUdevice_attribute
+        # [D] cuDeviceGetAttribute, attributes 75 and 76
+        major = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)[1]
+        minor = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)[1]
+        name = driver.cuDeviceGetName(64, device)[1]  # [D] cuDeviceGetName
+    except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError: no libcuda at all
+        return Facts()
+    return Facts(int(version), (int(major), int(minor)), missing_library(), bytes(name).rstrip(b"\0 ").decode())
+
+
+def missing_library() -> str | None:
+    """Open the provider's libraries and return the first that can't be; pip's wheels keep them in nvidia/cu13.
+
+    Loaded here by full path, they satisfy the provider's own lookup by name later, whatever the search path says.
+    """
+    folder, names, provider = WINDOWS if sys.platform == "win32" else LINUX
+    for name in names:
+        wheels = [str(path) for root in sys.path if (path := Path(root, folder, name)).is_file()]
+        for candidate in (*wheels, name):
+            try:
+                ctypes.CDLL(candidate)
+            except OSError:
+                continue
+            break
+        else:
+            return name
+    runtime = importlib.util.find_spec("onnxruntime")
+    found = runtime is not None and runtime.origin and Path(runtime.origin).parent.joinpath("capi", provider).is_file()
+    return None if found else "onnxruntime-gpu"
+
+
+def session(graph: Graph, *, threads: int, cuda: dict[str, str] | None = None) -> Any:
+    """Create a session: on the CPU with *threads*, or on the GPU with provider options *cuda* and nothing else.
+
+    Raises EngineError; a CPU fallback of any node is one (``backend_missing``).
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()  # [P] SessionOptions
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.enable_mem_pattern = False  # [P]: patterns are cached per input shape, and shapes vary here
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # [K]: idle threads give their core away
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")  # [K]
+    names = list(graph.weights)
+    values = [ort.OrtValue.ortvalue_from_numpy(graph.weights[name]) for name in names]  # [P]: no copy on the CPU
+    options.add_external_initializers(names, values)  # [P]
+    providers: list[Any] = ["CPUExecutionProvider"]
+    if cuda is not None:
+        # [K]: creation fails when a node would land on the CPU; without it onnxruntime falls back and says nothing.
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        providers = [("CUDAExecutionProvider", cuda)]  # [E] options
+    try:
+        made = ort.InferenceSession(graph.model, options, providers, enable_fallback=0)  # [P] InferenceSession
+    except Exception as exc:  # onnxruntime's exception classes share no base below Exception
+        refuse(exc, creating=True)
+    wanted = providers[0][0] if cuda is not None else providers[0]
+    # [P] get_provider_graph_assignment_info: which provider every node went to, after graph optimisation
+    elsewhere = {part.ep_name for part in made.get_provider_graph_assignment_info()} - {wanted}
+    if made.get_providers()[0] != wanted or elsewhere:
+        raise EngineError(
+            ErrorCode.BACKEND_MISSING, f"onnxruntime placed nodes on {sorted(elsewhere)}, not on {wanted}"
+        )
+    made.disable_fallback()  # [P]: run() must not retry on the CPU either
+    return made
+
+
+class Binding:
+    """Inputs and output of one shape, by address: nothing is copied or allocated by onnxruntime."""
+
+    def __init__(self, made: Any, device: str, index: int) -> None:
+        import numpy as np
+
+        self._np, self._session, self._device, self._index = np, made, device, index
+        self._binding = made.io_binding()  # [P] InferenceSession.io_binding
+
+    def input(self, name: str, shape: tuple[int, ...], address: int, *, host: bool = False) -> None:
+        """Bind an int32 input; *host* memory is read by the CPU side of an operator, also on the GPU."""
+        where, index = ("cpu", 0) if host else (self._device, self._index)
+        self._binding.bind_input(name, where, index, self._np.int32, shape, address)  # [P] IOBinding.bind_input
+
+    def output(self, name: str, shape: tuple[int, ...], address: int) -> None:
+        """Bind the float32 output."""
+        self._binding.bind_output(name, self._device, self._index, self._np.float32, shape, address)  # [P]
+
+    def run(self, entries: dict[str, str]) -> None:
+        """Run with run option *entries*. On the GPU this submits and returns. Raises EngineError."""
+        import onnxruntime as ort
+
+        options = ort.RunOptions()  # [P] RunOptions
+        for key, value in entries.items():
+            options.add_run_config_entry(key, value)  # [K]
+        try:
+            self._session.run_with_iobinding(self._binding, options)  # [P]
+        except Exception as exc:  # as in session(): no common base class
+            refuse(exc)
+
+
+class Cuda:
+    """One device's stream, memory and events; no arithmetic happens here."""
+
+    def __init__(self, index: int) -> None:
+        from cuda.bindings import runtime
+
+        self._rt, self.index = runtime, index
+        self._call(runtime.cudaSetDevice(index))  # [R]: makes the primary context, the one onnxruntime uses, current
+        self.stream = self._call(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking))  # [R]
+
+    def _call(self, result: Any) -> Any:
+        status = int(result[0])
+        if status:
+            refuse(RuntimeError(f"CUDA error {status}: {result[0].name}"))
+        return result[1] if len(result) > 1 else None
+
+    def pinned(self, size: int) -> tuple[npt.NDArray[Any], int]:
+        """Return (uint8 array, address) of page-locked host memory."""
+        import numpy as np
+
+        address = int(self._call(self._rt.cudaHostAlloc(size, self._rt.cudaHostAllocDefault)))  # [R]
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)), address
+
+    def memory(self, size: int) -> int:
+        """Return the address of device memory."""
+        return int(self._call(self._rt.cudaMalloc(size)))  # [R]
+
+    def event(self) -> Any:
+        """Return an event whose waiter sleeps instead of spinning."""
+        flags = self._rt.cudaEventBlockingSync | self._rt.cudaEventDisableTiming
+        return self._call(self._rt.cudaEventCreateWithFlags(flags))  # [R]
+
+    def upload(self, device: int, host: int, size: int) -> None:
+        """Queue a copy to the device."""
+        kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self._call(
+            self._rt.cudaMemcpyAsync(device, host, size, kind, self.stream)
+        )  # [R]: asynchronous from pinned memory
+
+    def download(self, host: int, device: int, size: int) -> None:
+        """Queue a copy to the host."""
+        kind = self._rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        self._call(self._rt.cudaMemcpyAsync(host, device, size, kind, self.stream))  # [R]
+
+    def record(self, event: Any) -> None:
+        """Mark the queue's current end."""
+        self._call(self._rt.cudaEventRecord(event, self.stream))  # [R]
+
+    def wait(self, event: Any) -> None:
+        """Sleep until everything before *event* has finished."""
+        self._call(self._rt.cudaEventSynchronize(event))  # [R]
+
+    def used(self) -> int:
+        """Return bytes in use on the device, by anyone."""
+        result = self._rt.cudaMemGetInfo()  # [R]
+        self._call(result)
+        return int(result[2]) - int(result[1])
+
+    def free(self, *, pinned: tuple[int, ...] = (), device: tuple[int, ...] = (), events: tuple[Any, ...] = ()) -> None:
+        """Release memory and events; the stream goes with the process."""
+        for address in pinned:
+            self._call(self._rt.cudaFreeHost(address))  # [R]
+        for address in device:
+            self._call(self._rt.cudaFree(address))  # [R]
+        for event in events:
+            self._call(self._rt.cudaEventDestroy(event))  # [R]

@@ -1,0 +1,159 @@
+"""Which rows run together: a pure function of the lengths and a policy (llama-cuda.md 8.3).
+
+Rows are ordered by length, stably. On the GPU a row's width is the next step of a ladder, so few shapes exist;
+neighbouring groups merge while that wastes less than a launch costs, and a group is cut where it passes the token
+budget. On the CPU shapes cost nothing, so widths are exact and a bucket is simply as many neighbours as fit a small
+budget (models.md 7.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from engines.runtime.batch import IntArray
+
+    Order = npt.NDArray[np.intp]
+
+LADDER: Final = (
+    16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
+)  # fmt: skip
+ROW_STEPS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+MERGE_CELLS: Final = 128
+"""Cells a merge may add in all before a launch would have been cheaper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How rows become buckets.
+
+    ``tokens``: most cells (rows x width) of a bucket; a longer row runs alone. ``ladder``: widths; empty: exact ones.
+    ``multiple``: with an empty ladder, widths above ``free`` are rounded up to it (block-local attention needs that).
+    ``score_bytes``: budget of a kernel that materialises scores, rows x ``heads`` x width² x 2 bytes; 0 for none.
+    """
+
+    tokens: int
+    ladder: tuple[int, ...] = LADDER
+    merge_cells: int = MERGE_CELLS
+    rows: int = 512
+    multiple: int = 1
+    free: int = 0
+    heads: int = 1
+    score_bytes: int = 0
+
+    def max_rows(self, width: int) -> int:
+        """Rows of *width* that a bucket may hold, at least one."""
+        rows = min(self.rows, self.tokens // width)
+        if self.score_bytes:
+            rows = min(rows, self.score_bytes // (self.heads * width * width * 2))
+        return max(1, rows)
+
+    def widths(self, lengths: IntArray) -> IntArray:
+        """Return the width each length runs at, int32, same shape."""
+        import numpy as np
+
+        if self.ladder:
+            ladder = np.asarray(self.ladder, np.int32)
+            step = np.minimum(np.searchsorted(ladder, lengths), len(ladder) - 1)
+            return np.maximum(ladder[step], lengths).astype(np.int32)
+        if self.multiple == 1:
+            return lengths.astype(np.int32)
+        rounded = -(-lengths // self.multiple) * self.multiple
+        return np.where(lengths <= self.free, lengths, rounded).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Rows ``order[start:stop]``, right-padded to *width* tokens."""
+
+    start: int
+    stop: int
+    width: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of this bucket."""
+        return self.stop - self.start
+
+    def halves(self) -> tuple[Bucket, Bucket]:
+        """Cut in two, for a device that ran out of memory; needs two rows."""
+        middle = (self.start + self.stop) // 2
+        return Bucket(self.start, middle, self.width), Bucket(middle, self.stop, self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``order``: intp (rows,), original row of each sorted place; ``buckets`` cover it once, from start to end."""
+
+    order: Order
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def cells(self) -> int:
+        """Tokens computed, padding included."""
+        return sum(bucket.rows * bucket.width for bucket in self.buckets)
+
+
+def ladder_up_to(widest: int, *, multiple: int = 1, free: int = 0) -> tuple[int, ...]:
+    """Return the ladder of a model whose rows are at most *widest*; steps above *free* are rounded up to *multiple*."""
+    steps = [step for step in LADDER if step < widest] + [widest]
+    return tuple(sorted({step if step <= free else -(-step // multiple) * multiple for step in steps}))
+
+
+def plan(lengths: IntArray, policy: Policy) -> Plan:
+    """Return the plan for rows of *lengths*, int32 (rows,), each at least 1. Equal input gives an equal plan."""
+    import numpy as np
+
+    order = np.argsort(lengths, kind="stable")
+    widths = policy.widths(lengths[order])
+    groups = _merged(widths, policy.merge_cells) if policy.ladder else iter([(0, len(widths))])
+    cut = _cut_even if policy.ladder else _cut_greedy
+    buckets = [bucket for start, stop in groups for bucket in cut(widths, start, stop, policy)]
+    return Plan(order, tuple(buckets))
+
+
+def _merged(widths: IntArray, merge_cells: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of groups of equal width, merged into the next one while all merges together stay cheap."""
+    import numpy as np
+
+    edges = [0, *(np.flatnonzero(np.diff(widths)) + 1).tolist(), len(widths)]
+    start, added = 0, 0
+    for edge, following in pairwise(edges[1:]):
+        # Widening everything collected so far to the next group's width.
+        more = (edge - start) * int(widths[following - 1] - widths[edge - 1])
+        if added + more < merge_cells:
+            added += more
+        else:
+            yield start, edge
+            start, added = edge, 0
+    yield start, len(widths)
+
+
+def _cut_even(widths: IntArray, start: int, stop: int, policy: Policy) -> Iterator[Bucket]:
+    """Cut a group of one width into as few pieces as the budget allows, of nearly equal size."""
+    width, rows = int(widths[stop - 1]), stop - start
+    pieces = -(-rows // policy.max_rows(width))
+    edges = [start + rows * piece // pieces for piece in range(pieces + 1)]
+    for low, high in pairwise(edges):
+        yield Bucket(low, high, width)
+
+
+def _cut_greedy(widths: IntArray, start: int, stop: int, policy: Policy) -> Iterator[Bucket]:
+    """Take as many neighbours as fit the budget at the widest one's width, from the shortest on."""
+    import numpy as np
+
+    while start < stop:
+        window = widths[start : min(stop, start + policy.max_rows(int(widths[start])))].astype(np.int64)
+        rows = np.arange(1, len(window) + 1)
+        fits = rows * window <= policy.tokens
+        if policy.score_bytes:
+            fits &= rows * window * window * (2 * policy.heads) <= policy.score_bytes
+        taken = max(1, int(np.count_nonzero(fits)))
+        yield Bucket(start, start + taken, int(widths[start + taken - 1]))
+        start += taken

@@ -1,0 +1,124 @@
+"""The owned worker: identity, hardware floor, LOAD. Nothing heavy is imported before LOAD."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final, cast
+
+from engines.bundle import manifest as bundles
+from engines.bundle.manifest import Bundle, BundleError
+from engines.cuda import floor
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import Request
+from engines.runtime.engine import OWNED_SERVING, Engine, EngineIdentity, Probe, WorkerOptions
+
+if TYPE_CHECKING:
+    from engines.cuda.graph import Precision
+    from engines.protocol.messages import Load
+    from engines.runtime.engine import Model
+    from engines.runtime.progress import ProgressReporter
+
+PRECISION_VARIABLE: Final = "SYNAPSE_CUDA_PRECISION"
+"""f16 or f32: HELLO names the numerics, so they are chosen before LOAD. f32 on the GPU is the oracle."""
+
+
+class CudaEngine(Engine):
+    """onnxruntime on the GPU, or with ``--device cpu`` the portable onnx-cpu lane: same graphs, same loop."""
+
+    name: ClassVar[str] = "owned-cuda"
+    serves: ClassVar[frozenset[type[Request]]] = OWNED_SERVING
+    max_models: ClassVar[int | None] = 1
+    ref_prefix: ClassVar[str] = "owned-cuda"
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self.options = options
+        self.on_cpu = options.device == "cpu"
+        self.precision: Precision = self._precision()
+        self._bundle: Bundle | None = None
+        self._bundle_error = "the worker was started without --manifest"
+        if options.manifest is not None:
+            try:
+                self._bundle = bundles.read(options.manifest)
+            except BundleError as exc:
+                # HELLO goes out without a digest: a deployment error for the host. Dying here would be a strike.
+                self._bundle_error = str(exc)
+
+    def identity(self) -> EngineIdentity:
+        """Return what HELLO says, from metadata, the manifest and this package's source only."""
+        version = runtime_version()
+        flags = {
+            "backend": "cpu" if self.on_cpu else "cuda",
+            "family": "worker",
+            "dtype": self.precision,
+            "device": self.options.device,
+            "risk_class": "abort_capable",
+        }
+        if self.on_cpu:
+            flags["hardware_floor"] = "skipped"
+        else:
+            flags["minimum_cuda_driver_api"] = str(floor.MIN_DRIVER_API)
+            flags["minimum_device_cc"] = "{}.{}".format(*floor.MIN_CAPABILITY)
+        return EngineIdentity(
+            engine=self.name,
+            version=f"onnxruntime-{version}",
+            build_flags=flags,
+            manifest_digest=self._bundle.digest if self._bundle is not None else None,
+            kernel_revision=kernel_revision(version, self.options.device, self.precision),
+        )
+
+    def probe_floor(self) -> Probe:
+        """Return the floor's verdict; on the CPU only the runtime must be there."""
+        from engines.cuda import binding
+
+        if self.on_cpu:
+            return floor.skipped(binding.missing_package())
+        index = int(self.options.device.partition(":")[2] or 0)
+        return floor.judge(binding.driver_facts(index))
+
+    def load(self, request: Load, *, progress: ProgressReporter) -> Model:
+        """Verify and load one package; see :mod:`engines.cuda.load`."""
+        from engines.cuda.load import check_request, load
+
+        if self.options.device.partition(":")[0] not in ("cpu", "cuda"):
+            raise EngineError(
+                ErrorCode.BACKEND_MISSING, f"backend_unavailable: no {self.options.device} in this worker"
+            )
+        check_request(request)
+        if self._bundle is None:
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, self._bundle_error)
+        return load(
+            request, self._bundle, device=self.options.device, precision=self.precision, probe=self.probe_floor,
+            progress=progress,
+        )  # fmt: skip
+
+    def _precision(self) -> Precision:
+        text = os.environ.get(PRECISION_VARIABLE, "f32" if self.on_cpu else "f16")
+        if text not in ("f32", "f16"):
+            print(f"{PRECISION_VARIABLE}={text!r} must be f32 or f16", file=sys.stderr)
+            raise SystemExit(2)
+        return cast("Precision", text)
+
+
+def kernel_revision(version: str, device: str, precision: str) -> str:
+    """Name the numerics: graph builder source, runtime version, kind of device, precision (protocol-v3, 2)."""
+    from engines.cuda.revision import source_revision
+
+    return f"graph-{source_revision()}/onnxruntime-{version}/{device.partition(':')[0]}/{precision}"
+
+
+def runtime_version() -> str:
+    """Return the installed onnxruntime's version from its metadata folder's name; the library isn't imported for HELLO.
+
+    importlib.metadata would cost every spawn some 20 ms of imports for the same answer.
+    """
+    for root in sys.path:
+        try:
+            names = os.listdir(root or ".")  # noqa: PTH208 - names only, no Path objects on the way to HELLO
+        except OSError:
+            continue
+        for name in names:
+            if name.startswith(("onnxruntime_gpu-", "onnxruntime-")) and name.endswith(".dist-info"):
+                return Path(name).stem.partition("-")[2]
+    return "missing"

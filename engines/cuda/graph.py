@@ -1,0 +1,424 @@
+"""ONNX graphs written node by node with the ``onnx`` helpers, in memory, at LOAD: no exporter, no torch.
+
+What every family shares lives here: the builder, dense layers, norms, masks, pooling, the L2 form and the read-outs.
+The families are :mod:`graph_bert`, :mod:`graph_modernbert` and :mod:`graph_qwen3`; :func:`build` picks one.
+
+Rules of every graph (llama-cuda.md 8.5): int32 inputs; no Shape node and no arithmetic on shapes (reshapes are
+constants of 0 and -1), so no node needs the host; heads, L2 and logits in float32; raw logits out, never a sigmoid.
+Weights are external initializers handed over as arrays, so a graph of any size serialises to a few kilobytes and mapped
+tensors aren't copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from engines.protocol.errors import EngineError, ErrorCode
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+OPSET: Final = 20
+"""Standard operators: 20 brought Gelu; LayerNormalization is older."""
+IR_VERSION: Final = 10
+CONTRIB: Final = "com.microsoft"
+
+Precision = Literal["f32", "f16"]
+Attention = Literal["plain", "fused", "packed"]
+MASKED: Final = -10000.0
+"""Additive mask value (llama-cuda.md 6.4.4): finite in float16, and exp() of it is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Which graph of a model: *precision* of storage and products, *attention* operators, *window* layers present.
+
+    ``plain``: standard operators only. ``fused``: onnxruntime's attention and skip-norm operators, right-padded rows.
+    ``packed``: rows end to end without padding (BERT on CUDA). ``window``: ModernBERT's local layers run block-local
+    and S must be a multiple of the half window; without it S must be so small that the window covers every pair.
+    """
+
+    precision: Precision = "f32"
+    attention: Attention = "plain"
+    window: bool = False
+    fused_qk_norm: bool = False
+    """Qwen3: norm weights inside GroupQueryAttention, which only the CUDA kernel takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the builders need to know of a manifest: plain values, so that tests make them by hand."""
+
+    family: str
+    task: str
+    dims: int
+    config: Mapping[str, Any]
+    pooling: str = "mean"
+    normalize: bool = True
+    token_types: bool = False
+    head: Mapping[str, Any] = field(default_factory=dict)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a whole number of the checkpoint's config."""
+        return int(self.value(key, default))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number; manifests store non-integers as strings."""
+        return float(self.value(key, default))
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return a config value; a missing one without a default is ``artifact_invalid``."""
+        found = self.config.get(key)
+        if found is None:
+            if default is None:
+                raise EngineError(ErrorCode.ARTIFACT_INVALID, f"the model's config lacks {key!r}")
+            return default
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A finished graph. ``model``: serialised ModelProto; ``weights``: name -> array, the external initializers."""
+
+    model: bytes
+    weights: dict[str, Array]
+    inputs: tuple[str, ...]
+    output: str
+    variant: Variant
+
+
+class WeightStore:
+    """Tensors of one checkpoint, converted once and shared by every graph of the model.
+
+    ``on_tensor`` is called after each finished conversion: one unit of LOAD's progress.
+    """
+
+    def __init__(self, tensors: Mapping[str, Array], precision: Precision, on_tensor: Callable[[], None] | None = None):
+        import numpy as np
+
+        self.tensors = tensors
+        self.dtype = np.dtype(np.float16 if precision == "f16" else np.float32)
+        self._cache: dict[str, Array] = {}
+        self._on_tensor = on_tensor
+
+    def raw(self, name: str, shape: tuple[int, ...] | None = None) -> Array:
+        """Return a stored tensor, its shape checked; a missing or misshapen one is ``artifact_invalid``."""
+        try:
+            array = self.tensors[name]
+        except KeyError:
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, f"head_tensor_missing: the package lacks {name}") from None
+        if shape is not None and tuple(array.shape) != shape:
+            raise EngineError(
+                ErrorCode.ARTIFACT_INVALID, f"head_tensor_missing: {name} is {tuple(array.shape)}, expected {shape}"
+            )
+        return array
+
+    def get(self, key: str, make: Callable[[], Array], *, f32: bool = False) -> Array:
+        """Return the array cached as *key*, else make it in the storage dtype (float32 where *f32*)."""
+        import numpy as np
+
+        array = self._cache.get(key)
+        if array is None:
+            array = np.asarray(make())
+            dtype = np.dtype(np.float32) if f32 else self.dtype
+            if dtype == np.float16 and array.dtype != np.float16:
+                # 6.4.6: beyond 65504 a float16 is infinity without a word. Refuse it here, by name.
+                peak = float(np.abs(array).max(initial=0.0))
+                if not peak <= 65504.0:
+                    raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{key} holds {peak:g}, beyond float16's range")
+            array = np.require(array, dtype, "C")
+            self._cache[key] = array
+            if self._on_tensor is not None:
+                self._on_tensor()
+        return array
+
+
+class GraphBuilder:
+    """Collects nodes and weights; every method returns the name of a value."""
+
+    def __init__(self, spec: ModelSpec, store: WeightStore, variant: Variant) -> None:
+        from onnx import TensorProto, helper, numpy_helper
+
+        self.spec = spec
+        self.store = store
+        self.variant = variant
+        self._helper, self._numpy, self._proto = helper, numpy_helper, TensorProto
+        self.float_type: int = TensorProto.FLOAT16 if variant.precision == "f16" else TensorProto.FLOAT
+        self._nodes: list[Any] = []
+        self._initializers: dict[str, Any] = {}
+        self._weights: dict[str, Array] = {}
+        self._inputs: list[Any] = []
+        self._counter = 0
+        self._shared: dict[Any, str] = {}
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def input(self, name: str, shape: Sequence[str | int]) -> str:
+        """Declare an int32 graph input."""
+        self._inputs.append(self._helper.make_tensor_value_info(name, self._proto.INT32, list(shape)))
+        return name
+
+    def ints(self, *values: int) -> str:
+        """Return an int64 vector constant (axes, shapes, starts)."""
+        import numpy as np
+
+        return self._inline("i_" + "_".join(str(v).replace("-", "m") for v in values), np.array(values, np.int64))
+
+    def scalar(self, value: float, kind: Literal["f", "f32", "f64", "i32"] = "f") -> str:
+        """Return a constant of shape (1,), in the compute dtype unless *kind* says otherwise."""
+        import numpy as np
+
+        names = {"f": self.store.dtype.name, "f32": "float32", "f64": "float64", "i32": "int32"}
+        array = np.array([value], np.dtype(names[kind]))
+        return self._inline(f"c_{array.dtype.name}_{value!r}", array)
+
+    def constant(self, name: str, array: Array) -> str:
+        """Return a small constant stored inside the graph."""
+        return self._inline(name, array)
+
+    def _inline(self, name: str, array: Array) -> str:
+        if name not in self._initializers:
+            self._initializers[name] = self._numpy.from_array(array, name)
+        return name
+
+    def weight(self, name: str, shape: tuple[int, ...] | None = None, *, f32: bool = False) -> str:
+        """Return a checkpoint tensor as it is stored."""
+        return self.derived(name, lambda: self.store.raw(name, shape), f32=f32)
+
+    def derived(self, key: str, make: Callable[[], Array], *, f32: bool = False) -> str:
+        """Return a tensor made of checkpoint tensors once (transposed, joined, scaled) under *key*."""
+        key = key + ":f32" if f32 and self.variant.precision == "f16" else key
+        array = self.store.get(key, make, f32=f32)
+        if key not in self._weights:
+            self._weights[key] = array
+            proto = self._proto(name=key, data_type=self._helper.np_dtype_to_tensor_dtype(array.dtype))
+            proto.dims.extend(array.shape)
+            proto.data_location = self._proto.EXTERNAL
+            for k, v in (("location", "memory"), ("offset", "0"), ("length", str(array.nbytes))):
+                proto.external_data.add(key=k, value=v)
+            self._initializers[key] = proto
+        return key
+
+    def op(self, kind: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
+        """Add a node with one output and return the output's name."""
+        return self.ops(kind, *inputs, outputs=1, domain=domain, **attributes)[0]
+
+    def once(self, kind: str, *inputs: str, **attributes: Any) -> str:
+        """Like :meth:`op`, but the same call returns the same value."""
+        key = (kind, *inputs, *sorted(attributes.items()))
+        if key not in self._shared:
+            self._shared[key] = self.op(kind, *inputs, **attributes)
+        return self._shared[key]
+
+    def ops(
+        self, kind: str, *inputs: str, outputs: int, domain: str = "", unused: Sequence[int] = (), **attributes: Any
+    ) -> list[str]:
+        """Add a node with several outputs; those in *unused* are left empty."""
+        self._counter += 1
+        names = [f"{kind}_{self._counter}" + (f"_{i}" if outputs > 1 else "") for i in range(outputs)]
+        names = ["" if i in unused else name for i, name in enumerate(names)]
+        node = self._helper.make_node(kind, list(inputs), names, name=f"n{self._counter}_{kind}", domain=domain)
+        for key, value in attributes.items():
+            node.attribute.append(self._helper.make_attribute(key, value))
+        self._nodes.append(node)
+        return names
+
+    def finish(self, value: str, name: str, shape: Sequence[str | int]) -> Graph:
+        """Name the float32 output and serialise."""
+        self._nodes.append(self._helper.make_node("Identity", [value], [name], name="output"))
+        output = self._helper.make_tensor_value_info(name, self._proto.FLOAT, list(shape))
+        graph = self._helper.make_graph(
+            self._nodes,
+            f"{self.spec.family}-{self.spec.task}",
+            self._inputs,
+            [output],
+            list(self._initializers.values()),
+        )
+        opsets = [self._helper.make_opsetid("", OPSET), self._helper.make_opsetid(CONTRIB, 1)]
+        model = self._helper.make_model(
+            graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="synapse-workers"
+        )
+        inputs = tuple(info.name for info in self._inputs)
+        return Graph(model.SerializeToString(deterministic=True), self._weights, inputs, name, self.variant)
+
+    # -- layers ------------------------------------------------------------------------------------------------------
+
+    def linear(self, x: str, name: str, *, out: int, into: int, f32: bool = False) -> str:
+        """Multiply by a dense layer's weight, stored (out, in) by the checkpoint; no bias."""
+        return self.op("MatMul", x, self.derived(name + ":T", lambda: self.store.raw(name, (out, into)).T, f32=f32))
+
+    def add(self, x: str, y: str) -> str:
+        """Add."""
+        return self.op("Add", x, y)
+
+    def layer_norm(self, x: str, prefix: str, *, eps: float, bias: bool, f32: bool = False) -> str:
+        """Normalise over the last axis, statistics in float32."""
+        hidden = self.spec.integer("hidden_size")
+        inputs = [x, self.weight(prefix + ".weight", (hidden,), f32=f32)]
+        if bias:
+            inputs.append(self.weight(prefix + ".bias", (hidden,), f32=f32))
+        return self.op("LayerNormalization", *inputs, axis=-1, epsilon=float(eps), stash_type=1)
+
+    def skip_layer_norm(self, x: str, skip: str, prefix: str, *, eps: float, bias: str | None) -> str:
+        """Normalise ``x + skip (+ bias)``: one kernel where the variant has it."""
+        hidden = self.spec.integer("hidden_size")
+        gamma, beta = self.weight(prefix + ".weight", (hidden,)), self.weight(prefix + ".bias", (hidden,))
+        if self.variant.attention == "plain":
+            total = self.add(self.add(x, bias) if bias else x, skip)
+            return self.op("LayerNormalization", total, gamma, beta, axis=-1, epsilon=float(eps), stash_type=1)
+        inputs = [x, skip, gamma, beta] + ([bias] if bias else [])
+        return self.op("SkipLayerNormalization", *inputs, domain=CONTRIB, epsilon=float(eps))
+
+    def gelu(self, x: str) -> str:
+        """Gelu by the exact error function."""
+        return self.op("Gelu", x, approximate="none")
+
+    def float32(self, x: str) -> str:
+        """Cast to float32 where the body computes in float16."""
+        return x if self.variant.precision == "f32" else self.op("Cast", x, to=self._proto.FLOAT)
+
+    def cast(self, x: str, to: Literal["f", "f32", "f64", "i32", "i64"]) -> str:
+        """Cast to the compute dtype or a named one."""
+        kinds = {
+            "f": self.float_type, "f32": self._proto.FLOAT, "f64": self._proto.DOUBLE,
+            "i32": self._proto.INT32, "i64": self._proto.INT64,
+        }  # fmt: skip
+        return self.op("Cast", x, to=kinds[to])
+
+    # -- masks -------------------------------------------------------------------------------------------------------
+
+    def real_positions(self, positions: str, lens: str) -> str:
+        """Return bool (B, S): column < length. Never derived from the pad id (6.4.1)."""
+        return self.op("Less", positions, self.op("Unsqueeze", lens, self.ints(1)))
+
+    def additive(self, real: str) -> str:
+        """Return 0 where *real*, the finite mask value elsewhere, in the compute dtype."""
+        return self.op("Where", real, self.scalar(0.0), self.scalar(MASKED))
+
+    # -- output stage (6.6) ------------------------------------------------------------------------------------------
+
+    def pool(self, states: str, real: str, lens: str, pooling: str) -> str:
+        """Return float32 (B, H) of states (B, S, H): ``cls``, ``mean`` over real positions, or the ``last``."""
+        if pooling == "cls":
+            return self.float32(self.op("Gather", states, self.constant("zero", _int64(0)), axis=1))
+        if pooling == "mean":
+            # Weights 1/len at real positions and 0 elsewhere: one small product, and padding can't leak into it.
+            count = self.op("Unsqueeze", self.cast(lens, "f32"), self.ints(1))
+            weights = self.op("Div", self.cast(real, "f32"), count)
+            pooled = self.op("MatMul", self.op("Unsqueeze", weights, self.ints(1)), self.float32(states))
+            return self.op("Squeeze", pooled, self.ints(1))
+        if pooling == "last":
+            return self.float32(self.last_states(states, lens))
+        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"pooling {pooling!r} is not mean, cls or last")
+
+    def last_states(self, states: str, lens: str) -> str:
+        """Return (B, H): each row's state at its last real position."""
+        last = self.cast(self.op("Sub", lens, self.scalar(1, "i32")), "i64")
+        return self.op("GatherND", states, self.op("Unsqueeze", last, self.ints(1)), batch_dims=1)
+
+    def embedding(self, pooled: str) -> Graph:
+        """Finish an embedding graph, with L2 where the manifest asks: norm in float64, at least 1e-12 (6.6)."""
+        if self.spec.normalize:
+            norm = self.op("ReduceL2", self.cast(pooled, "f64"), self.ints(-1), keepdims=1)
+            norm = self.cast(self.op("Max", norm, self.scalar(1e-12, "f64")), "f32")
+            pooled = self.op("Div", pooled, norm)
+        return self.finish(pooled, "embedding", ["B", self.spec.dims])
+
+    def logit(self, values: str) -> Graph:
+        """Finish a reranking graph with raw logits (B, 1)."""
+        return self.finish(values, "logits", ["B", 1])
+
+    # -- attention ---------------------------------------------------------------------------------------------------
+
+    def split_heads(self, qkv: str, heads: int, head_dim: int) -> tuple[str, str, str]:
+        """Turn (B, S, 3·H) into q, k, v of (B, heads, S, head_dim)."""
+        parts = self.ops("Split", qkv, axis=2, num_outputs=3, outputs=3)
+        q, k, v = (self.heads_first(self.op("Reshape", part, self.ints(0, 0, heads, head_dim))) for part in parts)
+        return q, k, v
+
+    def heads_first(self, x: str) -> str:
+        """(B, S, heads, d) -> (B, heads, S, d)."""
+        return self.op("Transpose", x, perm=[0, 2, 1, 3])
+
+    def attend(self, q: str, k: str, v: str, mask: str | None, *, rank: int = 4) -> str:
+        """Plain attention on (…, S, d) operands of *rank*; *q* is already scaled, *mask* additive and broadcast."""
+        scores = self.op("MatMul", q, self.op("Transpose", k, perm=[*range(rank - 2), rank - 1, rank - 2]))
+        if mask is not None:
+            scores = self.add(scores, mask)
+        return self.op("MatMul", self.op("Softmax", scores, axis=-1), v)
+
+    def join_heads(self, x: str, hidden: int) -> str:
+        """(B, heads, S, d) -> (B, S, heads·d)."""
+        return self.op("Reshape", self.heads_first(x), self.ints(0, 0, hidden))
+
+
+def _int64(value: int) -> Array:
+    import numpy as np
+
+    return np.array(value, np.int64)
+
+
+def rope_tables(theta: float, head_dim: int, length: int) -> tuple[Array, Array]:
+    """Return cos and sin, float32 (length, head_dim / 2), of half-split rotation: frequency_i = theta ** (-2i / d).
+
+    Angles are computed in float64 and rounded once (6.4.5).
+    """
+    import numpy as np
+
+    frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    angles = np.arange(length, dtype=np.float64)[:, None] * frequencies
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def build(spec: ModelSpec, store: WeightStore, variant: Variant) -> Graph:
+    """Build one graph of a model; ``model_unsupported`` for a family this engine doesn't know."""
+    from engines.cuda import graph_bert, graph_modernbert, graph_qwen3
+
+    families: dict[str, Callable[[GraphBuilder], Graph]] = {
+        "bert": graph_bert.build, "modernbert": graph_modernbert.build, "qwen3": graph_qwen3.build,
+    }  # fmt: skip
+    if spec.family not in families:
+        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"family {spec.family!r} is not bert, modernbert or qwen3")
+    if spec.task not in ("embed", "rerank"):
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED, f"this engine embeds and reranks, the bundle's task is {spec.task}"
+        )
+    return families[spec.family](GraphBuilder(spec, store, variant))
+
+
+UNLIMITED: Final = 2**31 - 1
+
+
+def cpu_variants(spec: ModelSpec, attention: str) -> list[tuple[Variant, int]]:
+    """Return the graphs of a model on the CPU, each with the widest row it takes, in rising order.
+
+    Standard operators by default: as fast as the fused ones on this provider or faster (models.md 2).
+    """
+    chosen: Attention = "fused" if attention == "fused" else "plain"
+    return _by_width(spec, Variant("f32", chosen))
+
+
+def cuda_variants(spec: ModelSpec, attention: str, precision: Precision) -> list[tuple[Variant, int]]:
+    """Return the graphs of a model on the GPU: packed for BERT, fused for the others, unless *attention* says which."""
+    if attention == "auto":
+        attention = "packed" if spec.family == "bert" else "fused"
+    return _by_width(spec, Variant(precision, attention, fused_qk_norm=spec.family == "qwen3"))  # type: ignore[arg-type]
+
+
+def recorded_variants(spec: ModelSpec, precision: Precision) -> list[tuple[Variant, int]]:
+    """Return the graphs whose launches are recorded for latency: padded rows, since a recording's shapes are fixed."""
+    return _by_width(spec, Variant(precision, "fused", fused_qk_norm=spec.family == "qwen3"))
+
+
+def _by_width(spec: ModelSpec, variant: Variant) -> list[tuple[Variant, int]]:
+    if spec.family != "modernbert" or "sliding_attention" not in spec.value("layer_types", []):
+        return [(variant, UNLIMITED)]
+    from engines.cuda.graph_modernbert import half_window
+
+    # Up to one half window plus one token, every pair is inside the window: local layers need no blocks there.
+    short = half_window(spec.number("local_attention", 128)) + 1
+    return [(variant, short), (replace(variant, window=True), UNLIMITED)]

@@ -1,0 +1,123 @@
+"""BERT: MiniLM, bge and cross-encoders with token types, pooler and classifier.
+
+Tensor names as transformers writes them, without a leading ``bert.``. Post-norm layers, learned positions, exact gelu.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engines.cuda.graph import CONTRIB, MASKED, Graph, GraphBuilder
+from engines.protocol.errors import EngineError, ErrorCode
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+def build(b: GraphBuilder) -> Graph:
+    """Build a BERT graph: padded (``plain``, ``fused``) or end to end without padding (``packed``)."""
+    spec = b.spec
+    if spec.value("hidden_act", "gelu") != "gelu":
+        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"hidden_act {spec.value('hidden_act')!r}: only gelu is built")
+    packed = b.variant.attention == "packed"
+    lens = b.input("lens", ["B"])
+    if packed:
+        ids, positions = b.input("input_ids", ["T"]), b.input("positions", ["T"])
+        offsets, cu = b.input("token_offset", ["B", "S"]), b.input("cu_seqlens", ["B1"])
+        real = ""
+    else:
+        ids, positions = b.input("input_ids", ["B", "S"]), b.input("positions", ["S"])
+        offsets = cu = ""
+        real = b.real_positions(positions, lens)
+    states = _embed(b, ids, positions, packed=packed)
+    mask = b.op("Unsqueeze", b.additive(real), b.ints(1, 2)) if b.variant.attention == "plain" else ""
+    for layer in range(spec.integer("num_hidden_layers")):
+        states = _layer(b, states, f"encoder.layer.{layer}.", mask=mask, lens=lens, offsets=offsets, cu=cu)
+    if packed:
+        # Padding positions come back as zeros, so a plain sum over S is a sum over real tokens.
+        states = b.op("RestorePadding", states, offsets, domain=CONTRIB)
+    if spec.task == "rerank":
+        return b.logit(_classify(b, b.pool(states, real, lens, "cls")))
+    if packed and spec.pooling == "mean":
+        total = b.op("ReduceSum", b.float32(states), b.ints(1), keepdims=0)
+        return b.embedding(b.op("Div", total, b.op("Unsqueeze", b.cast(lens, "f32"), b.ints(1))))
+    return b.embedding(b.pool(states, real, lens, spec.pooling))
+
+
+def _embed(b: GraphBuilder, ids: str, positions: str, *, packed: bool) -> str:
+    """Word + position + token type, then LayerNorm. Type 1 begins at ``type_starts``: after the first SEP."""
+    spec = b.spec
+    hidden, types = spec.integer("hidden_size"), spec.integer("type_vocab_size", 2)
+    table = "embeddings.position_embeddings.weight"
+    places = (spec.integer("max_position_embeddings"), hidden)
+    kinds = "embeddings.token_type_embeddings.weight"
+    word = b.op(
+        "Gather", b.weight("embeddings.word_embeddings.weight", (spec.integer("vocab_size"), hidden)), ids, axis=0
+    )
+    if spec.token_types:
+        place = b.op("Gather", b.weight(table, places), positions, axis=0)
+        starts = b.input("type_starts", ["T"] if packed else ["B"])
+        if not packed:
+            starts = b.op("Unsqueeze", starts, b.ints(1))
+        second = b.cast(b.op("GreaterOrEqual", positions, starts), "i32")
+        place = b.add(place, b.op("Gather", b.weight(kinds, (types, hidden)), second, axis=0))
+    else:
+        # Every token has type 0, so its row is part of the position table.
+        folded = b.derived(
+            f"{table}+type0", lambda: b.store.raw(table, places) + b.store.raw(kinds, (types, hidden))[0]
+        )
+        place = b.op("Gather", folded, positions, axis=0)
+    return b.layer_norm(b.add(word, place), "embeddings.LayerNorm", eps=spec.number("layer_norm_eps", 1e-12), bias=True)
+
+
+def _layer(b: GraphBuilder, states: str, prefix: str, *, mask: str, lens: str, offsets: str, cu: str) -> str:
+    spec = b.spec
+    hidden, ffn = spec.integer("hidden_size"), spec.integer("intermediate_size")
+    heads, eps = spec.integer("num_attention_heads"), spec.number("layer_norm_eps", 1e-12)
+    head_dim = hidden // heads
+    own = prefix + "attention.self."
+    scale = head_dim**-0.5
+
+    def joined(part: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """q, k and v side by side; the softmax scale is folded into q."""
+        import numpy as np
+
+        q, k, v = (b.store.raw(f"{own}{name}.{part}", shape) for name in ("query", "key", "value"))
+        arrays = [np.asarray(q, np.float32) * np.float32(scale), np.asarray(k, np.float32), np.asarray(v, np.float32)]
+        return np.concatenate(arrays, axis=0).T
+
+    qkv = b.op("MatMul", states, b.derived(own + "qkv.weight:T", lambda: joined("weight", (hidden, hidden))))
+    bias = b.derived(own + "qkv.bias", lambda: joined("bias", (hidden,)))
+    if b.variant.attention == "plain":
+        q, k, v = b.split_heads(b.add(qkv, bias), heads, head_dim)
+        context = b.join_heads(b.attend(q, k, v, mask), hidden)
+    else:
+        axis = 1 if b.variant.attention == "packed" else 2
+        q, k, v = b.ops("Split", qkv, axis=axis, num_outputs=3, outputs=3)
+        common: dict[str, Any] = {"num_heads": heads, "scale": 1.0, "mask_filter_value": MASKED, "domain": CONTRIB}
+        if b.variant.attention == "packed":
+            context = b.op("PackedMultiHeadAttention", q, k, v, bias, offsets, cu, **common)
+        else:
+            context = b.op("MultiHeadAttention", q, k, v, bias, lens, **common)
+    projected = b.linear(context, prefix + "attention.output.dense.weight", out=hidden, into=hidden)
+    states = b.skip_layer_norm(
+        projected, states, prefix + "attention.output.LayerNorm", eps=eps,
+        bias=b.weight(prefix + "attention.output.dense.bias", (hidden,)),
+    )  # fmt: skip
+    wide = b.linear(states, prefix + "intermediate.dense.weight", out=ffn, into=hidden)
+    bias = b.weight(prefix + "intermediate.dense.bias", (ffn,))
+    plain = b.variant.attention == "plain"
+    wide = b.gelu(b.add(wide, bias)) if plain else b.op("BiasGelu", wide, bias, domain=CONTRIB)
+    narrow = b.linear(wide, prefix + "output.dense.weight", out=hidden, into=ffn)
+    return b.skip_layer_norm(
+        narrow, states, prefix + "output.LayerNorm", eps=eps, bias=b.weight(prefix + "output.dense.bias", (hidden,))
+    )
+
+
+def _classify(b: GraphBuilder, first: str) -> str:
+    """Pooler (dense, tanh) and classifier on the first token, float32 (B, 1)."""
+    hidden = b.spec.integer("hidden_size")
+    x = b.linear(first, "pooler.dense.weight", out=hidden, into=hidden, f32=True)
+    x = b.op("Tanh", b.add(x, b.weight("pooler.dense.bias", (hidden,), f32=True)))
+    x = b.linear(x, "classifier.weight", out=1, into=hidden, f32=True)
+    return b.add(x, b.weight("classifier.bias", (1,), f32=True))

@@ -1,0 +1,333 @@
+"""LOAD of the owned worker: manifest and settings first, hardware before the artifact, digest before weights.
+
+The order and the codes are llama-cuda.md 6.2, 8.1 and 8.2. Progress units: a MiB hashed, a tensor converted, a session
+made, a bucket warmed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from msgspec import UNSET
+
+from engines.bundle import layout
+from engines.bundle.checkpoint import Checkpoint, complete_config, restore_numbers
+from engines.bundle.manifest import Artifact, Bundle, BundleError
+from engines.bundle.package import profile_of
+from engines.bundle.safetensors import MAX_HEADER, Header, parse_header
+from engines.cuda import floor, settings
+from engines.cuda.buckets import Policy, ladder_up_to
+from engines.cuda.settings import CPU_CALL_TOKENS, CUDA_CALL_TOKENS, CUDA_CALL_TOKENS_SMALL, Settings
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.runtime import artifact
+from engines.runtime.engine import Probe
+
+if TYPE_CHECKING:
+    from engines.cuda.graph import Graph, Precision, Variant, WeightStore
+    from engines.cuda.model import OwnedModel
+    from engines.protocol.messages import Load
+    from engines.runtime.progress import ProgressReporter
+
+FORMAT = "safetensors-package"
+TWIN_LIMIT = 512 * 2**20
+"""CPU: up to this many bytes of weights a second, one-thread session is kept for buckets that run side by side."""
+log = logging.getLogger(__name__)
+
+
+def load(
+    request: Load,
+    bundle: Bundle,
+    *,
+    device: str,
+    precision: Precision,
+    probe: Callable[[], Probe],
+    progress: ProgressReporter,
+) -> OwnedModel:
+    """Verify and load one artifact. Raises EngineError; nothing stays behind then."""
+    check_request(request)
+    chosen = settings.parse(request.runtime_config, device=device, precision=precision)
+    check_manifest(request, bundle)
+    verdict = probe()  # before the artifact is opened: a machine without the hardware says so, whatever the file is
+    if verdict.status != "ok":
+        raise floor.refusal(verdict)
+    entry = check_digest(request, bundle)
+    with artifact.open_artifact(request.artifact_path) as file:
+        config = check_header(file, Path(request.artifact_path), bundle)
+        artifact.verify(file, entry.digest, progress)
+        try:
+            checkpoint = Checkpoint.from_package(
+                request.artifact_path,
+                config=config,
+                family=bundle.manifest.family,
+                task=bundle.manifest.task,
+                fd=file.fileno(),
+            )
+        except BundleError as exc:
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
+    return _Assembly(bundle, checkpoint, chosen, device=device, precision=precision, progress=progress).model()
+
+
+def check_request(request: Load) -> None:
+    """Check what needs no file."""
+    if not request.artifact_path or not request.format:
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, "LOAD needs artifact_path and format")
+    artifact.expected_digest(request.artifact_digest)
+    if request.format != FORMAT:
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"format {request.format!r}: this engine loads {FORMAT} only")
+
+
+def check_manifest(request: Load, bundle: Bundle) -> None:
+    """Compare LOAD's optional ``profile`` and ``operation`` with the manifest, which decides."""
+    manifest = bundle.manifest
+    profile, operation = request.runtime_config.get("profile"), request.runtime_config.get("operation")
+    if profile is not None and profile != profile_of(manifest.model_id):
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"model_unsupported: profile {profile!r}, this bundle is {profile_of(manifest.model_id)!r}",
+        )
+    if operation is not None and operation != manifest.task:
+        raise EngineError(
+            ErrorCode.OPERATION_MISMATCH, f"operation {operation!r}, this bundle's task is {manifest.task}"
+        )
+    if manifest.task not in ("embed", "rerank") or manifest.family not in ("bert", "modernbert", "qwen3"):
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"model_unsupported: a {manifest.family} {manifest.task} model is not served here",
+        )
+
+
+def check_digest(request: Load, bundle: Bundle) -> Artifact:
+    """Return the manifest's artifact that LOAD names by digest, before the file is opened."""
+    expected = artifact.expected_digest(request.artifact_digest)
+    for entry in bundle.artifacts(FORMAT):
+        if entry.digest.removeprefix("sha256:") == expected:
+            return entry
+    raise EngineError(
+        ErrorCode.PACKAGE_DIGEST_MISMATCH,
+        f"package_digest_mismatch: no {FORMAT} of the manifest has digest sha256:{expected}",
+    )
+
+
+def check_header(file: BinaryIO, path: Path, bundle: Bundle) -> dict[str, Any]:
+    """Read the package's header only: profile, required tensors, exact shapes. Return the completed config."""
+    manifest = bundle.manifest
+    try:
+        header = _header(file, path)
+        config = dict(manifest.config) if manifest.config is not UNSET else {}
+        full = complete_config(restore_numbers(config), manifest.family, where="manifest.json: config")
+        required = layout.required(manifest.family, manifest.task, full)
+    except BundleError as exc:
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
+    profile = header.metadata.get("profile")
+    if profile is not None and profile != profile_of(manifest.model_id):
+        raise EngineError(
+            ErrorCode.PACKAGE_DIGEST_MISMATCH,
+            f"package_digest_mismatch: the package is {profile!r}, the manifest {profile_of(manifest.model_id)!r}",
+        )
+    shapes = {layout.canonical(name): info.shape for name, info in header.tensors.items()}
+    for name, shape in required.items():
+        if shapes.get(name) != shape:
+            found = f"has shape {list(shapes[name])}" if name in shapes else "is missing"
+            raise EngineError(
+                ErrorCode.ARTIFACT_INVALID, f"head_tensor_missing: {name} {found}, the manifest needs {list(shape)}"
+            )
+    return config
+
+
+def _header(file: BinaryIO, path: Path) -> Header:
+    file.seek(0, 2)
+    size = file.tell()
+    file.seek(0)
+    head = file.read(8)
+    length = int.from_bytes(head, "little")
+    if len(head) == 8 and 2 <= length <= min(MAX_HEADER, size - 8):
+        while len(head) < 8 + length and (block := file.read(8 + length - len(head))):
+            head += block
+    return parse_header(head, file_size=size, where=str(path))
+
+
+class _Assembly:
+    """Checkpoint and settings -> graphs, sessions, device, model."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        checkpoint: Checkpoint,
+        chosen: Settings,
+        *,
+        device: str,
+        precision: Precision,
+        progress: ProgressReporter,
+    ) -> None:
+        from engines.cuda.graph import ModelSpec, WeightStore
+        from engines.cuda.model import MAX_TOKENS, Facts
+
+        manifest = bundle.manifest
+        self.chosen, self.device, self.precision, self.progress = chosen, device, precision, progress
+        config = checkpoint.config
+        types = manifest.token_types is True
+        special = manifest.special_ids if manifest.special_ids is not UNSET else {}
+        if types and "sep" not in special:
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, "manifest.json: token_types needs special_ids.sep")
+        self.spec = ModelSpec(
+            family=manifest.family,
+            task=manifest.task,
+            dims=manifest.dims,
+            config=config,
+            pooling=manifest.pooling.value if manifest.pooling is not UNSET else "cls",
+            normalize=manifest.normalize is True,
+            token_types=types,
+            head=manifest.head if manifest.head is not UNSET else {},
+        )
+        if manifest.task == "embed" and manifest.dims != config["hidden_size"]:
+            raise EngineError(
+                ErrorCode.ARTIFACT_INVALID,
+                f"manifest.json: dims {manifest.dims}, the checkpoint has {config['hidden_size']}",
+            )
+        self.facts = Facts(
+            task=manifest.task,
+            dims=manifest.dims,
+            max_tokens=min(manifest.max_tokens, config["max_position_embeddings"], MAX_TOKENS),
+            vocab=config["vocab_size"],
+            pad_id=int(special.get("pad", config.get("pad_token_id") or 0)),
+            pooling=self.spec.pooling if manifest.task == "embed" else None,
+            normalize=self.spec.normalize if manifest.task == "embed" else None,
+            separator=special.get("sep") if types else None,
+        )
+        if not 0 <= self.facts.pad_id < self.facts.vocab:
+            raise EngineError(
+                ErrorCode.ARTIFACT_INVALID, f"manifest.json: pad id {self.facts.pad_id} is not in the vocabulary"
+            )
+        self.store: WeightStore = WeightStore(checkpoint.tensors, precision, progress.advance)
+        self.nbytes = checkpoint.nbytes
+
+    def model(self) -> OwnedModel:
+        """Build everything and run it once."""
+        return self._cpu() if self.device == "cpu" else self._cuda()
+
+    def _graph(self, variant: Variant) -> Graph:
+        from engines.cuda.graph import build
+
+        return build(self.spec, self.store, variant)
+
+    def _cpu(self) -> OwnedModel:
+        from engines.cuda import binding
+        from engines.cuda.devices import CpuDevice, Route
+        from engines.cuda.graph import cpu_variants
+        from engines.cuda.model import OwnedModel
+
+        multiple, free = self.blocks()
+        widest = max(_round(self.facts.max_tokens, multiple, free), self.facts.max_tokens)
+        policy = Policy(
+            tokens=self.chosen.call_tokens or CPU_CALL_TOKENS, ladder=(), multiple=multiple, free=free, rows=256
+        )
+        twin = self.chosen.threads > 1 and self.nbytes <= TWIN_LIMIT
+        routes = []
+        for variant, limit in cpu_variants(self.spec, self.chosen.attention):
+            graph = self._graph(variant)
+            made = binding.session(graph, threads=self.chosen.threads)
+            self.progress.advance()
+            narrow = None
+            if twin:
+                narrow = binding.session(graph, threads=1)
+                self.progress.advance()
+            routes.append(Route(graph, made, min(limit, widest), narrow))
+        device = CpuDevice(routes, policy=policy, dims=self.facts.dims, widest=widest, threads=self.chosen.threads)
+        model = OwnedModel(self.facts, policy, device)
+        if self.chosen.warm:
+            self._smoke(model, [1, min(16, self.facts.max_tokens)])
+        log.info("onnx-cpu: hardware floor skipped, %d threads, %d graphs", self.chosen.threads, len(routes))
+        return model
+
+    def _cuda(self) -> OwnedModel:
+        from engines.cuda import binding
+        from engines.cuda.devices import CudaDevice, Route
+        from engines.cuda.graph import cuda_variants, recorded_variants
+        from engines.cuda.model import OwnedModel
+
+        multiple, free = self.blocks()
+        widest = _round(self.facts.max_tokens, multiple, free)
+        small = self.spec.integer("hidden_size") <= 512
+        policy = Policy(
+            tokens=self.chosen.call_tokens or (CUDA_CALL_TOKENS_SMALL if small else CUDA_CALL_TOKENS),
+            ladder=ladder_up_to(widest, multiple=multiple, free=free),
+            merge_cells=0 if self.chosen.bucket_policy == "v1" else 128,
+        )
+        cuda = binding.Cuda(int(self.device.partition(":")[2] or 0))
+        made: dict[Variant, Route] = {}
+
+        def routes(variants: list[tuple[Variant, int]]) -> list[Route]:
+            for variant, limit in variants:
+                if variant not in made:
+                    graph = self._graph(variant)
+                    made[variant] = Route(
+                        graph, binding.session(graph, threads=1, cuda=self._options(cuda)), min(limit, widest)
+                    )
+                    self.progress.advance()
+            return [made[variant] for variant, _ in variants]
+
+        main = routes(cuda_variants(self.spec, self.chosen.attention, self.precision))
+        recorded = routes(recorded_variants(self.spec, self.precision)) if self.chosen.cuda_graphs else []
+        device = CudaDevice(cuda, main, policy=policy, dims=self.facts.dims, widest=widest, captured=recorded)
+        model = OwnedModel(self.facts, policy, device)
+        try:
+            if self.chosen.warm:
+                for step in policy.ladder:
+                    width = min(step, self.facts.max_tokens)
+                    self._smoke(model, [width] * min(256, policy.max_rows(step)))
+            if recorded:
+                device.record(self.progress.advance)
+        except BaseException:
+            model.close()
+            raise
+        log.info(
+            "cuda: %s, onnxruntime on CUDAExecutionProvider, %d graphs, %d MiB in use on the device",
+            self.device, len(made), cuda.used() // 2**20,
+        )  # fmt: skip
+        return model
+
+    def blocks(self) -> tuple[int, int]:
+        """Return (multiple, free): above *free* tokens a ModernBERT row's width is a whole number of half windows."""
+        if self.spec.family != "modernbert":
+            return 1, 0
+        from engines.cuda.graph_modernbert import half_window
+
+        window = half_window(self.spec.number("local_attention", 128))
+        return window, window + 1
+
+    def _options(self, cuda: Any) -> dict[str, str]:
+        """Provider options of every session (7.1): one stream for copies and kernels, a bounded arena, exact fp32."""
+        options = {
+            "device_id": str(cuda.index),
+            "user_compute_stream": str(int(cuda.stream)),
+            "do_copy_in_default_stream": "1",
+            "arena_extend_strategy": "kSameAsRequested",
+            "use_tf32": "0",
+            "enable_skip_layer_norm_strict_mode": "1",
+            "enable_cuda_graph": "1" if self.chosen.cuda_graphs else "0",
+        }
+        if self.chosen.gpu_mem_limit_mb:
+            options["gpu_mem_limit"] = str(self.chosen.gpu_mem_limit_mb * 2**20)
+        return options
+
+    def _smoke(self, model: OwnedModel, lengths: list[int]) -> None:
+        """Run rows of pad tokens and look at the result: a model that can't answer isn't loaded."""
+        import numpy as np
+
+        from engines.runtime.batch import TokenBatch
+        from engines.runtime.progress import silent
+
+        cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
+        np.cumsum(lengths, out=cu_seqlens[1:])
+        batch = TokenBatch(np.full(cu_seqlens[-1], self.facts.pad_id, np.int32), cu_seqlens)
+        values = model.forward(batch, silent())
+        self.progress.advance()
+        if not np.isfinite(values).all():
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, "the model answers NaN or infinity; its weights are damaged")
+
+
+def _round(width: int, multiple: int, free: int) -> int:
+    return width if width <= free else -(-width // multiple) * multiple

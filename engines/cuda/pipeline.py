@@ -1,0 +1,136 @@
+"""Runs a request's buckets on a device: prepare, submit, collect, with progress as llama-cuda.md 8.4.
+
+The same loop drives the CPU and the GPU; a device differs only in what ``submit`` and ``wait`` do. The first submission
+is prepared here and reported as ``setup``; then the switch frame; later buckets are prepared by a second thread
+meanwhile, and ``inference`` progress counts rows that are back on the host, never rows that were only submitted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+from engines.cuda.inputs import restore
+from engines.protocol.errors import EngineError, ErrorCode
+
+if TYPE_CHECKING:
+    from engines.cuda.buckets import Bucket
+    from engines.cuda.staging import Filler, Shape, Slot
+    from engines.runtime.batch import FloatArray
+    from engines.runtime.progress import ProgressReporter
+
+
+class Device(Protocol):
+    """Where buckets run. One request at a time."""
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Submissions that may be in flight at once, and their memory."""
+        ...
+
+    def shape(self, filler: Filler, bucket: Bucket) -> Shape:
+        """Return the shapes *bucket* runs at."""
+        ...
+
+    def submit(self, slot: Slot, shape: Shape, *, alone: bool) -> None:
+        """Start the forward of a filled slot; *alone*: nothing of this request runs beside it. Raises EngineError."""
+        ...
+
+    def wait(self, slot: Slot, shape: Shape) -> FloatArray:
+        """Return float32 (shape.rows, dims) on the host, valid until the slot is filled again. Raises EngineError."""
+        ...
+
+
+class Pipeline:
+    """One model's loop and its second thread, which starts with the first request of several buckets."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._helper: ThreadPoolExecutor | None = None
+
+    def run(self, filler: Filler, out: FloatArray, progress: ProgressReporter) -> None:
+        """Compute every row of ``filler.plan`` into *out*, float32 (rows, dims), request order. Raises EngineError."""
+        _Run(self.device, filler, out, progress).all(self._second)
+
+    def close(self) -> None:
+        """Stop the second thread."""
+        if self._helper is not None:
+            self._helper.shutdown()
+            self._helper = None
+
+    def _second(self) -> ThreadPoolExecutor:
+        if self._helper is None:
+            self._helper = ThreadPoolExecutor(1, thread_name_prefix="prepare")
+        return self._helper
+
+
+class _Run:
+    def __init__(self, device: Device, filler: Filler, out: FloatArray, progress: ProgressReporter) -> None:
+        self.device, self.filler, self.out, self.progress = device, filler, out, progress
+        self.inflight: deque[tuple[Slot, Bucket, Shape]] = deque()
+
+    def all(self, helper: Callable[[], ThreadPoolExecutor]) -> None:
+        slots, buckets = self.device.slots, self.filler.plan.buckets
+        ready: Future[Shape] | None = None
+        try:
+            shape = self.prepare(slots[0], buckets[0], self.progress.advance)
+            self.progress.switch(buckets[0].rows)
+            for number, bucket in enumerate(buckets):
+                slot = slots[number % len(slots)]
+                if ready is not None:
+                    shape = ready.result()
+                self.submit(slot, bucket, shape, alone=len(buckets) == 1)
+                if number + 1 < len(buckets):
+                    if len(self.inflight) == len(slots):
+                        self.collect()
+                    ready = helper().submit(self.prepare, slots[(number + 1) % len(slots)], buckets[number + 1])
+            while self.inflight:
+                self.collect()
+        finally:
+            # After an error: nothing may still read or write a slot that the next request fills.
+            if ready is not None:
+                ready.exception()
+            for slot, _, shape in self.inflight:
+                with suppress(EngineError):  # the request fails with the first error; this one only had to end
+                    self.device.wait(slot, shape)
+
+    def prepare(self, slot: Slot, bucket: Bucket, done: Callable[[int], None] | None = None) -> Shape:
+        shape = self.device.shape(self.filler, bucket)
+        self.filler.fill(slot, bucket, shape, done)
+        return shape
+
+    def submit(self, slot: Slot, bucket: Bucket, shape: Shape, *, alone: bool) -> None:
+        try:
+            self.device.submit(slot, shape, alone=alone)
+        except EngineError as exc:
+            self.retry(exc, slot, bucket)
+        else:
+            self.inflight.append((slot, bucket, shape))
+
+    def collect(self) -> None:
+        """Bring the oldest submission home."""
+        slot, bucket, shape = self.inflight.popleft()
+        try:
+            values = self.device.wait(slot, shape)
+        except EngineError as exc:
+            self.retry(exc, slot, bucket)
+        else:
+            self.finish(bucket, values)
+
+    def retry(self, exc: EngineError, slot: Slot, bucket: Bucket) -> None:
+        """Out of memory: run the bucket once more in halves, alone (8.2). Anything else, or twice, is the answer."""
+        if exc.code is not ErrorCode.OOM or bucket.rows < 2:
+            raise exc
+        while self.inflight:
+            self.collect()
+        for half in bucket.halves():
+            shape = self.prepare(slot, half)
+            self.device.submit(slot, shape, alone=True)
+            self.finish(half, self.device.wait(slot, shape))
+
+    def finish(self, bucket: Bucket, values: FloatArray) -> None:
+        restore(self.filler.plan.order[bucket.start : bucket.stop], values, self.out)
+        self.progress.advance(bucket.rows)

@@ -1,0 +1,17 @@
+"""The builder's revision: what decides which numbers come out of a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Final
+
+SOURCES: Final = ("graph.py", "graph_bert.py", "graph_modernbert.py", "graph_qwen3.py")
+
+
+def source_revision() -> str:
+    """Return 12 hex digits over the graph builder's source files."""
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes().replace(b"\r\n", b"\n"))
+    return digest.hexdigest()[:12]
