@@ -64,6 +64,7 @@ class PipeTransport:
         self._error = error
         self._deadline: float | None = None
         self._closed = threading.Event()
+        self._released = False
         self._server = self._open_server()
 
     def _open_server(self) -> ctypes.c_void_p | None:
@@ -133,10 +134,15 @@ class PipeTransport:
             if busy.is_set() and not self._api.PeekNamedPipe(self._handle, None, 0, None, None, None):
                 return
 
+    def shutdown(self) -> None:
+        """Let :meth:`wait_gone` end at its next look."""
+        self._closed.set()
+
     def close(self) -> None:
         """Close the handles."""
-        if not self._closed.is_set():
-            self._closed.set()
+        self._closed.set()
+        if not self._released:
+            self._released = True
             self._api.CloseHandle(self._handle)
             if self._server is not None:
                 self._api.CloseHandle(self._server)

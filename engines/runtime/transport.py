@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 HANDSHAKE_S: Final = 10.0
 """Spec (protocol-v3, 2): one end-to-end deadline from spawn to HELLO_ACK."""
+STOP_S: Final = 1.0
+"""How long an ending worker waits for its watcher thread."""
 
 
 class PeerGone(Exception):
@@ -51,6 +53,9 @@ class Transport(Protocol):
 
     def wait_gone(self, busy: threading.Event) -> None:
         """Sleep until the peer has closed its end, reading nothing. *busy* is set while a request is being served."""
+
+    def shutdown(self) -> None:
+        """End the conversation without closing: wakes :meth:`wait_gone`. Idempotent."""
 
     def close(self) -> None:
         """Close our end."""
@@ -152,10 +157,13 @@ class SocketTransport:
                     return
             changes = None
 
-    def close(self) -> None:
-        """Close the socket; the shutdown wakes a watcher that sleeps on it."""
+    def shutdown(self) -> None:
+        """Shut both directions down, which also wakes a watcher that sleeps on the socket."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket."""
         self._socket.close()
 
 
@@ -236,15 +244,18 @@ class PeerWatcher:
         self._exit = exit
         self._busy = threading.Event()
         self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="peer-watcher", daemon=True)
 
     def start(self) -> None:
         """Start the daemon thread."""
-        threading.Thread(target=self._run, name="peer-watcher", daemon=True).start()
+        self._thread.start()
 
     def stop(self) -> None:
-        """Let the thread end once the transport is closed."""
+        """Let the thread end, after the transport's shutdown and before its close (a descriptor number is reused)."""
         self._stopped = True
         self._busy.set()
+        if self._thread.is_alive():
+            self._thread.join(STOP_S)
 
     def __enter__(self) -> None:
         self._busy.set()
@@ -255,11 +266,7 @@ class PeerWatcher:
         self._busy.clear()
 
     def _run(self) -> None:
-        try:
-            self._wait_gone(self._busy)
-        except (OSError, ValueError):
-            if not self._stopped:  # closed by ourselves before this thread came to wait
-                raise
+        self._wait_gone(self._busy)
         # A request may have been complete in our receive buffer when its sender died: then it starts after this point.
         self._busy.wait()
         if not self._stopped:

@@ -120,6 +120,7 @@ class Worker:
             # Spec (protocol-v3, 1): EOF between frames is orderly, "also when it comes in mid-exchange".
             self._exit(0)
         finally:
+            self.channel.transport.shutdown()
             self._watcher.stop()
 
     def _serve(self) -> None:
