@@ -142,10 +142,8 @@ def _base_python() -> str:
             candidate, "-c", "import venv, ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))"
         ):
             return candidate
-    raise SetupError(
-        f"needs Python 3.11, 3.12 or 3.13 (this is {sys.version_info[0]}.{sys.version_info[1]} and no other was found); "
-        "install one and run again"
-    )
+    this = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    raise SetupError(f"needs Python 3.11, 3.12 or 3.13 (this is {this}, no other was found); install one, run again")
 
 
 def _venv_python() -> str | None:
