@@ -122,8 +122,10 @@ def special_ids(checkpoint: Checkpoint) -> dict[str, int]:
                 names[role] = token
     vocabulary = _vocabulary(folder)
     ids = {role: vocabulary[token] for role, token in names.items() if token in vocabulary}
+    decoder = checkpoint.family in ("qwen3", "llama")
     for role in _ROLES:
-        if role not in ids and type(config.get(f"{role}_token_id")) is int:
+        # A decoder's config.json says how the model was trained; its tokenizer may name the chat template's end instead.
+        if (decoder or role not in ids) and type(config.get(f"{role}_token_id")) is int:
             ids[role] = config[f"{role}_token_id"]
     if checkpoint.family in ("bert", "modernbert"):
         for role, token in {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "unk": "[UNK]", "mask": "[MASK]"}.items():

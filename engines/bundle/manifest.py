@@ -125,7 +125,9 @@ def parse_strict(data: bytes) -> dict[str, Any]:
     if len(data) > MAX_BYTES:
         raise BundleError(f"{FILE_NAME} has {len(data)} bytes, at most {MAX_BYTES}")
     try:
-        obj = json.loads(data, object_pairs_hook=pairs, parse_float=number, parse_constant=number)
+        # Decoded here: left to itself, json would guess UTF-16 and UTF-32 as well.
+        obj = json.loads(data.decode("utf-8"), object_pairs_hook=pairs, parse_float=number, parse_constant=number)
+        canonical_bytes(obj)  # half a surrogate pair has no UTF-8 form, so no digest either
     except (ValueError, RecursionError) as exc:
         raise BundleError(f"{FILE_NAME} is not valid JSON: {exc}") from exc
     if not isinstance(obj, dict):

@@ -1,0 +1,193 @@
+"""Canonical bytes, digest and validation of manifest.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.bundle import manifest
+from engines.bundle.manifest import BundleError
+
+DIGEST = "sha256:" + "ab" * 32
+
+
+def toy(**changes: Any) -> dict[str, Any]:
+    """The manifest of interfaces.md, with changes; a value of None removes the key."""
+    obj: dict[str, Any] = {
+        "manifest_version": 1,
+        "model_id": "toy",
+        "family": "bert",
+        "task": "embed",
+        "dims": 64,
+        "max_tokens": 256,
+        "pooling": "mean",
+        "normalize": True,
+        "tokenizer": {"path": "tokenizer.json", "digest": DIGEST},
+        "artifacts": [{"format": "gguf", "path": "model.gguf", "digest": DIGEST, "bytes": 123, "dtype": "f32"}],
+    }
+    obj.update(changes)
+    return {key: value for key, value in obj.items() if value is not None}
+
+
+def encode(obj: Any) -> bytes:
+    return json.dumps(obj, ensure_ascii=False).encode()
+
+
+def test_the_shortest_manifest_of_the_interface_page_is_valid() -> None:
+    parsed = manifest.parse(encode(toy()))
+    assert parsed.model_id == "toy"
+    assert parsed.artifacts[0].bytes == 123
+
+
+def test_canonical_bytes_are_sorted_tight_utf8_without_a_newline() -> None:
+    data = manifest.canonical_bytes({"b": 1, "a": "é", "A": ["x", True, None]})
+    assert data == '{"A":["x",true,null],"a":"é","b":1}'.encode()
+
+
+def test_the_digest_ignores_layout_and_key_order() -> None:
+    obj = toy(chat_template="über\n")
+    shuffled = {key: obj[key] for key in reversed(obj)}
+    loose = json.dumps(shuffled, indent=4, ensure_ascii=True).encode()
+    assert manifest.manifest_digest(loose) == manifest.manifest_digest(encode(obj))
+    assert manifest.manifest_digest(encode(obj)) == hashlib.sha256(manifest.canonical_bytes(obj)).hexdigest()
+
+
+def test_the_digest_changes_with_every_value() -> None:
+    assert manifest.manifest_digest(encode(toy(max_tokens=255))) != manifest.manifest_digest(encode(toy()))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(st.characters(exclude_categories=("Cs",))),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("abÄ€\0", max_size=3), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(st.characters(exclude_categories=("Cs",)), max_size=4), json_values, max_size=6))
+def test_canonical_bytes_survive_a_round_trip(obj: dict[str, Any]) -> None:
+    data = manifest.canonical_bytes(obj)
+    again = manifest.parse_strict(data)
+    assert again == obj
+    assert manifest.canonical_bytes(again) == data
+
+
+@pytest.mark.parametrize(
+    ("data", "part"),
+    [
+        (b'{"a":1,"a":1}', "'a' occurs twice"),
+        (b'{"a":{"b":1,"b":2}}', "'b' occurs twice"),
+        (b'{"a":1.0}', "not an integer"),
+        (b'{"a":1e3}', "not an integer"),
+        (b'{"a":NaN}', "not an integer"),
+        (b'{"a":-Infinity}', "not an integer"),
+        (b'{"a":"\\ud800"}', "not valid JSON"),
+        (b"[]", "one JSON object"),
+        (b"", "not valid JSON"),
+        (b'{"a":1} x', "not valid JSON"),
+        (b"\xef\xbb\xbf{}", "not valid JSON"),
+        ('{"a":1}'.encode("utf-16"), "not valid JSON"),
+        (b'{"a":"\xff"}', "not valid JSON"),
+        (b'{"a":' * 100_000, "not valid JSON"),
+        (b'{"a":' + b"9" * 5000 + b"}", "not valid JSON"),
+    ],
+)
+def test_anything_but_one_strict_object_is_refused(data: bytes, part: str) -> None:
+    with pytest.raises(BundleError, match=part):
+        manifest.parse_strict(data)
+
+
+def test_a_huge_file_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(BundleError, match="at most"):
+        manifest.parse_strict(b" " * (manifest.MAX_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"pooling": None}, "pooling"),
+        ({"normalize": None}, "normalize"),
+        ({"pooling": "max"}, "pooling"),
+        ({"task": "rerank"}, "score"),
+        ({"task": "rerank", "score": "sigmoid"}, "dims"),
+        ({"artifacts": []}, "artifacts"),
+        ({"dims": 0}, "dims"),
+        ({"dims": True}, "dims"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"family": "t5"}, "family"),
+        ({"manifest_version": 2}, "manifest_version"),
+        ({"model_id": "../x"}, "model_id"),
+        ({"extra": 1}, "extra"),
+        ({"model_id": None}, "model_id"),
+    ],
+)
+def test_a_wrong_key_is_named(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(BundleError, match=key):
+        manifest.parse(encode(toy(**changes)))
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../x", "a/../../x", "", "a\\b", "C:/x", "C:x", "a\0b", "..", "//server/share"]
+)
+@pytest.mark.parametrize("place", ["artifacts", "tokenizer", "fixtures"])
+def test_no_file_reference_leaves_the_bundle(path: str, place: str) -> None:
+    ref = {"path": path, "digest": DIGEST}
+    changes = {place: [{**ref, "format": "gguf", "dtype": "f32"}] if place == "artifacts" else ref}
+    with pytest.raises(BundleError, match=rf"{place}.*relative path inside the bundle"):
+        manifest.parse(encode(toy(**changes)))
+
+
+@pytest.mark.parametrize("digest", ["", "ab" * 32, "sha256:" + "AB" * 32, "sha256:ab", "md5:" + "ab" * 32])
+def test_a_digest_has_one_spelling(digest: str) -> None:
+    with pytest.raises(BundleError, match="digest"):
+        manifest.parse(encode(toy(tokenizer={"path": "t", "digest": digest})))
+
+
+def test_two_artifacts_of_one_format_need_different_dtypes() -> None:
+    one = {"format": "gguf", "path": "a.gguf", "digest": DIGEST, "dtype": "f16"}
+    manifest.parse(encode(toy(artifacts=[one, {**one, "path": "b.gguf", "dtype": "f32"}])))
+    with pytest.raises(BundleError, match=r"artifacts\[1\].dtype"):
+        manifest.parse(encode(toy(artifacts=[one, {**one, "path": "b.gguf"}])))
+
+
+def test_a_core_ml_artifact_needs_tree_and_functions() -> None:
+    one = {"format": "coreml", "path": "m.mlpackage", "digest": DIGEST, "dtype": "f16"}
+    with pytest.raises(BundleError, match="tree digest"):
+        manifest.parse(encode(toy(artifacts=[one])))
+    functions = [{"name": "s128", "bucket": 128}, {"name": "packed256", "packed_width": 256}]
+    manifest.parse(encode(toy(artifacts=[{**one, "tree": DIGEST, "functions": functions}])))
+
+
+def test_read_gives_root_digest_and_artifacts_in_order(tmp_path: Path) -> None:
+    parsed = manifest.parse(encode(toy()))
+    digest = manifest.write(tmp_path, parsed)
+    for place in (tmp_path, tmp_path / "manifest.json", str(tmp_path)):
+        bundle = manifest.read(place)
+        assert bundle.digest == digest == hashlib.sha256((tmp_path / "manifest.json").read_bytes()).hexdigest()
+        assert bundle.manifest == parsed
+        assert bundle.path("model.gguf") == tmp_path / "model.gguf"
+        assert [artifact.path for artifact in bundle.artifacts("gguf")] == ["model.gguf"]
+        assert bundle.artifacts("coreml") == []
+
+
+def test_an_alien_folder_is_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="is not a model bundle"):
+        manifest.read(tmp_path)
+    with pytest.raises(BundleError, match="is not a model bundle"):
+        manifest.read(tmp_path / "nowhere")
+
+
+def test_write_refuses_what_read_would_refuse(tmp_path: Path) -> None:
+    from msgspec.structs import replace
+
+    parsed = manifest.parse(encode(toy()))
+    with pytest.raises(BundleError, match="pooling"):
+        manifest.write(tmp_path, replace(parsed, pooling=manifest.UNSET))
+    with pytest.raises(BundleError, match="not an integer"):
+        manifest.write(tmp_path, replace(parsed, config={"eps": 1e-12}))
+    assert not (tmp_path / "manifest.json").exists()
