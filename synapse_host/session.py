@@ -440,10 +440,10 @@ class Session:
         self._channel.abort()
         await process.destroy()
 
-    async def buried(self) -> None:
-        """Wait until an unplanned death is complete and charged."""
+    async def buried(self, timeout: float | None = None) -> None:
+        """Wait until an unplanned death is complete and charged, at most *timeout* seconds."""
         if self._burial is not None:
-            await asyncio.wait({self._burial})
+            await asyncio.wait({self._burial}, timeout=timeout)
 
     def _shut(self) -> None:
         self.dead = True

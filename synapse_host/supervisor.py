@@ -175,7 +175,7 @@ class Supervisor:
         except BaseException:
             self._pass_turn()
             raise
-        outcome = await self._serve(build, deadline, "probe")
+        outcome = await self._serve(build, deadline, "probe", probing=True)
         self._quarantine.probed()
         return outcome
 
@@ -192,14 +192,14 @@ class Supervisor:
             await self._send(session, Ping(req_id=session.next_req_id()), None, deadline, "ping", False)
         return self.health()
 
-    async def _serve(self, build: Build, deadline: float | None, stage: str) -> Outcome:
+    async def _serve(self, build: Build, deadline: float | None, stage: str, *, probing: bool = False) -> Outcome:
         """Run one exchange; the caller holds the turn, which this gives back in every case."""
         permit = False
         try:
             while True:
                 session = self._session
                 if session is None or not session.ready:
-                    session = await self._ready(deadline, stage)
+                    session = await self._ready(deadline, stage, probing=probing)
                 ref = session.model_ref
                 assert ref is not None
                 request, payload = build(session.next_req_id(), ref)
@@ -218,7 +218,7 @@ class Supervisor:
                 if permit:
                     self._permits.release(self.spec.device)
                     permit = False
-                self._admit(stage)
+                self._admit(stage, probing=probing)
         except BaseException:
             if permit:
                 self._permits.release(self.spec.device)
@@ -286,11 +286,9 @@ class Supervisor:
         finally:
             if timer is not None:
                 timer.cancel()
-        if probing:
-            return
         try:
             # The lane may have been shut or refused while this waited: it gets that answer, not a new worker.
-            self._admit(stage)
+            self._admit(stage, probing=probing)
         except BaseException:
             self._pass_turn()
             raise
@@ -311,10 +309,12 @@ class Supervisor:
         if exchange.turn:
             self._pass_turn()
 
-    def _admit(self, stage: str) -> None:
-        """Raise what a closed, refused or quarantined lane answers."""
+    def _admit(self, stage: str, *, probing: bool = False) -> None:
+        """Raise what a closed, refused or quarantined lane answers; a probe asks only whether it is closed."""
         if self._closing:
             raise self._stopping()
+        if probing:
+            return
         if self._refusal is not None:
             raise LaneRefused(self._refusal.message, details=dict(self._refusal.details))
         now = self._loop.time()
@@ -355,7 +355,7 @@ class Supervisor:
 
     # --- start and LOAD ----------------------------------------------------------------------------------------------
 
-    async def _ready(self, deadline: float | None, stage: str) -> Session:
+    async def _ready(self, deadline: float | None, stage: str, *, probing: bool = False) -> Session:
         """Return a session with the model loaded. The start goes on for the next caller when *deadline* passes."""
         while True:
             session = self._session
@@ -363,11 +363,16 @@ class Supervisor:
                 return session
             if deadline is not None and self._loop.time() >= deadline:
                 raise self._late(stage)
+            timeout = None if deadline is None else deadline - self._loop.time()
+            if session is not None and session.dead:
+                # Never a new worker before the old one is reaped, and its strike may have shut the lane.
+                await session.buried(timeout)
+                self._admit(stage, probing=probing)
+                continue
             task = self._starting
             if task is None:
                 task = self._starting = self._loop.create_task(self._start())
                 task.add_done_callback(self._started)
-            timeout = None if deadline is None else deadline - self._loop.time()
             await asyncio.wait({task}, timeout=timeout)
             if not task.done():
                 raise self._late(stage)
@@ -383,11 +388,12 @@ class Supervisor:
 
     async def _start(self) -> Session:
         session = self._session
-        if session is None or session.dead:
+        if session is None:
             session = await self._spawn()
-        if session.dead and self._last_crash is not None:
-            # It died between its ACK and now; that was charged already.
+        if session.dead:
+            # It died between its ACK and now; that is charged by its burial.
             await session.buried()
+            assert self._last_crash is not None
             raise self._last_crash
         spec = self.spec
         request = Load(

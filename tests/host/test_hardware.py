@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from synapse_host import hardware
+
+
+def quota(tmp_path: Path, cgroup: str, files: dict[str, str]) -> float | None:
+    (tmp_path / "cgroup").write_text(cgroup)
+    for name, text in files.items():
+        file = tmp_path / "fs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return hardware.cpu_quota(tmp_path / "fs", tmp_path / "cgroup")
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/a/b\n", {"a/b/cpu.max": "400000 100000\n", "a/cpu.max": "200000 100000\n"}, 2.0),
+        ("0::/a/b\n", {"a/b/cpu.max": "50000 100000\n", "a/cpu.max": "max 100000\n"}, 0.5),
+        ("0::/\n", {"cpu.max": "rubbish"}, None),
+        ("0::/\n", {}, None),
+        ("3:cpu,cpuacct:/x\n", {"cpu,cpuacct/x/cpu.cfs_quota_us": "300000", "cpu,cpuacct/x/cpu.cfs_period_us": "100000"}, 3.0),
+        ("3:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, None),
+        ("3:memory:/x\n", {"cpu/x/cpu.cfs_quota_us": "100000", "cpu/x/cpu.cfs_period_us": "100000"}, None),
+    ],
+)
+def test_the_quota_is_the_smallest_on_the_way_up(
+    tmp_path: Path, cgroup: str, files: dict[str, str], expected: float | None
+) -> None:
+    assert quota(tmp_path, cgroup, files) == expected
+
+
+def test_cores_are_rounded_down_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, affinity, cores in ((0.5, 4, 1), (2.9, 4, 2), (None, 3, 3), (8.0, 2, 2)):
+        monkeypatch.setattr(hardware, "cpu_quota", lambda limit=limit: limit)
+        monkeypatch.setattr(hardware, "_affinity", lambda affinity=affinity: affinity)
+        assert hardware.detect().cores == cores
+
+
+def test_this_machine() -> None:
+    profile = hardware.detect()
+    assert profile.os in ("linux", "darwin", "windows") and profile.arch in ("x86_64", "arm64")
+    assert profile.cores >= 1 and profile.ram_total > profile.ram_free > 0
+    assert profile.os_build and profile.os in profile.summary()
+    assert hardware.machine_id() == hardware.machine_id()

@@ -1,0 +1,421 @@
+"""Birth of a worker generation: every way a handshake can go, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.bundle.manifest import canonical_bytes, manifest_digest
+from synapse_host.errors import BackendMissing, DeadlineExceeded, EngineCrashed, InvalidRequest, LaneRefused
+from tests.host.conftest import FAST, embed
+from tests.support import scripted
+
+pytestmark = pytest.mark.process
+
+CUDA = {"expected_engine": "owned-cuda", "owned": True}
+
+
+def spawns(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+async def refused(lane, **options) -> EngineCrashed:
+    with pytest.raises(EngineCrashed) as caught:
+        await lane.submit(embed([1]), stage="embed_batch", **options)
+    return caught.value
+
+
+def test_a_good_worker_is_accepted_and_its_socket_removed(lanes):
+    async def scenario(make):
+        lane = make()
+        reply, payload = await lane.submit(embed([1, 2], [3]), stage="embed_batch")
+        assert (reply.n, reply.dims) == (2, 8)
+        assert payload.reshape(2, 8).tolist() == [scripted.expected_vector([1, 2]), scripted.expected_vector([3])]
+        assert list(make.runtime.workers.iterdir()) == []
+
+    lanes(scenario)
+
+
+def test_arguments_environment_and_session_of_a_worker(lanes, tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "no")
+    report = tmp_path / "report"
+    manifest = tmp_path / "manifest.json"
+    manifest.write_bytes(canonical_bytes({"any": "object"}))
+
+    async def scenario(make):
+        lane = make(
+            {"engine": "owned-cuda", "ready": [{"report": str(report)}]},
+            **CUDA,
+            env={"EXTRA": "1"},
+            manifest_path=manifest,
+            manifest_digest=manifest_digest(manifest.read_bytes()),
+            packed_widths=(128, 256),
+        )
+        await lane.load()
+        told = json.loads(report.read_text())
+        argv = told["argv"][told["argv"].index("--socket") :]
+        assert argv[::2] == ["--socket", "--nonce", "--device", "--manifest", "--packed"]
+        assert Path(argv[1]).name == "toy-1.sock"
+        assert len(argv[3]) == 16 and int(argv[3], 16) >= 0
+        assert argv[5:10:2] == ["cpu", str(manifest), "128,256"]
+        assert told["environment"]["SYNAPSE_WORKER_ID"] == "toy-1" and told["environment"]["EXTRA"] == "1"
+        assert "SECRET_TOKEN" not in told["environment"]
+        assert told["session"] == told["pid"] == lane.health()["worker_pid"] != os.getsid(0)
+
+    lanes(scenario)
+
+
+def test_each_generation_has_its_own_nonce_and_worker_id(lanes, tmp_path):
+    reports = [tmp_path / "1", tmp_path / "2"]
+    script = {
+        "state": str(tmp_path / "state"),
+        "generations": [
+            {"ready": [{"report": str(reports[0])}], "rules": [{"on": "EMBED_BATCH", "do": [{"exit": 1}]}]},
+            {"ready": [{"report": str(reports[1])}]},
+        ],
+    }
+
+    async def scenario(make):
+        lane = make(script)
+        await refused(lane)
+        await lane.submit(embed([1]), stage="embed_batch")
+        told = [json.loads(path.read_text()) for path in reports]
+        nonces = {t["argv"][t["argv"].index("--nonce") + 1] for t in told}
+        assert len(nonces) == 2
+        assert [t["environment"]["SYNAPSE_WORKER_ID"] for t in told] == ["toy-1", "toy-2"]
+
+    lanes(scenario)
+
+
+# --- deployment errors: typed, permanent, no strike, no respawn storm -----------------------------------------------
+
+REFUSALS = {
+    "version": ({"hello": [{"hello": {"v": 2}}]}, {}),
+    "version 1": ({"hello": [{"hello": {"v": 1}}]}, {}),
+    "engine": ({"engine": "owned-cuda"}, {}),
+    "device": ({"device": "cuda:0"}, {}),
+    "manifest": ({"engine": "owned-cuda"}, {**CUDA, "manifest_digest": "a" * 64}),
+    "kernel_revision": ({"engine": "owned-cuda"}, {**CUDA, "kernel_revision": "pinned"}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_deployment_error_refuses_the_lane_until_unload(lanes, tmp_path, case):
+    script, changes = REFUSALS[case]
+    state = tmp_path / "state"
+
+    async def scenario(make):
+        lane = make({**script, "state": str(state)}, **changes)
+        for _ in range(3):
+            with pytest.raises(LaneRefused) as caught:
+                await lane.submit(embed([1]), stage="embed_batch")
+            assert caught.value.details["reason"] == case.split()[0]
+            assert set(caught.value.details) == {"lane_id", "reason", "expected", "observed"}
+            assert spawns(state) == 1
+        health = lane.health()
+        assert (health["state"], health["strikes"], health["worker_pid"]) == ("refused", 0, None)
+        await lane.unload()
+        assert lane.health()["state"] == "stopped"
+        with pytest.raises(LaneRefused):
+            await lane.submit(embed([1]), stage="embed_batch")
+        assert spawns(state) == 2
+        # An explicit load is the reload that tries again at once.
+        with pytest.raises(LaneRefused):
+            await lane.load()
+        assert spawns(state) == 3
+
+    lanes(scenario)
+
+
+def test_a_kernel_revision_that_changes_between_generations_is_refused(lanes, tmp_path):
+    script = {
+        "engine": "owned-cuda",
+        "state": str(tmp_path / "state"),
+        "generations": [
+            {"kernel_revision": "r1", "rules": [{"on": "EMBED_BATCH", "do": [{"exit": 1}]}]},
+            {"kernel_revision": "r2"},
+        ],
+    }
+
+    async def scenario(make):
+        lane = make(script, **CUDA)
+        await refused(lane)
+        with pytest.raises(LaneRefused) as caught:
+            await lane.submit(embed([1]), stage="embed_batch")
+        assert caught.value.details["reason"] == "kernel_revision"
+        assert (caught.value.details["expected"], caught.value.details["observed"]) == ("r1", "r2")
+
+    lanes(scenario)
+
+
+def test_a_foreign_worker_need_not_echo_the_device(lanes):
+    async def scenario(make):
+        foreign = make({"hello": [{"hello": {"engine": {"build_flags": {}}}}]}, own_worker=False)
+        await foreign.load()
+        ours = make({"hello": [{"hello": {"engine": {"build_flags": {}}}}]})
+        with pytest.raises(LaneRefused):
+            await ours.load()
+
+    lanes(scenario)
+
+
+# --- nonsense and death before the ACK: strikes -----------------------------------------------------------------------
+
+NONSENSE = {
+    "wrong nonce": [{"hello": {"nonce": "0" * 16}}],
+    "wrong pid": [{"hello": {"pid": 1}}],
+    "the parent's pid": [{"hello": {"pid": os.getpid()}}],
+    "v as text": [{"hello": {"v": "3"}}],
+    "v as float": [{"hello": {"v": 3.0}}, {"text": ""}],
+    "v as bool": [{"hello": {"v": True}}],
+    "no nonce": [{"hello": {"nonce": None}}],
+    "max_frame 0": [{"hello": {"max_frame": 0}}],
+    "not JSON": [{"bytes": "02000000"}, {"text": "no"}],
+    "too large": [{"torn": {"length": 65537, "send": 10}}],
+    "length 0xFFFFFFFF": [{"bytes": "ffffffff"}],
+    "another message": [{"frame": {"type": "PONG", "req_id": "1", "rss_mb": 1, "models_loaded": 0}}],
+    "closed": [{"close": True}],
+    "torn": [{"torn": {"length": 100, "send": 10}}, {"close": True}],
+}
+
+
+@pytest.mark.parametrize("case", [name for name in NONSENSE if name != "v as float"])
+def test_nonsense_before_the_ack_is_a_strike_each(lanes, tmp_path, case):
+    state = tmp_path / "state"
+
+    async def scenario(make):
+        lane = make({"hello": [*NONSENSE[case], {"sleep": 600}], "state": str(state)})
+        first = await refused(lane)
+        assert first.details["cause"] == "handshake" and first.details["quarantined"] is False
+        assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
+        second = await refused(lane)
+        assert second.details["quarantined"] is True
+        third = await refused(lane)
+        assert third.details == {"lane_id": "toy", "quarantined": True}
+        assert spawns(state) == 2
+
+    lanes(scenario)
+
+
+def test_v_as_a_float_is_nonsense(lanes):
+    frame = b'{"v":3.0,"nonce":"%s","engine":{"engine":"llama.cpp-worker","version":"1"},"pid":1,"max_frame":1}'
+    text = (len(frame).to_bytes(4, "little") + frame).hex()
+
+    async def scenario(make):
+        lane = make({"hello": [{"bytes": text}, {"sleep": 600}]})
+        assert (await refused(lane)).details["cause"] == "handshake"
+
+    lanes(scenario)
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "signal"),
+    [
+        ({"start": [{"stderr": "import failed"}, {"exit": 3}]}, 3, None),
+        ({"start": [{"stderr": "import failed"}, {"signal": "SIGKILL"}]}, None, "SIGKILL"),
+        ({"hello": [{"stderr": "import failed"}, {"exit": 4}]}, 4, None),
+        ({"hello": [{"stderr": "import failed"}, {"abort": True}]}, None, "SIGABRT"),
+    ],
+)
+def test_death_before_the_ack_is_told_at_once(lanes, script, status, signal):
+    async def scenario(make):
+        # The handshake's time is not waited for.
+        lane = make(script, config=dataclasses.replace(FAST, handshake=600.0))
+        details = (await refused(lane)).details
+        assert (details["cause"], details["exit_status"], details["signal"]) == ("handshake", status, signal)
+        assert details["log_tail"].startswith("[stderr] import failed")
+        assert lane.health()["strikes"] == 1
+
+    lanes(scenario)
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        ({"start": [{"sleep": 600}]}, "did not connect"),
+        ({"hello": [{"sleep": 600}]}, "sent no HELLO"),
+        ({"ignore": ["SIGTERM"], "hello": [{"torn": {"length": 100, "send": 10}}, {"sleep": 600}]}, "sent no HELLO"),
+    ],
+)
+def test_one_deadline_bounds_the_handshake(lanes, script, text):
+    async def scenario(make):
+        lane = make(script, config=dataclasses.replace(FAST, handshake=1.0))
+        error = await refused(lane)
+        assert text in error.message and error.details["cause"] == "handshake"
+        assert lane.health()["strikes"] == 1
+
+    lanes(scenario)
+
+
+def test_frames_before_the_ack_are_a_violation(lanes):
+    pong = {"frame": {"type": "PONG", "req_id": "1", "rss_mb": 1, "models_loaded": 0}}
+
+    async def scenario(make):
+        # In one piece with HELLO: the host can't have answered in between.
+        lane = make({"hello": [{"hello": {}}, pong, {"sleep": 600}]})
+        assert (await refused(lane)).details["cause"] in ("handshake", "protocol")
+        assert lane.health()["strikes"] == 1
+
+    lanes(scenario)
+
+
+def test_sigill_names_the_cure(lanes):
+    async def scenario(make):
+        lane = make({"start": [{"signal": "SIGILL"}]})
+        error = await refused(lane)
+        assert "llama-cpp-python was built for another CPU, rebuild it" in error.message
+        assert error.details["signal"] == "SIGILL"
+
+    lanes(scenario)
+
+
+def test_a_foreign_process_at_the_socket_harms_nobody(lanes, tmp_path):
+    """It is turned away without a strike, even while it waits in silence, and the listener goes on."""
+    go = tmp_path / "go"
+
+    async def scenario(make):
+        lane = make({"start": [{"wait_for": str(go)}]})
+        loading = asyncio.create_task(lane.load())
+        while not list(make.runtime.workers.iterdir()):
+            await asyncio.sleep(0.005)
+        path = next(make.runtime.workers.iterdir())
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write((2).to_bytes(4, "little") + b"{}")
+        # Closed with its words unread, which shows as a reset.
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        silent = socket.socket(socket.AF_UNIX)
+        silent.connect(os.fspath(path))
+        go.touch()
+        assert await loading == 8
+        assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
+        silent.close()
+        writer.close()
+
+    lanes(scenario)
+
+
+def test_a_missing_program_is_not_a_strike(lanes):
+    async def scenario(make):
+        lane = make(command=("/no/such/worker",))
+        for _ in range(3):
+            with pytest.raises(BackendMissing, match="/no/such/worker") as caught:
+                await lane.submit(embed([1]), stage="embed_batch")
+            assert caught.value.exit_code == 4
+        assert lane.health()["strikes"] == 0
+
+    lanes(scenario)
+
+
+def test_no_descriptors_left_is_typed_and_not_a_strike(lanes, monkeypatch):
+    import subprocess
+
+    class Refusing(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            raise OSError(24, "Too many open files")
+
+    async def scenario(make):
+        lane = make()
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", Refusing)
+            error = await refused(lane)
+            assert error.details["errno"] == "EMFILE"
+        assert lane.health()["strikes"] == 0
+        await lane.load()
+
+    lanes(scenario)
+
+
+def test_a_plain_file_at_the_path_is_told_and_kept(lanes):
+    async def scenario(make):
+        lane = make()
+        path = make.runtime.workers / "toy-1.sock"
+        path.write_text("mine")
+        with pytest.raises(InvalidRequest, match="not a socket"):
+            await lane.load()
+        assert path.read_text() == "mine"
+        path.unlink()
+        await lane.load()
+
+    lanes(scenario)
+
+
+def test_a_wrapper_s_worker_is_accepted_and_dies_with_it(lanes, tmp_path):
+    report = tmp_path / "report"
+    worker = scripted.command({"ready": [{"report": str(report)}], "ignore": ["EOF"], "eof": [{"sleep": 600}]})
+    wrapper = ("/bin/sh", "-c", '"$@"; exit $?', "wrapper", *worker)
+
+    async def scenario(make):
+        lane = make(command=wrapper)
+        await lane.load()
+        told = json.loads(report.read_text())
+        assert told["pid"] != told["ppid"] == lane.health()["worker_pid"]
+        os.kill(told["ppid"], 9)
+        while lane.health()["strikes"] == 0:
+            await asyncio.sleep(0.005)
+        while Path(f"/proc/{told['pid']}").exists():
+            await asyncio.sleep(0.005)
+
+    lanes(scenario)
+
+
+def test_the_smaller_max_frame_rules(lanes):
+    async def scenario(make):
+        lane = make({"hello": [{"hello": {"max_frame": 4096}}]})
+        await lane.load()
+        with pytest.raises(InvalidRequest, match="4096"):
+            await lane.submit(embed(list(range(1, 2000))), stage="embed_batch")
+        # Refused before the first byte: the same worker serves the next request.
+        reply, _ = await lane.submit(embed([1]), stage="embed_batch")
+        assert reply.n == 1 and lane.health()["generation"] == 1
+
+    lanes(scenario)
+
+
+def test_a_deadline_during_the_spawn_leaves_the_spawn_to_the_next_caller(lanes, tmp_path):
+    go, state = tmp_path / "go", tmp_path / "state"
+
+    async def scenario(make):
+        lane = make({"start": [{"wait_for": str(go)}], "state": str(state)})
+        with pytest.raises(DeadlineExceeded):
+            deadline = asyncio.get_running_loop().time() + 0.05
+            await lane.submit(embed([1]), deadline=deadline, stage="embed_batch")
+        assert lane.health()["state"] == "loading"
+        go.touch()
+        await lane.submit(embed([1]), stage="embed_batch")
+        assert lane.health()["generation"] == spawns(state) == 1 and lane.health()["strikes"] == 0
+
+    lanes(scenario)
+
+
+def test_descriptors_beyond_the_three_standard_ones_stay_with_the_host(lanes, tmp_path):
+    report = tmp_path / "report"
+
+    async def scenario(make):
+        with open(os.devnull) as file:  # noqa: PTH123 - any descriptor
+            os.set_inheritable(file.fileno(), True)
+            lane = make({"ready": [{"report": str(report)}]})
+            await lane.load()
+        # 0, 1, 2 (and the runtime's copy of stdout), the socket, the one that lists them.
+        assert len(json.loads(report.read_text())["descriptors"]) <= 6
+
+    lanes(scenario)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_zombie_is_left(lanes):
+    async def scenario(make):
+        lane = make({"start": [{"exit": 1}]})
+        await refused(lane)
+        pid = lane.health()["last_fault"]["worker_pid"]
+        assert not Path(f"/proc/{pid}").exists()
+
+    lanes(scenario)

@@ -1,0 +1,1182 @@
+"""One lane over real workers: every row of protocol-v3 section 5, and the host's checklist."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import struct
+from pathlib import Path
+
+import pytest
+
+from engines.protocol.errors import ErrorCode
+from engines.protocol.messages import Generate, Rerank, RerankSequences, Segment
+from synapse_host import process as process_module
+from synapse_host.config import Windows
+from synapse_host.errors import (
+    WORKER_ERRORS,
+    DeadlineExceeded,
+    EngineCrashed,
+    InvalidRequest,
+    ModelInUse,
+    ProbeRequired,
+    QueueFull,
+)
+from synapse_host.permits import Permits
+from synapse_host.process import WorkerProcess
+from tests.host.conftest import FAST, embed
+from tests.support import scripted
+
+pytestmark = pytest.mark.process
+
+CUDA = {"expected_engine": "owned-cuda", "owned": True}
+EMBED = "embed_batch"
+SHORT = dataclasses.replace(FAST, windows=Windows(setup=20.0, control=20.0, ping=20.0, inference=0.4))
+POISON, FINE = 13, 7
+"""First ids: rules of a script kill on the one and never touch the other."""
+
+
+def on(request: str, *actions, **more) -> dict:
+    return {"on": request, "do": list(actions), **more}
+
+
+def poison(*actions) -> dict:
+    """A script whose worker does *actions* on requests that start with POISON, and serves all others."""
+    return {"rules": [on("serving", *actions, first_id=POISON)]}
+
+
+KILLS = poison({"signal": "SIGKILL"})
+
+
+async def serve(lane, first: int = FINE, **options):
+    _, payload = await lane.submit(embed([first, 1]), stage=EMBED, **options)
+    assert payload.tolist() == scripted.expected_vector([first, 1]), "another request's answer"
+
+
+async def crash(lane, first: int = POISON) -> EngineCrashed:
+    with pytest.raises(EngineCrashed) as caught:
+        await lane.submit(embed([first, 1]), stage=EMBED)
+    return caught.value
+
+
+def soon(seconds: float) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def spawns(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+# --- serving ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_request(lanes):
+    ids = struct.pack("<4i", 1, 2, 3, 4)
+
+    async def scenario(make):
+        llama = make()
+        reply, scores = await llama.submit(
+            lambda req_id, ref: (Rerank(req_id, ref, 2, [Segment(1), Segment(1)]), ids), stage="rerank"
+        )
+        assert scores.tolist() == [scripted.expected_score([1, 2], [3]), scripted.expected_score([1, 2], [4])]
+        reply, nothing = await llama.submit(lambda req_id, ref: (Generate(req_id, ref, 3), ids), stage="generate")
+        assert nothing is None and reply.text == scripted.expected_text([1, 2, 3, 4], 3)[0]
+        owned = make({"engine": "owned-cuda"}, **CUDA)
+        _, scores = await owned.submit(
+            lambda req_id, ref: (RerankSequences(req_id, ref, [Segment(3), Segment(1)]), ids), stage="rerank_sequences"
+        )
+        assert scores.tolist() == [
+            scripted.expected_sequence_score([1, 2, 3]),
+            scripted.expected_sequence_score([4]),
+        ]
+
+    lanes(scenario)
+
+
+def test_concurrent_requests_are_served_in_order_by_one_worker(lanes):
+    async def scenario(make):
+        lane, order = make(), []
+
+        async def one(n):
+            await serve(lane, n)
+            order.append(n)
+
+        await asyncio.gather(*(one(n) for n in range(100)))
+        assert order == list(range(100))
+        health = lane.health()
+        assert (health["generation"], health["strikes"], health["state"]) == (1, 0, "idle")
+
+    lanes(scenario)
+
+
+def test_large_payloads_both_ways(lanes):
+    async def scenario(make):
+        lane = make({"vectors": "echo", "dims": 1_000_000})
+        row = list(range(1_000_000))
+        _, payload = await lane.submit(embed(row), stage=EMBED)
+        assert payload.shape == (1_000_000,) and payload[12345] == 12345.0 and payload.flags.writeable
+
+    lanes(scenario)
+
+
+def test_a_request_that_breaks_the_rules_is_refused_here(lanes):
+    async def scenario(make):
+        lane = make()
+        with pytest.raises(InvalidRequest):
+            await lane.submit(lambda req_id, ref: (embed([1, 2])(req_id, ref)[0], b"\0" * 4), stage=EMBED)
+        with pytest.raises(ZeroDivisionError):
+            await lane.submit(lambda req_id, ref: 1 // 0, stage=EMBED)
+        await serve(lane)
+        assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
+
+    lanes(scenario)
+
+
+# --- crashes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("action", "status", "name"),
+    [
+        ({"signal": "SIGKILL"}, None, "SIGKILL"),
+        ({"abort": True}, None, "SIGABRT"),
+        ({"segfault": True}, None, "SIGSEGV"),
+        ({"signal": "SIGTERM"}, None, "SIGTERM"),
+        ({"exit": 0}, 0, None),
+        ({"exit": 7}, 7, None),
+        ({"raise": "a bug"}, 1, None),
+    ],
+)
+def test_death_in_a_request_is_typed_with_its_cause(lanes, action, status, name):
+    async def scenario(make):
+        lane = make(poison({"stderr": "last words"}, action))
+        error = await crash(lane)
+        assert error.transient and error.safe_to_retry and error.retry_after_ms == 250 and error.exit_code == 1
+        details = error.details
+        assert (details["lane_id"], details["stage"], details["cause"]) == ("toy", EMBED, "exit")
+        assert (details["exit_status"], details["signal"], details["quarantined"]) == (status, name, False)
+        assert details["log_tail"].startswith("[stderr] last words")
+        if name:
+            assert name in error.message
+        await serve(lane)
+        assert lane.health()["generation"] == 2 and lane.health()["strikes"] == 0
+
+    lanes(scenario)
+
+
+def test_the_log_tail_is_the_last_8_kib_of_both_streams(lanes):
+    async def scenario(make):
+        flood = {"bytes": 10 * 2**20, "text": "y"}
+        lane = make(poison({"stderr": flood}, {"stdout": "out"}, {"signal": "SIGKILL"}))
+        error = await crash(lane)
+        tail = error.details["log_tail"]
+        assert tail.replace("[stderr] ", "").replace("[stdout] ", "").replace("\n", "").strip("y") in ("out", "")
+        assert len(tail) >= 8192 and tail.count("y") >= 8192 - len("out\n")
+
+    lanes(scenario)
+
+
+def test_a_closed_connection_of_a_living_worker_is_eof(lanes):
+    async def scenario(make):
+        lane = make(poison({"close": True}, {"sleep": 600}) | {"ignore": ["EOF"]})
+        error = await crash(lane)
+        assert error.details["cause"] == "eof" and error.details["signal"] is None
+        assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
+
+    lanes(scenario)
+
+
+def test_a_partial_frame_and_death(lanes):
+    async def scenario(make):
+        lane = make(poison({"torn": {"length": 100, "send": 50}}, {"exit": 9}))
+        error = await crash(lane)
+        assert error.details["cause"] == "exit" and error.details["exit_status"] == 9
+        assert "inside a frame" in error.message
+
+    lanes(scenario)
+
+
+def test_an_answer_before_a_death_still_counts(lanes):
+    async def scenario(make):
+        lane = make(poison({"reply": {}}, {"exit": 1}))
+        await serve(lane, POISON)
+        await until(lambda: lane.health()["strikes"] == 1)
+
+    lanes(scenario)
+
+
+def test_a_grandchild_that_keeps_stdout_open_delays_nothing(lanes, tmp_path):
+    pid_file = tmp_path / "pid"
+
+    async def scenario(make):
+        grandchild = {"grandchild": {"new_session": True, "pid_file": str(pid_file), "seconds": 600}}
+        lane = make(poison(grandchild, {"signal": "SIGKILL"}))
+        assert (await crash(lane)).details["signal"] == "SIGKILL"
+        await serve(lane)
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+    lanes(scenario)
+
+
+def test_a_crash_touches_one_lane_only(lanes):
+    async def scenario(make):
+        ill, well = make(KILLS), make()
+        await serve(well)
+        await crash(ill)
+        await serve(well)
+        assert well.health()["generation"] == 1 and well.health()["strikes"] == 0
+
+    lanes(scenario)
+
+
+def test_waiting_requests_of_a_dead_worker_are_served_by_the_next(lanes, tmp_path):
+    state = tmp_path / "state"
+
+    async def scenario(make):
+        lane = make({**KILLS, "state": str(state)})
+        await lane.load()
+        outcomes = await asyncio.gather(crash(lane), *(serve(lane, n) for n in range(20, 30)), return_exceptions=True)
+        assert isinstance(outcomes[0], EngineCrashed) and outcomes[1:] == [None] * 10
+        # The broken request was not replayed: one death, one new worker.
+        assert spawns(state) == 2
+
+    lanes(scenario)
+
+
+def test_idle_death_is_one_strike_and_the_next_request_starts_a_worker(lanes):
+    async def scenario(make):
+        lane = make()
+        await lane.load()
+        os.kill(lane.health()["worker_pid"], signal.SIGKILL)
+        await until(lambda: lane.health()["worker_pid"] is None)
+        health = lane.health()
+        assert (health["strikes"], health["state"], health["generation"]) == (1, "stopped", 1)
+        assert health["last_fault"]["stage"] == "idle" and health["last_fault"]["signal"] == "SIGKILL"
+        await serve(lane)
+        assert lane.health()["generation"] == 2
+
+    lanes(scenario)
+
+
+def test_a_request_at_the_moment_of_an_idle_death_has_one_outcome(lanes):
+    async def scenario(make):
+        lane = make()
+        for _ in range(10):
+            await lane.load()
+            os.kill(lane.health()["worker_pid"], signal.SIGKILL)
+            outcome = await asyncio.gather(serve(lane), return_exceptions=True)
+            assert outcome == [None] or isinstance(outcome[0], EngineCrashed)
+            await serve(lane)
+            assert lane.health()["strikes"] == 0
+
+    lanes(scenario)
+
+
+# --- protocol faults ------------------------------------------------------------------------------------------------------
+
+FAULTS = {
+    "reply with another req_id": [{"reply": {"set": {"req_id": "other"}}}],
+    "reply without req_id": [{"reply": {"drop": ["req_id"]}}],
+    "another reply type": [{"frame": {"type": "UNLOADED", "req_id": "$req_id"}}],
+    "SCORES for EMBED_BATCH": [{"reply": {"type": "SCORES", "drop": ["dims", "n"]}}],
+    "dims 0": [{"reply": {"set": {"dims": 0}}}],
+    "dims unlike LOADED": [{"reply": {"set": {"dims": 4}, "raw_bytes": 16}}],
+    "n off": [{"reply": {"set": {"n": 2}}}],
+    "raw too short": [{"reply": {"raw_bytes": 28}}],
+    "raw too long": [{"reply": {"raw_bytes": 36}}],
+    "unknown field": [{"reply": {"set": {"extra": 1}}}],
+    "two replies": [{"reply": {"times": 2}}],
+    "progress after the reply": [
+        {"reply": {}},
+        {"frame": {"type": "PROGRESS", "req_id": "$req_id", "completed": 9, "phase": "inference"}},
+    ],
+    "progress between header and raw": [
+        {"reply": {"between": [{"type": "PROGRESS", "req_id": "$req_id", "completed": 1, "phase": "inference"}]}}
+    ],
+    "progress twice the same": [{"progress": {"completed": [1, 1]}}],
+    "progress falling": [{"progress": {"completed": [2, 1]}}],
+    "progress zero": [{"progress": {"completed": [0]}}],
+    "progress beyond u64": [{"progress": {"completed": [2**64]}}],
+    "progress of another request": [{"progress": {"completed": [1], "req_id": "other"}}],
+    "progress in setup on llama": [{"progress": {"completed": [1], "phase": "setup"}}],
+    "progress in control": [{"progress": {"completed": [1], "phase": "control"}}],
+    "progress in no phase": [{"progress": {"completed": [1], "phase": "lunch"}}],
+    "unknown ERR code": [{"err": {"code": "own_invention"}}],
+    "unknown type": [{"frame": {"type": "HEARTBEAT", "req_id": "$req_id"}}],
+    "a request from the worker": [{"frame": {"type": "PING", "req_id": "$req_id"}}],
+    "not JSON": [{"bytes": "03000000"}, {"text": "yes"}],
+    "not UTF-8": [{"bytes": "02000000fffe"}],
+    "a raw frame without a header": [{"raw": 32}],
+    "an empty frame": [{"raw": 0}],
+    "longer than max_frame": [{"torn": {"length": 64 * 2**20 + 1, "send": 8}}],
+    "length 0xFFFFFFFF": [{"bytes": "ffffffff"}],
+}
+AFTER_A_GOOD_REPLY = {"two replies", "progress after the reply"}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_protocol_fault_is_one_strike_and_the_end_of_the_worker(lanes, case):
+    async def scenario(make):
+        lane = make(poison(*FAULTS[case], {"sleep": 600}))
+        if case in AFTER_A_GOOD_REPLY:
+            # The first reply was good; what follows it condemns the worker.
+            await serve(lane, POISON)
+            await until(lambda: lane.health()["last_fault"] is not None)
+        else:
+            error = await crash(lane)
+            assert error.details["quarantined"] is False and error.details["fingerprint"] is not None
+        health = lane.health()
+        assert health["last_fault"]["cause"] == "protocol" and health["strikes"] == 1
+        await serve(lane)
+        assert lane.health()["generation"] == 2
+
+    lanes(scenario)
+
+
+def test_cuda_never_goes_back_to_setup(lanes):
+    async def scenario(make):
+        back = {"progress": {"completed": [2], "phase": "setup"}}
+        lane = make(
+            {
+                "engine": "owned-cuda",
+                "rules": [
+                    on("EMBED_BATCH", {"progress": {"completed": [1], "phase": "inference"}}, back, first_id=POISON),
+                    on("EMBED_BATCH", {"progress": {"completed": [1], "phase": "setup"}}),
+                ],
+            },
+            **CUDA,
+        )
+        assert (await crash(lane)).details["cause"] == "protocol"
+        await serve(lane)
+
+    lanes(scenario)
+
+
+def test_a_frame_while_idle_is_a_fault(lanes):
+    async def scenario(make):
+        pong = {"type": "PONG", "req_id": "1", "rss_mb": 1, "models_loaded": 0}
+        lane = make({"rules": [on("EMBED_BATCH", {"reply": {}}, {"sleep": 0.1}, {"frame": pong}, {"sleep": 600})]})
+        await serve(lane)
+        await until(lambda: lane.health()["strikes"] == 1)
+        assert lane.health()["last_fault"]["cause"] == "protocol"
+
+    lanes(scenario)
+
+
+def test_err_is_neither_a_strike_nor_forgiveness(lanes):
+    async def scenario(make):
+        lane = make(
+            {
+                "rules": [
+                    on("EMBED_BATCH", {"err": {"code": "inference_failed", "msg": "no luck"}}, first_id=1),
+                    on("EMBED_BATCH", {"err": {"code": "oom"}}, first_id=2),
+                    on("EMBED_BATCH", {"signal": "SIGKILL"}, first_id=POISON),
+                ]
+            }
+        )
+        with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED], match="no luck") as caught:
+            await serve(lane, 1)
+        assert not caught.value.transient and caught.value.details["stage"] == EMBED
+        with pytest.raises(WORKER_ERRORS[ErrorCode.OOM]) as caught:
+            await serve(lane, 2)
+        assert caught.value.transient and caught.value.retry_after_ms == 250
+        assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
+        await crash(lane)
+        with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED]):
+            await serve(lane, 1)
+        assert lane.health()["strikes"] == 1
+
+    lanes(scenario)
+
+
+@pytest.mark.parametrize("what", ["nan", "inf"])
+def test_a_reply_that_is_not_finite_is_refused_without_a_strike_or_forgiveness(lanes, what):
+    async def scenario(make):
+        script = {
+            "rules": [
+                on("EMBED_BATCH", {"reply": {what: 5}}, first_id=1),
+                on("EMBED_BATCH", {"signal": "SIGKILL"}, first_id=POISON),
+            ]
+        }
+        lane = make(script)
+        await crash(lane)
+        with pytest.raises(WORKER_ERRORS[ErrorCode.NONFINITE_OUTPUT]) as caught:
+            await serve(lane, 1)
+        assert caught.value.code == "nonfinite_output" and not caught.value.transient
+        assert lane.health()["strikes"] == 1
+        await serve(lane)
+        assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 2
+
+    lanes(scenario)
+
+
+# --- silence --------------------------------------------------------------------------------------------------------------
+
+HANGS = {
+    "sleep": [{"sleep": 600}],
+    "stopped": [{"signal": "SIGSTOP"}],
+    "spin with the GIL": [{"spin": True}],
+    "stall in the payload": [{"reply": {"stall": {"after": 5, "seconds": 600}}}],
+    "stall after the header": [{"reply": {"pause": 600}}],
+    "half a header": [{"torn": {"length": 100, "send": 10}}, {"sleep": 600}],
+}
+
+
+@pytest.mark.parametrize("case", HANGS)
+def test_silence_past_the_window_is_one_strike(lanes, case):
+    async def scenario(make):
+        lane = make(poison(*HANGS[case]), config=SHORT)
+        await lane.load()
+        error = await crash(lane)
+        assert error.details["cause"] == "silence" and "no completed work for 0.4 s" in error.message
+        assert (error.details["signal"], error.details["exit_status"]) == (None, None)
+        assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
+
+    lanes(scenario)
+
+
+def test_a_silent_worker_of_ours_leaves_its_traceback(lanes):
+    async def scenario(make):
+        lane = make(poison({"sleep": 600}), config=SHORT)
+        assert "do_sleep" in (await crash(lane)).details["log_tail"]
+        foreign = make(poison({"sleep": 600}), config=SHORT, own_worker=False)
+        assert (await crash(foreign)).details["log_tail"] == ""
+
+    lanes(scenario)
+
+
+def test_progress_in_time_runs_far_beyond_the_window(lanes):
+    async def scenario(make):
+        config = dataclasses.replace(FAST, windows=Windows(20.0, 20.0, 20.0, inference=1.0))
+        lane = make(poison({"progress": {"from": 1, "to": 30, "every": 0.1}}), config=config)
+        await serve(lane, POISON)
+        assert lane.health()["strikes"] == 0
+
+    lanes(scenario)
+
+
+def test_bytes_alone_never_renew(lanes):
+    async def scenario(make):
+        drip = [action for _ in range(100) for action in ({"text": "{"}, {"sleep": 0.05})]
+        lane = make(poison({"bytes": "ff000000"}, *drip, {"sleep": 600}), config=SHORT)
+        assert (await crash(lane)).details["cause"] == "silence"
+
+    lanes(scenario)
+
+
+def test_the_windows_of_cuda(lanes):
+    """Setup has the long window; the switch to inference starts the short one."""
+
+    async def scenario(make):
+        script = {
+            "engine": "owned-cuda",
+            "rules": [
+                on(
+                    "EMBED_BATCH",
+                    {"progress": {"completed": [1], "phase": "inference"}},
+                    {"sleep": 600},
+                    first_id=POISON,
+                ),
+                on("EMBED_BATCH", {"sleep": 1.0}),
+            ],
+        }
+        lane = make(script, config=SHORT, **CUDA)
+        await serve(lane)
+        error = await crash(lane)
+        assert error.details["cause"] == "silence" and "0.4 s" in error.message
+
+    lanes(scenario)
+
+
+def test_load_has_the_setup_window(lanes):
+    async def scenario(make):
+        config = dataclasses.replace(FAST, windows=Windows(setup=0.3, control=20.0, ping=20.0, inference=20.0))
+        lane = make({"rules": [on("LOAD", {"sleep": 600})]}, config=config)
+        with pytest.raises(EngineCrashed) as caught:
+            await lane.load()
+        assert (caught.value.details["cause"], caught.value.details["stage"]) == ("silence", "load")
+        slow = make({"rules": [on("LOAD", {"sleep": 1.0})]}, config=SHORT)
+        await serve(slow)
+
+    lanes(scenario)
+
+
+def test_idle_is_not_silence(lanes):
+    async def scenario(make):
+        lane = make(config=dataclasses.replace(FAST, windows=Windows(0.3, 0.3, 0.3, 0.3), handshake=20.0))
+        await serve(lane)
+        await asyncio.sleep(1.0)
+        await serve(lane)
+        assert lane.health()["generation"] == 1
+
+    lanes(scenario)
+
+
+def test_a_blocked_loop_is_not_the_worker_s_silence(lanes):
+    import time
+
+    async def scenario(make):
+        lane = make(
+            poison({"sleep": 2.2}, {"reply": {}}), config=dataclasses.replace(SHORT, windows=Windows(20, 20, 20, 0.8))
+        )
+        await lane.load()
+        request = asyncio.create_task(serve(lane, POISON))
+        await asyncio.sleep(0.1)
+        time.sleep(2.0)
+        await request
+        assert lane.health()["strikes"] == 0
+
+    lanes(scenario)
+
+
+def test_no_watchdog_while_waiting_for_the_stream_or_the_permit(lanes, tmp_path):
+    go = tmp_path / "go"
+
+    async def scenario(make):
+        make.permits = Permits({"cpu": 1})
+        config = dataclasses.replace(FAST, windows=Windows(20.0, 20.0, 20.0, inference=1.0))
+        busy = make(poison({"progress": {"from": 1, "to": 25, "every": 0.1}}), config=config)
+        other = make(config=config)
+        await asyncio.gather(busy.load(), other.load())
+        first = asyncio.create_task(serve(busy, POISON))
+        await until(lambda: busy.health()["state"] == "serving")
+        # One waits for the stream, the other for the permit, both longer than a window.
+        await asyncio.gather(first, serve(busy), serve(other))
+        assert busy.health()["strikes"] == other.health()["strikes"] == 0
+        go.touch()
+
+    lanes(scenario)
+
+
+# --- the caller leaves ------------------------------------------------------------------------------------------------
+
+
+def held(tmp_path: Path) -> tuple[dict, Path]:
+    go = tmp_path / "go"
+    return poison({"wait_for": str(go)}), go
+
+
+@pytest.mark.parametrize("way", ["deadline", "cancellation"])
+def test_a_caller_who_leaves_harms_nobody(lanes, tmp_path, way):
+    script, go = held(tmp_path)
+
+    async def scenario(make):
+        lane = make(script)
+        await lane.load()
+        pid = lane.health()["worker_pid"]
+        if way == "deadline":
+            with pytest.raises(DeadlineExceeded) as caught:
+                await serve(lane, POISON, deadline=soon(0.05))
+            assert caught.value.exit_code == 5 and caught.value.details["stage"] == EMBED
+        else:
+            request = asyncio.create_task(serve(lane, POISON))
+            await asyncio.sleep(0.05)
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+        # The abandoned reply isn't drained yet: the lane is busy, the model in use, the next request waits.
+        assert lane.health()["state"] == "serving"
+        with pytest.raises(ModelInUse):
+            await lane.unload()
+        with pytest.raises(DeadlineExceeded):
+            await serve(lane, deadline=soon(0.05))
+        following = asyncio.create_task(serve(lane))
+        await asyncio.sleep(0)
+        go.touch()
+        await following
+        health = lane.health()
+        assert (health["worker_pid"], health["strikes"], lane.late_replies) == (pid, 0, 1)
+
+    lanes(scenario)
+
+
+def test_many_callers_leave_and_nobody_gets_another_s_answer(lanes):
+    async def scenario(make):
+        lane = make()
+        await lane.load()
+
+        async def impatient(n):
+            try:
+                await serve(lane, n, deadline=soon(0.0001 * (n % 40)))
+            except DeadlineExceeded:
+                return 0
+            return 1
+
+        async def cancelled(n):
+            request = asyncio.create_task(serve(lane, n))
+            await asyncio.sleep(0.0001 * (n % 30))
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+
+        for _ in range(4):
+            await asyncio.gather(*(impatient(n) for n in range(100)), *(cancelled(n) for n in range(100)))
+            await serve(lane)
+        assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
+
+    lanes(scenario)
+
+
+def test_an_abandoned_exchange_that_hangs_is_still_killed_and_struck(lanes):
+    async def scenario(make):
+        lane = make(poison({"sleep": 600}), config=SHORT)
+        await lane.load()
+        with pytest.raises(DeadlineExceeded):
+            await serve(lane, POISON, deadline=soon(0.05))
+        await until(lambda: lane.health()["strikes"] == 1)
+        assert lane.health()["last_fault"]["cause"] == "silence"
+        await serve(lane)
+
+    lanes(scenario)
+
+
+def test_an_abandoned_success_clears_strikes(lanes, tmp_path):
+    go = tmp_path / "go"
+
+    async def scenario(make):
+        lane = make(
+            {"rules": [on("EMBED_BATCH", {"exit": 1}, first_id=POISON), on("EMBED_BATCH", {"wait_for": str(go)})]}
+        )
+        await crash(lane)
+        with pytest.raises(DeadlineExceeded):
+            await serve(lane, deadline=soon(0.6))
+        assert lane.health()["strikes"] == 1
+        go.touch()
+        await until(lambda: lane.health()["strikes"] == 0)
+
+    lanes(scenario)
+
+
+def test_a_deadline_in_the_past_writes_and_spawns_nothing(lanes, tmp_path):
+    state = tmp_path / "state"
+
+    async def scenario(make):
+        lane = make({"state": str(state)})
+        with pytest.raises(DeadlineExceeded):
+            await serve(lane, deadline=soon(-1))
+        await asyncio.sleep(0.05)
+        assert spawns(state) == 0 and lane.health()["state"] == "stopped"
+        await lane.load()
+
+        def never(req_id, ref):
+            built.append(req_id)
+            return embed([1])(req_id, ref)
+
+        built = []
+        with pytest.raises(DeadlineExceeded):
+            await lane.submit(never, deadline=soon(-1), stage=EMBED)
+        assert lane.late_replies == 0
+        await serve(lane)
+
+    lanes(scenario)
+
+
+def test_a_deadline_during_load_leaves_the_load_to_the_next_caller(lanes, tmp_path):
+    go, state = tmp_path / "go", tmp_path / "state"
+
+    async def scenario(make):
+        lane = make({"state": str(state), "rules": [on("LOAD", {"wait_for": str(go)})]})
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded):
+                await serve(lane, deadline=soon(0.3))
+        with pytest.raises(ModelInUse):
+            await lane.unload()
+        go.touch()
+        await serve(lane)
+        assert spawns(state) == 1 and lane.health()["strikes"] == 0
+
+    lanes(scenario)
+
+
+def test_deadlines_while_queued_lose_no_turn(lanes, tmp_path):
+    script, go = held(tmp_path)
+
+    async def scenario(make):
+        lane = make(script)
+        await lane.load()
+        first = asyncio.create_task(serve(lane, POISON))
+        await until(lambda: lane.health()["state"] == "serving")
+        late = [asyncio.create_task(serve(lane, deadline=soon(0.05))) for _ in range(5)]
+        patient = asyncio.create_task(serve(lane))
+        assert all(isinstance(e, DeadlineExceeded) for e in await asyncio.gather(*late, return_exceptions=True))
+        go.touch()
+        await asyncio.gather(first, patient)
+        assert lane.health()["waiting"] == 0
+
+    lanes(scenario)
+
+
+def test_a_full_queue_refuses(lanes, tmp_path):
+    script, go = held(tmp_path)
+
+    async def scenario(make):
+        lane = make(script, config=dataclasses.replace(FAST, queue_limit=2))
+        await lane.load()
+        running = [asyncio.create_task(serve(lane, n)) for n in (POISON, 1, 2)]
+        await until(lambda: lane.health()["waiting"] == 2)
+        with pytest.raises(QueueFull) as caught:
+            await serve(lane)
+        assert caught.value.transient and caught.value.retry_after_ms == 100
+        go.touch()
+        await asyncio.gather(*running)
+
+    lanes(scenario)
+
+
+# --- permits ------------------------------------------------------------------------------------------------------------
+
+
+def test_loading_takes_no_permit_and_inference_waits_for_one(lanes, tmp_path):
+    script, go = held(tmp_path)
+
+    async def scenario(make):
+        make.permits = Permits({"cpu": 1})
+        busy, other = make(script), make()
+        first = asyncio.create_task(serve(busy, POISON))
+        await until(lambda: make.permits.in_use("cpu") == 1)
+        await other.load()
+        await other.ping()
+        waiting = asyncio.create_task(serve(other))
+        with pytest.raises(DeadlineExceeded):
+            await serve(other, deadline=soon(0.05))
+        assert not waiting.done()
+        go.touch()
+        await asyncio.gather(first, waiting)
+        assert make.permits.in_use("cpu") == 0
+
+    lanes(scenario)
+
+
+def test_an_abandoned_exchange_keeps_its_permit_until_it_is_drained(lanes, tmp_path):
+    script, go = held(tmp_path)
+
+    async def scenario(make):
+        make.permits = Permits({"cpu": 1})
+        busy, other = make(script), make()
+        await asyncio.gather(busy.load(), other.load())
+        with pytest.raises(DeadlineExceeded):
+            await serve(busy, POISON, deadline=soon(0.05))
+        assert make.permits.in_use("cpu") == 1
+        with pytest.raises(DeadlineExceeded):
+            await serve(other, deadline=soon(0.05))
+        go.touch()
+        await serve(other)
+        await until(lambda: make.permits.in_use("cpu") == 0)
+
+    lanes(scenario)
+
+
+def test_a_crash_gives_its_permit_back(lanes):
+    async def scenario(make):
+        make.permits = Permits({"cpu": 1})
+        ill, well = make(KILLS), make()
+        await asyncio.gather(crash(ill), serve(well))
+        assert make.permits.in_use("cpu") == 0
+
+    lanes(scenario)
+
+
+def test_a_worker_that_dies_while_its_request_waits_for_a_permit(lanes, tmp_path):
+    script, go = held(tmp_path)
+
+    async def scenario(make):
+        make.permits = Permits({"cpu": 1})
+        busy, other = make(script), make()
+        await asyncio.gather(busy.load(), other.load())
+        first = asyncio.create_task(serve(busy, POISON))
+        await until(lambda: make.permits.in_use("cpu") == 1)
+        waiting = asyncio.create_task(serve(other))
+        await asyncio.sleep(0.02)
+        os.kill(other.health()["worker_pid"], signal.SIGKILL)
+        await until(lambda: other.health()["strikes"] == 1)
+        go.touch()
+        # Nothing had been sent, so the request goes to the next worker.
+        await asyncio.gather(first, waiting)
+        assert other.health()["generation"] == 2 and make.permits.in_use("cpu") == 0
+
+    lanes(scenario)
+
+
+# --- strikes and quarantine ------------------------------------------------------------------------------------------
+
+
+def test_served_work_between_crashes_leaves_one_strike(lanes):
+    async def scenario(make):
+        lane = make(KILLS)
+        for _ in range(3):
+            await crash(lane)
+            assert lane.health()["strikes"] == 1
+            await serve(lane)
+            assert lane.health()["strikes"] == 0
+
+    lanes(scenario)
+
+
+def test_load_and_ping_between_crashes_forgive_nothing(lanes):
+    async def scenario(make):
+        lane = make(KILLS)
+        await crash(lane)
+        await lane.load()
+        await lane.ping()
+        assert lane.health()["strikes"] == 1
+        second = await crash(lane)
+        assert second.details["quarantined"] and second.details["same_input"]
+        assert second.retry_after_ms is not None and second.retry_after_ms > 250 and second.exit_code == 3
+
+    lanes(scenario)
+
+
+def test_a_quarantined_catalog_lane(lanes, tmp_path):
+    state = tmp_path / "state"
+
+    async def scenario(make):
+        lane = make({**KILLS, "state": str(state)})
+        await crash(lane)
+        await crash(lane)
+        first = await crash(lane, FINE)
+        assert first.details == {"lane_id": "toy", "quarantined": True}
+        assert first.transient and first.exit_code == 3 and "same input" in first.message
+        assert first.retry_after_ms is not None and 0 < first.retry_after_ms <= 60_000
+        await asyncio.sleep(0.01)
+        second = await crash(lane, FINE)
+        assert second.retry_after_ms < first.retry_after_ms
+        health = lane.health()
+        assert (health["state"], health["worker_pid"], health["strikes"]) == ("quarantined", None, 2)
+        assert 0 < health["quarantine_remaining_s"] <= 60
+        assert spawns(state) == 2
+
+    lanes(scenario)
+
+
+def test_the_cool_down_ends_with_a_fresh_worker_and_no_strikes(lanes):
+    async def scenario(make):
+        lane = make(KILLS, config=dataclasses.replace(FAST, cool_down=0.3))
+        await crash(lane)
+        await crash(lane)
+        assert (await crash(lane, FINE)).details["quarantined"]
+        await until(lambda: lane.health()["state"] != "quarantined")
+        assert lane.health()["strikes"] == 0
+        await serve(lane)
+        assert lane.health()["generation"] == 3
+
+    lanes(scenario)
+
+
+@pytest.mark.parametrize("way", ["unload", "load"])
+def test_unload_and_reload_clear_quarantine_at_once(lanes, way):
+    async def scenario(make):
+        lane = make(KILLS)
+        await crash(lane)
+        await crash(lane)
+        await (lane.unload() if way == "unload" else lane.load())
+        assert lane.health()["strikes"] == 0
+        await serve(lane)
+
+    lanes(scenario)
+
+
+def test_queued_requests_get_the_quarantine_answer(lanes, tmp_path):
+    state = tmp_path / "state"
+
+    async def scenario(make):
+        lane = make({**KILLS, "state": str(state)})
+        await lane.load()
+        errors = await asyncio.gather(*(crash(lane) for _ in range(8)))
+        # Two spawns, two crashes; nobody else's request was sent anywhere.
+        assert spawns(state) == 2
+        assert [error.details.get("cause") for error in errors] == ["exit", "exit", *[None] * 6]
+        assert all(error.details["quarantined"] for error in errors[1:])
+
+    lanes(scenario)
+
+
+def test_a_lane_that_dies_at_import_does_not_storm(lanes, tmp_path):
+    state = tmp_path / "state"
+
+    async def scenario(make):
+        lane = make({"start": [{"exit": 1}], "state": str(state)})
+        await asyncio.gather(*(crash(lane) for _ in range(10)))
+        assert spawns(state) == 2
+
+    lanes(scenario)
+
+
+def test_a_legacy_lane_needs_a_probe(lanes, tmp_path):
+    state = tmp_path / "state"
+    script = {"state": str(state), "generations": [KILLS, KILLS, KILLS, {"rules": []}]}
+
+    async def scenario(make):
+        lane = make(script, kind="legacy", config=dataclasses.replace(FAST, cool_down=0.05))
+        await crash(lane)
+        await crash(lane)
+        await asyncio.sleep(0.1)
+        for clear in (None, lane.unload):
+            if clear:
+                await clear()
+            with pytest.raises(ProbeRequired) as caught:
+                await serve(lane)
+            assert not caught.value.transient and caught.value.exit_code == 3
+        assert lane.health()["quarantine_remaining_s"] is None and lane.health()["state"] == "quarantined"
+        # A probe that crashes opens nothing.
+        with pytest.raises(EngineCrashed):
+            await lane.probe(embed([POISON]))
+        with pytest.raises(ProbeRequired):
+            await serve(lane)
+        await lane.probe(embed([1]))
+        assert lane.health()["strikes"] == 0
+        await serve(lane)
+
+    lanes(scenario)
+
+
+def test_a_probe_uses_a_fresh_worker(lanes):
+    async def scenario(make):
+        lane = make()
+        await serve(lane)
+        await lane.probe(embed([1]))
+        assert lane.health()["generation"] == 2 and lane.health()["strikes"] == 0
+
+    lanes(scenario)
+
+
+def test_the_fingerprint_names_operation_model_and_ids(lanes):
+    import hashlib
+
+    async def scenario(make):
+        lane = make(KILLS)
+        fingerprint = (await crash(lane)).details["fingerprint"]
+        ids = hashlib.sha256(struct.pack("<2i", POISON, 1)).hexdigest()
+        assert fingerprint == {"operation": "EMBED_BATCH", "model": "m", "ids_sha256": ids}
+
+    lanes(scenario)
+
+
+# --- load and unload -------------------------------------------------------------------------------------------------------
+
+
+def test_load_is_idempotent_and_lost_models_come_back(lanes):
+    async def scenario(make):
+        lane = make({"dims": 5, **KILLS})
+        assert await lane.load() == await lane.load() == 5
+        assert lane.health()["models"] == ["m"]
+        await crash(lane)
+        assert lane.health()["models"] == []
+        _, payload = await lane.submit(embed([1]), stage=EMBED)
+        assert payload.shape == (5,) and lane.health()["models"] == ["m"]
+
+    lanes(scenario)
+
+
+def test_a_refused_load_is_no_strike_and_not_remembered(lanes):
+    async def scenario(make):
+        lane = make({"rules": [on("LOAD", {"err": {"code": "artifact_invalid", "msg": "bad digest"}}, nth=[1, 2])]})
+        for _ in range(2):
+            with pytest.raises(WORKER_ERRORS[ErrorCode.ARTIFACT_INVALID], match="bad digest"):
+                await serve(lane)
+        assert lane.health()["strikes"] == 0 and lane.health()["models"] == []
+        await serve(lane)
+        assert lane.health()["generation"] == 1
+
+    lanes(scenario)
+
+
+def test_unload_forgets_and_the_next_request_loads_again(lanes):
+    async def scenario(make):
+        lane = make()
+        await serve(lane)
+        pid = lane.health()["worker_pid"]
+        await lane.unload()
+        await lane.unload()
+        assert lane.health()["models"] == [] and lane.health()["worker_pid"] == pid
+        await serve(lane)
+        assert lane.health()["models"] == ["m"]
+
+    lanes(scenario)
+
+
+@pytest.mark.parametrize("code", ["model_not_loaded", "inference_failed"])
+def test_a_refused_unload(lanes, code):
+    async def scenario(make):
+        lane = make({"rules": [on("UNLOAD", {"err": {"code": code}})]})
+        await lane.load()
+        if code == "model_not_loaded":
+            await lane.unload()
+        else:
+            with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED]):
+                await lane.unload()
+        assert lane.health()["strikes"] == 0
+        await serve(lane)
+
+    lanes(scenario)
+
+
+def test_unload_of_a_hung_worker_is_bounded(lanes):
+    async def scenario(make):
+        config = dataclasses.replace(FAST, windows=Windows(setup=20.0, control=0.3, ping=20.0, inference=20.0))
+        lane = make({"rules": [on("UNLOAD", {"sleep": 600})]}, config=config)
+        await lane.load()
+        await lane.unload()
+        assert lane.health()["worker_pid"] is None and lane.health()["models"] == []
+        await serve(lane)
+
+    lanes(scenario)
+
+
+def test_unload_while_requests_run_or_wait(lanes, tmp_path):
+    script, go = held(tmp_path)
+
+    async def scenario(make):
+        lane = make(script)
+        running = asyncio.create_task(serve(lane, POISON))
+        await until(lambda: lane.health()["state"] == "serving")
+        with pytest.raises(ModelInUse) as caught:
+            await lane.unload()
+        assert caught.value.exit_code == 1
+        go.touch()
+        await running
+        await lane.unload()
+
+    lanes(scenario)
+
+
+# --- a process that can't be killed -----------------------------------------------------------------------------------
+
+
+def test_no_replacement_before_the_old_process_is_reaped(lanes, tmp_path, monkeypatch):
+    state = tmp_path / "state"
+
+    async def scenario(make):
+        lane = make(poison({"sleep": 600}) | {"state": str(state), "ignore": ["EOF"]}, config=SHORT, own_worker=False)
+        await lane.load()
+        pid = lane.health()["worker_pid"]
+        with monkeypatch.context() as patch:
+            patch.setattr(process_module, "REAP_LIMIT", 0.05)
+            patch.setattr(WorkerProcess, "kill", lambda self: None)
+            assert (await crash(lane)).details["cause"] == "silence"
+            for _ in range(2):
+                error = await crash(lane, FINE)
+                assert "can't be killed yet" in error.message and not error.details["quarantined"]
+        assert spawns(state) == 1 and lane.health()["strikes"] == 1
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not Path(f"/proc/{pid}").exists())
+        await serve(lane)
+        assert spawns(state) == 2
+
+    lanes(scenario)
+
+
+# --- the end -----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_worker_is_asked_to_leave(lanes, tmp_path):
+    bye = tmp_path / "bye"
+
+    async def scenario(make):
+        lane = make({"shutdown": [{"touch": str(bye)}]})
+        await lane.load()
+        pid = lane.health()["worker_pid"]
+        await lane.aclose()
+        assert bye.exists() and not Path(f"/proc/{pid}").exists()
+        assert lane.health()["state"] == "stopped" and lane.health()["strikes"] == 0
+        with pytest.raises(QueueFull, match="stopping"):
+            await serve(lane)
+
+    lanes(scenario)
+
+
+def test_a_worker_that_ignores_everything_is_killed_after_its_grace(lanes):
+    async def scenario(make):
+        config = dataclasses.replace(FAST, shutdown_grace=0.1)
+        lane = make(
+            {"ignore": ["SIGTERM", "EOF"], "shutdown": [{"sleep": 600}], "eof": [{"sleep": 600}]}, config=config
+        )
+        await lane.load()
+        pid = lane.health()["worker_pid"]
+        await lane.aclose()
+        assert not Path(f"/proc/{pid}").exists()
+
+    lanes(scenario)
+
+
+def test_closing_many_times_at_once(lanes):
+    async def scenario(make):
+        lane = make()
+        await lane.load()
+        await asyncio.gather(*(lane.aclose() for _ in range(20)))
+        await lane.aclose()
+        never_used = make()
+        await asyncio.gather(*(never_used.aclose() for _ in range(3)))
+
+    lanes(scenario)
+
+
+def test_drain_answers_the_running_request_and_types_the_queued(lanes, tmp_path):
+    script, go = held(tmp_path)
+
+    async def scenario(make):
+        lane = make(script)
+        running = asyncio.create_task(serve(lane, POISON))
+        await until(lambda: lane.health()["state"] == "serving")
+        queued = [asyncio.create_task(serve(lane)) for _ in range(3)]
+        await until(lambda: lane.health()["waiting"] == 3)
+        closing = asyncio.create_task(lane.aclose(drain=60.0))
+        for error in await asyncio.gather(*queued, return_exceptions=True):
+            assert isinstance(error, QueueFull) and error.details["reason"] == "stopping"
+        assert not running.done() and not closing.done()
+        go.touch()
+        await running
+        await closing
+
+    lanes(scenario)
+
+
+@pytest.mark.parametrize("first", [0.0, 600.0])
+def test_a_drain_that_is_over_or_hurried_ends_the_running_request(lanes, first):
+    async def scenario(make):
+        lane = make(poison({"sleep": 600}))
+        running = asyncio.create_task(crash(lane))
+        await until(lambda: lane.health()["state"] == "serving")
+        closing = asyncio.create_task(lane.aclose(drain=first))
+        await asyncio.sleep(0.01)
+        if first:
+            assert not closing.done()
+            await lane.aclose(drain=0.0)
+        await closing
+        error = await running
+        assert error.details["reason"] == "stopping" and error.details["quarantined"] is False
+        assert lane.health()["strikes"] == 0
+
+    lanes(scenario)
+
+
+@pytest.mark.parametrize("script", [{"start": [{"sleep": 600}]}, {"rules": [on("LOAD", {"sleep": 600})]}])
+def test_closing_during_the_start(lanes, script):
+    async def scenario(make):
+        lane = make(script)
+        waiting = asyncio.create_task(serve(lane))
+        await until(lambda: lane.health()["state"] == "loading" and (lane.health()["generation"] == 1))
+        await asyncio.sleep(0.3)
+        await lane.aclose()
+        with pytest.raises(QueueFull):
+            await waiting
+
+    lanes(scenario)
+
+
+def test_closing_during_a_death(lanes):
+    async def scenario(make):
+        lane = make(KILLS)
+        await lane.load()
+        dying = asyncio.create_task(crash(lane))
+        await until(lambda: lane.health()["state"] == "serving")
+        await lane.aclose()
+        assert (await dying).code == "engine_crashed"
+
+    lanes(scenario)

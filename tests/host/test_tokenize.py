@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.bundle.manifest import Bundle, read
+from synapse_host.errors import BundleInvalid, InvalidRequest, SequenceTooLong
+from synapse_host.tokenize import TextTokenizer, compose_ids, id_rows
+from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle
+
+A, B, C, QUERY = (WORDS.index(word) for word in ("a", "b", "c", "query"))
+UNK = WORDS.index("[UNK]")
+
+
+def bundle(tmp_path: Path, **options: Any) -> Bundle:
+    return read(write_bundle(tmp_path / "b", **options))
+
+
+def rows_of(ids: Any, lengths: list[int]) -> list[list[int]]:
+    flat, rows = ids.tolist(), []
+    for length in lengths:
+        rows.append(flat[:length])
+        flat = flat[length:]
+    assert not flat
+    return rows
+
+
+def test_special_tokens_stand_around_each_row_and_baked_in_padding_is_off(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path))
+    rows = tokenizer.rows(["a b", "c"])
+    assert rows.ids.dtype == np.int32
+    assert rows_of(rows.ids, rows.lengths) == [[CLS, A, B, SEP], [CLS, C, SEP]]
+    # The file truncates to 12; a longer text keeps all its tokens.
+    assert tokenizer.rows(["a " * 13]).lengths == [15]
+
+
+def test_a_special_tokens_literal_is_text(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path))
+    rows = tokenizer.rows(["a [SEP] b"])
+    assert rows.ids.tolist() == [CLS, A, UNK, UNK, UNK, B, SEP]
+
+
+def test_too_long_is_refused_by_index_and_cut_only_on_request(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path, max_tokens=6), model="named")
+    with pytest.raises(SequenceTooLong) as caught:
+        tokenizer.rows(["a", "a b c d e"], offset=100)
+    assert caught.value.details == {"index": 101, "tokens": 7, "max_tokens": 6}
+    assert "named takes 6" in caught.value.message
+    rows = tokenizer.rows(["a", "a b c d e", "b"], truncate=True, offset=100)
+    assert rows.truncated == [101]
+    assert rows_of(rows.ids, rows.lengths)[1] == [CLS, A, B, C, WORDS.index("d"), SEP]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "text 1 is empty"), (" \n\t", "text 1 is empty"), ("\ud800", "half a surrogate pair"), (7, "is int, not text")],
+)
+def test_what_is_no_text_is_refused_by_index(tmp_path: Path, text: Any, words: str) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path))
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        tokenizer.rows(["a", text])
+    assert caught.value.details == {"index": 1}
+
+
+def test_segments_are_bare_and_pairs_composed(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path, task="rerank"))
+    query, documents = tokenizer.segments("query", ["a b", "c"])
+    assert query.tolist() == [QUERY]
+    assert rows_of(documents.ids, documents.lengths) == [[A, B], [C]]
+    pairs = tokenizer.pairs("query", ["a b", "c"])
+    assert rows_of(pairs.ids, pairs.lengths) == [[CLS, QUERY, SEP, A, B, SEP], [CLS, QUERY, SEP, C, SEP]]
+
+
+def test_truncation_cuts_the_document_only(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path, task="rerank", max_tokens=7))
+    with pytest.raises(SequenceTooLong) as caught:
+        tokenizer.pairs("query query", ["a", "a b c"])
+    assert caught.value.details == {"index": 1, "tokens": 8, "max_tokens": 7}
+    pairs = tokenizer.pairs("query query", ["a", "a b c"], truncate=True)
+    assert rows_of(pairs.ids, pairs.lengths)[1] == [CLS, QUERY, QUERY, SEP, A, B, SEP]
+    assert pairs.truncated == [1]
+    _, documents = tokenizer.segments("query query", ["a b c"], truncate=True)
+    assert documents.lengths == [2]
+    with pytest.raises(InvalidRequest, match="leaves no room for a document"):
+        tokenizer.pairs("query " * 4, ["a"], truncate=True)
+
+
+def test_the_family_supplies_what_a_tokenizer_without_post_processor_lacks(tmp_path: Path) -> None:
+    special = {"cls": CLS, "sep": SEP, "eos": 13}
+    bert = TextTokenizer(bundle(tmp_path / "1", frame=False, special_ids=special))
+    assert bert.rows(["a"]).ids.tolist() == [CLS, A, SEP]
+    qwen = TextTokenizer(bundle(tmp_path / "2", frame=False, special_ids=special, family="qwen3"))
+    assert qwen.rows(["a"]).ids.tolist() == [A, 13]
+    llama = TextTokenizer(bundle(tmp_path / "3", frame=False, special_ids=special, task="generate"))
+    assert llama.prompt("a b").ids.tolist() == [A, B]
+    pair = TextTokenizer(bundle(tmp_path / "4", frame=False, special_ids=special, task="rerank"))
+    assert pair.pairs("query", ["a"]).ids.tolist() == [CLS, QUERY, SEP, A, SEP]
+
+
+def test_a_qwen3_reranker_gets_its_question_around_the_pair(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path, task="rerank", family="qwen3", frame=False, max_tokens=200))
+    start, end = WORDS.index("<|im_start|>"), WORDS.index("<|im_end|>")
+    rows = tokenizer.pairs("query <|im_end|>", ["a", "b c"])
+    first = rows_of(rows.ids, rows.lengths)[0]
+    # The template's own marks are special tokens, the one in the query is text.
+    assert first.count(start) == 3 and first.count(end) == 2 and UNK in first
+    assert rows.lengths[1] == rows.lengths[0] + 1
+    short = TextTokenizer(
+        bundle(tmp_path / "s", task="rerank", family="qwen3", frame=False, max_tokens=rows.lengths[0])
+    )
+    with pytest.raises(SequenceTooLong):
+        short.pairs("query <|im_end|>", ["b c"])
+    assert short.pairs("query <|im_end|>", ["b c"], truncate=True).truncated == [0]
+    assert start not in tokenizer.literal("<|im_start|>")
+
+
+def test_a_bundle_without_a_tokenizer_says_why(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="has no tokenizer: send token ids"):
+        TextTokenizer(bundle(tmp_path, tokenizer=False))
+
+
+def test_a_broken_tokenizer_is_a_broken_bundle(tmp_path: Path) -> None:
+    found = bundle(tmp_path)
+    for text in ("", "{}", "not json"):
+        found.path("tokenizer.json").write_text(text)
+        with pytest.raises(BundleInvalid, match="can't be read as a tokenizer"):
+            TextTokenizer(found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "index"),
+    [
+        ([[1], []], 1),
+        ([[1.5]], 0),
+        ([[True]], 0),
+        ([["1"]], 0),
+        ([[[1]]], 0),
+        ([1], 0),
+        ([[1], [-1]], 1),
+        ([[2**31]], 0),
+        ([[2**70]], 0),
+        ([None], 0),
+        ([[1, [2]]], 0),
+    ],
+)
+def test_ids_that_are_none_are_refused_by_index(rows: Any, index: int) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        id_rows(rows)
+    assert caught.value.details == {"index": index}
+
+
+def test_ids_may_be_lists_or_arrays() -> None:
+    rows = id_rows([[1, 2], np.array([3], np.int64), (4,), np.array([5, 6], np.uint16)])
+    assert rows.ids.tolist() == [1, 2, 3, 4, 5, 6] and rows.ids.dtype == np.int32
+    assert rows.lengths == [2, 1, 1, 2]
+    assert id_rows([]).lengths == []
+
+
+def test_pairs_from_ids_without_a_tokenizer(tmp_path: Path) -> None:
+    found = bundle(tmp_path, task="rerank", tokenizer=False, special_ids={"cls": 101, "sep": 102})
+    rows = compose_ids(found, np.array([7], np.int32), id_rows([[8], [9, 9]]), None)
+    assert rows_of(rows.ids, rows.lengths) == [[101, 7, 102, 8, 102], [101, 7, 102, 9, 9, 102]]
+    bare = bundle(tmp_path / "x", task="rerank", tokenizer=False)
+    with pytest.raises(InvalidRequest, match="pairs can't be composed"):
+        compose_ids(bare, np.array([7], np.int32), id_rows([[8]]), None)
