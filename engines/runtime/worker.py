@@ -128,8 +128,7 @@ class Worker:
             event = self.channel.receive()
             match event:
                 case RequestReceived(request=request, payload=payload):
-                    with self._watcher:
-                        self.exchange(request, payload)
+                    self.exchange(request, payload)
                 case ShutdownReceived():
                     self.dispatcher.close()
                     self.engine.close()
@@ -148,7 +147,10 @@ class Worker:
 
         first = phases(type(request), self.identity.engine)[0]
         progress = ProgressReporter(emit, phase=first, clock=self._clock, lock=self.channel.lock)
-        answer = self.dispatcher.handle(request, payload, progress)
+        # The watcher covers the computing alone: once the host has the reply it may send and close as it likes, and a
+        # frame torn by that must still be seen by the next read. A send finds out by itself that the host is gone.
+        with self._watcher:
+            answer = self.dispatcher.handle(request, payload, progress)
         self.finish(progress, answer)
 
     def finish(self, progress: ProgressReporter, answer: Answer) -> None:

@@ -430,9 +430,11 @@ class ScriptedWorker(Actions, Worker):
         self._progress = ProgressReporter(
             lambda completed, phase: self._emit(request.req_id, completed, phase), phase=first, lock=self.channel.lock
         )
-        self.run(rule["do"])
-        if not self._replied:
-            self.finish(self._progress, self._answer())
+        with self._watcher:
+            self.run(rule["do"])
+            answer = None if self._replied else self._answer()
+        if answer is not None:
+            self.finish(self._progress, answer)
 
     def _match(self, request: Any, payload: memoryview | None) -> Script | None:
         kind = type_name(request)
