@@ -2,8 +2,8 @@
 
 Sources, one tag a call:
 [D] NVIDIA CUDA driver API and [R] runtime API, as cuda-python wraps them: a tuple of status and results, and an
-exception where there is no driver; [P] onnxruntime Python API reference; [K] onnxruntime_session_options_config_keys.h and
-onnxruntime_run_options_config_keys.h; [E] onnxruntime's CUDA execution provider page.
+exception where there is no driver; [P] onnxruntime Python API reference; [K] onnxruntime's header files of session and
+run option keys; [E] onnxruntime's CUDA execution provider page.
 """
 
 from __future__ import annotations
@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from engines.cuda.graph import Graph
 
 
-def missing_package() -> str | None:
-    """Return the Python package the lane lacks, without importing any."""
-    return next((name for name in ("onnxruntime", "onnx") if importlib.util.find_spec(name) is None), None)
-
-
 def driver_facts(index: int) -> Facts:
     """Ask the driver about device *index*; opens no context and no artifact."""
     if importlib.util.find_spec("cuda.bindings" if importlib.util.find_spec("cuda") else "cuda") is None:
@@ -38,12 +33,11 @@ def driver_facts(index: int) -> Facts:
     try:
         if driver.cuInit(0)[0]:  # [D] cuInit: before any other driver call
             return Facts()
-        status, version = driver.cuDriverGetVersion()  # [D] cuDriverGetVersion: 1000 x major + 10 x minor
+        version = driver.cuDriverGetVersion()[1]  # [D] cuDriverGetVersion: 1000 x major + 10 x minor
         status, device = driver.cuDeviceGet(index)  # [D] cuDeviceGet
         if status:
             return Facts(driver_api=int(version))
-        attribute = driver.CUdevice_attribute
-        # [D] cuDeviceGetAttribute, attributes 75 and 76
+        attribute = driver.CUdevice_attribute  # [D] cuDeviceGetAttribute, attributes 75 and 76
         major = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)[1]
         minor = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)[1]
         name = driver.cuDeviceGetName(64, device)[1]  # [D] cuDeviceGetName
@@ -99,12 +93,12 @@ def session(graph: Graph, *, threads: int, cuda: dict[str, str] | None = None) -
         made = ort.InferenceSession(graph.model, options, providers, enable_fallback=0)  # [P] InferenceSession
     except Exception as exc:  # onnxruntime's exception classes share no base below Exception
         refuse(exc, creating=True)
-    wanted = providers[0][0] if cuda is not None else providers[0]
+    wanted = "CPUExecutionProvider" if cuda is None else "CUDAExecutionProvider"
     # [P] get_provider_graph_assignment_info: which provider every node went to, after graph optimisation
     elsewhere = {part.ep_name for part in made.get_provider_graph_assignment_info()} - {wanted}
     if made.get_providers()[0] != wanted or elsewhere:
         raise EngineError(
-            ErrorCode.BACKEND_MISSING, f"onnxruntime placed nodes on {sorted(elsewhere)}, not on {wanted}"
+            ErrorCode.BACKEND_MISSING, f"nodes ran on {sorted(elsewhere) or 'another provider'}, not {wanted}"
         )
     made.disable_fallback()  # [P]: run() must not retry on the CPU either
     return made
@@ -144,6 +138,8 @@ class Binding:
 class Cuda:
     """One device's stream, memory and events; no arithmetic happens here."""
 
+    kind = "cuda"
+
     def __init__(self, index: int) -> None:
         from cuda.bindings import runtime
 
@@ -173,17 +169,11 @@ class Cuda:
         flags = self._rt.cudaEventBlockingSync | self._rt.cudaEventDisableTiming
         return self._call(self._rt.cudaEventCreateWithFlags(flags))  # [R]
 
-    def upload(self, device: int, host: int, size: int) -> None:
-        """Queue a copy to the device."""
-        kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
-        self._call(
-            self._rt.cudaMemcpyAsync(device, host, size, kind, self.stream)
-        )  # [R]: asynchronous from pinned memory
-
-    def download(self, host: int, device: int, size: int) -> None:
-        """Queue a copy to the host."""
-        kind = self._rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self._call(self._rt.cudaMemcpyAsync(host, device, size, kind, self.stream))  # [R]
+    def copy(self, target: int, source: int, size: int, *, up: bool) -> None:
+        """Queue a copy between page-locked and device memory."""
+        kinds = self._rt.cudaMemcpyKind
+        kind = kinds.cudaMemcpyHostToDevice if up else kinds.cudaMemcpyDeviceToHost
+        self._call(self._rt.cudaMemcpyAsync(target, source, size, kind, self.stream))  # [R]
 
     def record(self, event: Any) -> None:
         """Mark the queue's current end."""
@@ -199,7 +189,7 @@ class Cuda:
         self._call(result)
         return int(result[2]) - int(result[1])
 
-    def free(self, *, pinned: tuple[int, ...] = (), device: tuple[int, ...] = (), events: tuple[Any, ...] = ()) -> None:
+    def free(self, pinned: tuple[int, ...], device: tuple[int, ...], events: tuple[Any, ...]) -> None:
         """Release memory and events; the stream goes with the process."""
         for address in pinned:
             self._call(self._rt.cudaFreeHost(address))  # [R]

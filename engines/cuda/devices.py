@@ -145,7 +145,7 @@ class CudaDevice:
         pinned, address = cuda.pinned(self._host_counting.nbytes)
         pinned.view(np.int32)[:] = self._host_counting
         self._counting = cuda.memory(self._host_counting.nbytes)
-        cuda.upload(self._counting, address, self._host_counting.nbytes)
+        cuda.copy(self._counting, address, self._host_counting.nbytes, up=True)
         self._pinned, self._memory = [address], [self._counting]
         self._events: list[Any] = []
         self._ladder = policy.ladder
@@ -196,7 +196,7 @@ class CudaDevice:
 
     def _bound(self, chosen: Route, shape: Shape, device: int, device_out: int) -> Binding:
         host = self._host_counting.ctypes.data
-        binding = Binding(chosen.session, "cuda", self.cuda.index)
+        binding = Binding(chosen.session, self.cuda.kind, self.cuda.index)
         bind(
             binding, chosen.graph, shape,
             base=device, counting=self._counting, host_counting=host, out=device_out, dims=self.dims,
@@ -204,10 +204,10 @@ class CudaDevice:
         return binding
 
     def _queue(self, slot: Slot, shape: Shape, binding: Binding, device: int, device_out: int, number: str) -> None:
-        self.cuda.upload(device, slot.address, shape.size)
+        self.cuda.copy(device, slot.address, shape.size, up=True)
         slot.native["binding"] = binding  # onnxruntime may still read it until the event has fired
         binding.run({"disable_synchronize_execution_providers": "1", "gpu_graph_id": number})
-        self.cuda.download(slot.out_address, device_out, shape.rows * self.dims * 4)
+        self.cuda.copy(slot.out_address, device_out, shape.rows * self.dims * 4, up=False)
         self.cuda.record(slot.native["event"])
 
     def wait(self, slot: Slot, shape: Shape) -> FloatArray:
@@ -244,5 +244,5 @@ class CudaDevice:
         self.routes = self.captured = ()
         for slot in self.slots:
             slot.native.clear()
-        self.cuda.free(pinned=tuple(self._pinned), device=tuple(self._memory), events=tuple(self._events))
+        self.cuda.free(tuple(self._pinned), tuple(self._memory), tuple(self._events))
         self._pinned, self._memory, self._events = [], [], []

@@ -70,10 +70,10 @@ class CudaEngine(Engine):
 
     def probe_floor(self) -> Probe:
         """Return the floor's verdict; on the CPU only the runtime must be there."""
+        if self.on_cpu:
+            return floor.skipped(missing_package())
         from engines.cuda import binding
 
-        if self.on_cpu:
-            return floor.skipped(binding.missing_package())
         index = int(self.options.device.partition(":")[2] or 0)
         return floor.judge(binding.driver_facts(index))
 
@@ -106,6 +106,13 @@ def kernel_revision(version: str, device: str, precision: str) -> str:
     from engines.cuda.revision import source_revision
 
     return f"graph-{source_revision()}/onnxruntime-{version}/{device.partition(':')[0]}/{precision}"
+
+
+def missing_package() -> str | None:
+    """Return the first Python package that building and running a graph lacks, without importing any."""
+    from importlib.util import find_spec
+
+    return next((name for name in ("onnxruntime", "onnx") if find_spec(name) is None), None)
 
 
 def runtime_version() -> str:

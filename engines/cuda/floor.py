@@ -23,8 +23,8 @@ LINUX: Final = (
     ("libcudart.so.13", "libcublasLt.so.13", "libcublas.so.13", "libcurand.so.10"),
     "libonnxruntime_providers_cuda.so",
 )
-"""Where pip's wheels keep the libraries; what the CUDA provider is linked against besides libcuda (it opens cuDNN and cuFFT
-on demand, llama-cuda.md 7.1); the provider itself."""
+"""Where pip's wheels keep the libraries; what the CUDA provider is linked against besides libcuda (it opens cuDNN and
+cuFFT on demand, llama-cuda.md 7.1); the provider itself."""
 WINDOWS: Final = (
     "nvidia/cu13/bin/x86_64",
     ("cudart64_13.dll", "cublasLt64_13.dll", "cublas64_13.dll", "curand64_10.dll"),

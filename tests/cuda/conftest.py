@@ -1,0 +1,106 @@
+"""Toy bundles (once per run) and models loaded on the CPU provider."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.bundle import manifest
+from engines.bundle.checkpoint import Checkpoint
+from engines.bundle.manifest import Bundle
+from engines.cuda.engine import CudaEngine
+from engines.cuda.model import OwnedModel
+from engines.runtime.batch import TokenBatch
+from engines.runtime.engine import WorkerOptions
+from engines.runtime.progress import silent
+from tests.cuda.cases import CASES, Case
+from tests.support.owned_bundle import load_request, write_bundle
+
+GOLDENS = Path(__file__).with_name("goldens.npz")
+Bundles = Callable[..., Bundle]
+Loader = Callable[..., OwnedModel]
+
+
+def case(name: str) -> Case:
+    """Return a case by name."""
+    return next(c for c in CASES if c.name == name)
+
+
+def batch_of(rows: Sequence[Sequence[int]]) -> TokenBatch:
+    """Lay rows end to end."""
+    cu_seqlens = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=cu_seqlens[1:])
+    return TokenBatch(np.concatenate([np.asarray(row, np.int32) for row in rows]), cu_seqlens)
+
+
+def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return each row's cosine, float64."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+
+
+@pytest.fixture(scope="session")
+def goldens() -> dict[str, np.ndarray]:
+    """What transformers computed, by case."""
+    with np.load(GOLDENS) as file:
+        return dict(file)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """Return a case's checkpoint: written once, opened anew, so that no mapped file outlives its test."""
+    written: dict[str, Path] = {}
+
+    def get(name: str) -> Checkpoint:
+        if name not in written:
+            written[name] = case(name).checkpoint(tmp_path_factory.mktemp("toy") / name)
+        return Checkpoint.open(written[name])
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def bundles(checkpoints: Callable[[str], Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> Bundles:
+    """Return a case's bundle, written once per set of overrides."""
+    made: dict[tuple[str, str], Bundle] = {}
+
+    def get(name: str, **fields: Any) -> Bundle:
+        key = name, repr(sorted(fields.items()))
+        if key not in made:
+            made[key] = write_bundle(checkpoints(name), tmp_path_factory.mktemp("bundle") / name, **fields)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture
+def load() -> Iterator[Loader]:
+    """Load a bundle in this process, on the CPU provider; closed after the test."""
+    opened: list[OwnedModel] = []
+
+    def open_model(bundle: Bundle, *, progress: Any = None, **config: str) -> OwnedModel:
+        engine = CudaEngine(WorkerOptions(device="cpu", manifest=bundle.root / manifest.FILE_NAME))
+        config.setdefault("threads", "2")
+        model = engine.load(load_request(bundle, **config), progress=progress or silent())
+        assert isinstance(model, OwnedModel)
+        opened.append(model)
+        return model
+
+    yield open_model
+    for model in opened:
+        model.close()
+
+
+def real_bundle(name: str) -> Bundle:
+    """Return a default bundle from the models folder, or skip: `synapse models install` makes it."""
+    from synapse_host import catalogue
+
+    root = Path(os.environ.get("SYNAPSE_MODELS_DIR") or catalogue.models_dir()) / name
+    if not (root / manifest.FILE_NAME).is_file():
+        pytest.skip(f"the bundle {name} isn't installed: synapse models install {name}")
+    return manifest.read(root)

@@ -1,0 +1,111 @@
+"""The plan of a request: worked examples of llama-cuda.md 8.3 and properties over random lengths."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.cuda.buckets import LADDER, Bucket, Policy, ladder_up_to, plan
+
+EXAMPLE = np.array([5, 400, 9, 28, 131, 70, 64, 130], np.int32)
+
+
+def shapes(lengths: np.ndarray, policy: Policy) -> list[tuple[list[int], int]]:
+    made = plan(lengths, policy)
+    return [([int(lengths[i]) for i in made.order[b.start : b.stop]], b.width) for b in made.buckets]
+
+
+def test_worked_example_cut_by_ladder_step() -> None:
+    policy = Policy(tokens=32768, merge_cells=0)
+    assert shapes(EXAMPLE, policy) == [
+        ([5, 9], 16), ([28], 32), ([64], 64), ([70], 96), ([130, 131], 160), ([400], 448),
+    ]  # fmt: skip
+    assert plan(EXAMPLE, policy).cells == 992
+
+
+def test_worked_example_merged() -> None:
+    policy = Policy(tokens=32768)
+    assert shapes(EXAMPLE, policy) == [([5, 9, 28], 32), ([64, 70], 96), ([130, 131], 160), ([400], 448)]
+    assert plan(EXAMPLE, policy).cells == 1056
+
+
+def test_one_padded_batch_would_waste_three_quarters() -> None:
+    assert len(EXAMPLE) * int(EXAMPLE.max()) == 3200
+    assert 1 - int(EXAMPLE.sum()) / 3200 == pytest.approx(0.74, abs=0.005)
+
+
+def test_order_is_stable_for_equal_lengths() -> None:
+    assert plan(np.array([7, 3, 7, 3, 7], np.int32), Policy(tokens=64)).order.tolist() == [1, 3, 0, 2, 4]
+
+
+def test_a_group_over_the_budget_is_cut_into_even_pieces() -> None:
+    made = plan(np.full(10, 100, np.int32), Policy(tokens=4 * 128))
+    assert [b.rows for b in made.buckets] == [3, 3, 4]
+    assert {b.width for b in made.buckets} == {128}
+
+
+def test_a_row_longer_than_the_budget_runs_alone() -> None:
+    made = plan(np.array([8192, 8192, 3], np.int32), Policy(tokens=1024))
+    assert [(b.rows, b.width) for b in made.buckets] == [(1, 16), (1, 8192), (1, 8192)]
+
+
+def test_score_budget_limits_rows_where_scores_are_materialised() -> None:
+    policy = Policy(tokens=1 << 20, heads=12, score_bytes=12 * 512 * 512 * 2 * 3)
+    assert [b.rows for b in plan(np.full(7, 512, np.int32), policy).buckets] == [2, 2, 3]
+    exact = Policy(tokens=1 << 20, ladder=(), heads=12, score_bytes=12 * 512 * 512 * 2 * 3)
+    assert [b.rows for b in plan(np.full(7, 512, np.int32), exact).buckets] == [3, 3, 1]
+
+
+def test_exact_widths_in_blocks_above_the_free_ones() -> None:
+    policy = Policy(tokens=64, ladder=(), multiple=8, free=9)
+    assert policy.widths(np.array([1, 8, 9, 10, 16, 17], np.int32)).tolist() == [1, 8, 9, 16, 16, 24]
+
+
+def test_ladder_of_a_model_ends_at_its_maximum_and_keeps_whole_blocks() -> None:
+    assert ladder_up_to(256) == (16, 32, 48, 64, 96, 128, 160, 192, 256)
+    blocks = ladder_up_to(8192, multiple=64, free=65)
+    assert blocks[:6] == (16, 32, 48, 64, 128, 192) and blocks[-1] == 8192
+    assert all(step <= 65 or step % 64 == 0 for step in blocks)
+
+
+def test_halves_cover_a_bucket() -> None:
+    assert Bucket(3, 8, 32).halves() == (Bucket(3, 5, 32), Bucket(5, 8, 32))
+
+
+POLICIES = st.one_of(
+    st.builds(Policy, tokens=st.sampled_from([64, 512, 32768]), merge_cells=st.sampled_from([0, 128]),
+              rows=st.sampled_from([1, 7, 512])),
+    st.builds(Policy, tokens=st.sampled_from([64, 512]), ladder=st.just(()), multiple=st.sampled_from([1, 8]),
+              free=st.just(9), rows=st.sampled_from([3, 256])),
+)  # fmt: skip
+
+
+@given(lengths=st.lists(st.integers(1, 600), min_size=1, max_size=256), policy=POLICIES)
+def test_every_row_runs_once_wide_enough_and_within_the_budget(lengths: list[int], policy: Policy) -> None:
+    array = np.array(lengths, np.int32)
+    made = plan(array, policy)
+    assert sorted(made.order.tolist()) == list(range(len(lengths)))
+    assert [b.start for b in made.buckets] == [0, *(b.stop for b in made.buckets[:-1])]
+    assert made.buckets[-1].stop == len(lengths)
+    for bucket in made.buckets:
+        rows = array[made.order[bucket.start : bucket.stop]]
+        assert bucket.rows >= 1 and int(rows.max()) <= bucket.width
+        assert bucket.rows == 1 or bucket.rows * bucket.width <= policy.tokens
+        assert bucket.rows <= max(1, policy.rows)
+        if policy.ladder:
+            assert bucket.width in LADDER
+        elif policy.multiple > 1 and bucket.width > policy.free:
+            assert bucket.width % policy.multiple == 0
+    inverse = np.empty_like(made.order)
+    inverse[made.order] = np.arange(len(made.order))
+    assert np.array_equal(array[made.order][inverse], array)
+
+
+@given(lengths=st.lists(st.integers(1, 600), min_size=1, max_size=256))
+def test_merging_adds_fewer_cells_than_its_limit_for_each_launch_saved(lengths: list[int]) -> None:
+    array = np.array(lengths, np.int32)
+    apart, merged = (plan(array, Policy(tokens=1 << 30, merge_cells=cells, rows=512)) for cells in (0, 128))
+    assert len(merged.buckets) <= len(apart.buckets)
+    assert merged.cells - apart.cells < 128 * max(1, len(merged.buckets))

@@ -1,0 +1,362 @@
+"""Graphs of every family against transformers in fp32, their structure, and the worked examples of 6.6."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from engines.bundle import facts
+from engines.bundle.checkpoint import Checkpoint
+from engines.cuda import binding, graph
+from engines.cuda.graph import (
+    CONTRIB,
+    Graph,
+    GraphBuilder,
+    ModelSpec,
+    Variant,
+    WeightStore,
+    build,
+    cpu_variants,
+    cuda_variants,
+    recorded_variants,
+    rope_tables,
+)
+from engines.cuda.revision import SOURCES, source_revision
+from engines.protocol.errors import EngineError, ErrorCode
+from tests.cuda.cases import CASES, Case
+from tests.cuda.conftest import case, cosines
+
+Checkpoints = Callable[[str], Checkpoint]
+WINDOW = 8
+"""The toys' half window."""
+NAMES = [c.name for c in CASES]
+
+
+def spec_of(checkpoint: Checkpoint) -> ModelSpec:
+    known = facts.of_checkpoint(checkpoint)
+    return ModelSpec(
+        checkpoint.family,
+        checkpoint.task,
+        known.dims,
+        checkpoint.config,
+        known.pooling.value if known.pooling else "cls",
+        known.normalize is True,
+        known.token_types is True,
+        known.head or {},
+    )
+
+
+def graph_of(checkpoint: Checkpoint, variant: Variant) -> Graph:
+    return build(spec_of(checkpoint), WeightStore(checkpoint.tensors, variant.precision), variant)
+
+
+def variants(name: str, *attentions: str) -> list[Variant]:
+    windows = (False, True) if name.startswith("modernbert") else (False,)
+    return [Variant("f32", attention, window) for attention in attentions for window in windows]  # type: ignore[arg-type]
+
+
+def run(graph: Graph, rows: Sequence[Sequence[int]], width: int, *, pad: int = 0) -> np.ndarray:
+    """Run padded rows of one width."""
+    ids = np.full((len(rows), width), pad, np.int32)
+    for place, row in enumerate(rows):
+        ids[place, : len(row)] = row
+    feed = {
+        "input_ids": ids,
+        "lens": np.array([len(row) for row in rows], np.int32),
+        "positions": np.arange(width, dtype=np.int32),
+        "max_len": np.array([width], np.int32),
+        "type_starts": np.array([row.index(3) + 1 if 3 in row else len(row) for row in rows], np.int32),
+    }
+    session = binding.session(graph, threads=1)
+    output: np.ndarray = session.run(None, {name: feed[name] for name in graph.inputs})[0]
+    return output
+
+
+def rows_for(name: str, variant: Variant) -> list[int]:
+    """Return the rows a variant may run: without blocks, ModernBERT's must lie inside the window."""
+    short = name.startswith("modernbert") and not variant.window
+    return [i for i, row in enumerate(case(name).rows()) if not short or len(row) <= WINDOW + 1]
+
+
+def width_for(rows: Sequence[Sequence[int]], variant: Variant) -> int:
+    longest = max(map(len, rows))
+    return -(-longest // WINDOW) * WINDOW if variant.window else longest
+
+
+def error(c: Case, output: np.ndarray, golden: np.ndarray) -> None:
+    assert np.isfinite(output).all()
+    if c.task == "rerank":
+        assert np.abs(output[:, 0] - golden).max() <= 1e-4
+    else:
+        assert cosines(output, golden).min() >= 0.99999
+        assert np.abs(output - golden).max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("attention", ["plain", "fused"])
+def test_equals_transformers(
+    name: str, attention: str, checkpoints: Checkpoints, goldens: dict[str, np.ndarray]
+) -> None:
+    c = case(name)
+    for variant in variants(name, attention):
+        chosen = rows_for(name, variant)
+        rows = [c.rows()[i] for i in chosen]
+        output = run(graph_of(checkpoints(name), variant), rows, width_for(rows, variant))
+        error(c, output, goldens[name][chosen])
+
+
+@pytest.mark.parametrize("name", ["bert-mean", "modernbert-rerank", "qwen3-last", "qwen3-rerank"])
+def test_half_precision_storage_stays_within_the_gate(
+    name: str, checkpoints: Checkpoints, goldens: dict[str, np.ndarray]
+) -> None:
+    """The GPU's precision, where the CPU provider has the kernels: the plain graph in float16."""
+    c = case(name)
+    variant = Variant("f16", "plain", window=name.startswith("modernbert"))
+    rows = c.rows()
+    output = run(graph_of(checkpoints(name), variant), rows, width_for(rows, variant))
+    if c.task == "rerank":
+        assert np.abs(output[:, 0] - goldens[name]).max() <= 0.02
+    else:
+        assert cosines(output, goldens[name]).min() >= 0.999
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_never_reaches_a_row(name: str, checkpoints: Checkpoints) -> None:
+    """Whatever fills the padding, and however much of it there is."""
+    c = case(name)
+    variant = variants(name, "plain")[-1]
+    graph = graph_of(checkpoints(name), variant)
+    rows = [row for row in c.rows() if len(row) <= 18]
+    base = run(graph, rows, 24, pad=0)
+    assert np.abs(run(graph, rows, 24, pad=c.vocab - 1) - base).max() == 0.0
+    assert np.abs(run(graph, rows, 64, pad=1) - base).max() <= 2e-5
+    alone = np.concatenate([run(graph, [row], width_for([row], variant)) for row in rows])
+    assert np.abs(alone - base).max() <= 2e-5
+
+
+def test_the_window_matters(checkpoints: Checkpoints, goldens: dict[str, np.ndarray]) -> None:
+    """The local test can fail: with full attention everywhere, long rows come out different."""
+    checkpoint = checkpoints("modernbert-cls")
+    spec = spec_of(checkpoint)
+    config = {**checkpoint.config, "layer_types": ["full_attention"] * checkpoint.config["num_hidden_layers"]}
+    full = ModelSpec(spec.family, spec.task, spec.dims, config, spec.pooling, spec.normalize)
+    graph = build(full, WeightStore(checkpoint.tensors, "f32"), Variant("f32", "plain", window=True))
+    rows = case("modernbert-cls").rows()
+    similar = cosines(run(graph, rows, 200), goldens["modernbert-cls"])
+    assert similar[-1] < 0.999
+
+
+def test_token_types_matter(checkpoints: Checkpoints, goldens: dict[str, np.ndarray]) -> None:
+    checkpoint = checkpoints("bert-rerank")
+    spec = spec_of(checkpoint)
+    untyped = ModelSpec(spec.family, spec.task, 1, spec.config, head=spec.head)
+    graph = build(untyped, WeightStore(checkpoint.tensors, "f32"), Variant())
+    rows = case("bert-rerank").rows()
+    assert np.abs(run(graph, rows, 64)[:, 0] - goldens["bert-rerank"]).max() > 0.1
+
+
+# --- structure -------------------------------------------------------------------------------------------------------
+
+
+def every_variant(checkpoint: Checkpoint) -> list[Variant]:
+    spec = spec_of(checkpoint)
+    made = [v for v, _ in cpu_variants(spec, "auto")]
+    for attention in ("auto", "fused", "plain"):
+        made += [v for v, _ in cuda_variants(spec, attention, "f16")]
+    made += [v for v, _ in recorded_variants(spec, "f16")]
+    return list(dict.fromkeys(made))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_structure_of_every_variant(name: str, checkpoints: Checkpoints) -> None:
+    """int32 in, float32 out, nothing about shapes, no sigmoid in a head, every operator as the runtime declares it."""
+    schemas = {(s.domain, s.name): s for s in ort.capi.onnxruntime_pybind11_state.get_all_operator_schema()}
+    for variant in every_variant(checkpoints(name)):
+        graph = graph_of(checkpoints(name), variant)
+        model = onnx.load_model_from_string(graph.model)
+        assert len(graph.model) < 1 << 20, "weights belong outside"
+        kinds = {node.op_type for node in model.graph.node}
+        assert not kinds & {"Shape", "Size", "Range", "Expand", "ConstantOfShape", "If", "Loop"}
+        if variant.attention != "plain" or not name.startswith("qwen3"):
+            assert "Sigmoid" not in kinds  # qwen3's plain SwiGLU is x * sigmoid(x)
+        assert [i.type.tensor_type.elem_type for i in model.graph.input] == [onnx.TensorProto.INT32] * len(graph.inputs)
+        output = model.graph.output[0]
+        assert output.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+        assert output.name == ("logits" if case(name).task == "rerank" else "embedding")
+        big = {key: array for key, array in graph.weights.items() if array.ndim == 2 and not key.endswith(":f32")}
+        if variant.precision == "f16":
+            assert all(array.dtype == np.float16 for key, array in big.items() if key != "readout")
+        for node in model.graph.node:
+            schema = schemas[node.domain, node.op_type]
+            single = [i for i in schema.inputs if str(i.option).endswith("Single")]
+            assert len(single) <= len(node.input), node
+            if not any(str(i.option).endswith("Variadic") for i in schema.inputs):
+                assert len(node.input) <= len(schema.inputs), node
+            assert len(node.output) <= len(schema.outputs) or node.op_type == "Split", node
+            assert {a.name for a in node.attribute} <= set(schema.attributes), node
+            needed = {key for key, a in schema.attributes.items() if a.required}
+            assert needed <= {a.name for a in node.attribute}, node
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_graphs_are_standard_onnx(name: str, checkpoints: Checkpoints) -> None:
+    for variant in variants(name, "plain"):
+        graph = graph_of(checkpoints(name), variant)
+        model = onnx.load_model_from_string(graph.model)
+        assert {node.domain for node in model.graph.node} == {""}
+        for tensor in model.graph.initializer:  # the checker wants files or data, these come from memory
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                array = graph.weights[tensor.name]
+                tensor.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
+        onnx.checker.check_model(model, full_check=True)
+
+
+def test_gpu_variants_use_the_runtimes_attention(checkpoints: Checkpoints) -> None:
+    def kinds(name: str, attention: str = "auto") -> set[str]:
+        found: set[str] = set()
+        for variant, _ in cuda_variants(spec_of(checkpoints(name)), attention, "f16"):
+            model = onnx.load_model_from_string(graph_of(checkpoints(name), variant).model)
+            found |= {node.op_type for node in model.graph.node if node.domain == CONTRIB}
+        return found
+
+    assert {"PackedMultiHeadAttention", "RestorePadding", "SkipLayerNormalization", "BiasGelu"} <= kinds("bert-mean")
+    assert {"MultiHeadAttention", "SkipLayerNormalization", "BiasGelu"} <= kinds("bert-mean", "fused")
+    assert {"GroupQueryAttention", "SkipLayerNormalization"} <= kinds("modernbert-cls")
+    assert {"GroupQueryAttention", "SkipSimplifiedLayerNormalization", "QuickGelu"} <= kinds("qwen3-last")
+
+
+def test_packed_graph_takes_rows_end_to_end(checkpoints: Checkpoints) -> None:
+    graph = graph_of(checkpoints("bert-rerank"), Variant("f16", "packed"))
+    assert set(graph.inputs) == {"input_ids", "lens", "positions", "type_starts", "token_offset", "cu_seqlens"}
+    model = onnx.load_model_from_string(graph.model)
+    packed = [node for node in model.graph.node if node.op_type == "PackedMultiHeadAttention"]
+    assert len(packed) == 2
+    for node in packed:
+        assert list(node.input[4:6]) == ["token_offset", "cu_seqlens"]
+        assert {a.name: a.i for a in node.attribute if a.name == "num_heads"} == {"num_heads": 4}
+    assert next(n for n in model.graph.node if n.op_type == "RestorePadding").input[1] == "token_offset"
+
+
+def test_modernbert_takes_blocks_only_beyond_its_window(checkpoints: Checkpoints) -> None:
+    (short, limit), (long, _) = cpu_variants(spec_of(checkpoints("modernbert-cls")), "auto")
+    assert (short.window, long.window, limit) == (False, True, WINDOW + 1)
+    model = onnx.load_model_from_string(graph_of(checkpoints("modernbert-cls"), long).model)
+    shapes = {i.name: tuple(i.dims) for i in model.graph.initializer}
+    assert shapes["band"] == (WINDOW, 3 * WINDOW)
+    band = onnx.numpy_helper.to_array(next(i for i in model.graph.initializer if i.name == "band"))
+    # Query 0 of a block sees the whole block before it, its own place and the window after it, inclusive.
+    assert (band[0] == 0).nonzero()[0].tolist() == list(range(2 * WINDOW + 1))
+    assert (band[-1] == 0).nonzero()[0].tolist() == list(range(WINDOW - 1, 3 * WINDOW))
+
+
+def test_the_same_checkpoint_gives_the_same_bytes(checkpoints: Checkpoints) -> None:
+    first, second = (graph_of(checkpoints("qwen3-rerank"), Variant("f16", "fused")) for _ in range(2))
+    assert first.model == second.model
+    assert all(np.array_equal(first.weights[key], second.weights[key]) for key in first.weights)
+
+
+def test_graphs_of_a_model_share_their_weights(checkpoints: Checkpoints) -> None:
+    checkpoint = checkpoints("modernbert-cls")
+    store = WeightStore(checkpoint.tensors, "f32")
+    short, long = (build(spec_of(checkpoint), store, v) for v, _ in cpu_variants(spec_of(checkpoint), "auto"))
+    shared = set(short.weights) & set(long.weights)
+    assert len(shared) > 10 and all(short.weights[key] is long.weights[key] for key in shared)
+
+
+def test_a_table_is_not_copied(checkpoints: Checkpoints) -> None:
+    """Mapped tensors that need no change stay mapped."""
+    checkpoint = checkpoints("qwen3-last")
+    graph = graph_of(checkpoint, Variant())
+    table = graph.weights["embed_tokens.weight"]
+    assert not table.flags.owndata and not table.flags.writeable
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_refuses_what_it_cannot_build(checkpoints: Checkpoints) -> None:
+    def refused(code: ErrorCode, words: str, spec: ModelSpec, tensors: Any, variant: Variant = Variant()) -> None:  # noqa: B008
+        with pytest.raises(EngineError, match=words) as caught:
+            build(spec, WeightStore(tensors, variant.precision), variant)
+        assert caught.value.code is code
+
+    checkpoint = checkpoints("bert-mean")
+    spec, tensors = spec_of(checkpoint), dict(checkpoint.tensors)
+    refused(ErrorCode.MODEL_UNSUPPORTED, "llama", ModelSpec("llama", "embed", 64, spec.config), tensors)
+    refused(ErrorCode.MODEL_UNSUPPORTED, "generate", ModelSpec("qwen3", "generate", 64, spec.config), tensors)
+    refused(ErrorCode.MODEL_UNSUPPORTED, "pooling", ModelSpec("bert", "embed", 64, spec.config, "max"), tensors)
+    relu = {**spec.config, "hidden_act": "relu"}
+    refused(ErrorCode.MODEL_UNSUPPORTED, "hidden_act", ModelSpec("bert", "embed", 64, relu), tensors)
+    refused(ErrorCode.ARTIFACT_INVALID, "hidden_size", ModelSpec("bert", "embed", 64, {}), tensors)
+    key = "encoder.layer.1.output.dense.weight"
+    refused(ErrorCode.ARTIFACT_INVALID, f"lacks {key}", spec, {k: v for k, v in tensors.items() if k != key})
+    refused(ErrorCode.ARTIFACT_INVALID, "expected", spec, {**tensors, key: tensors[key].T})
+    huge = {**tensors, key: np.full_like(tensors[key], 70000.0)}
+    refused(ErrorCode.ARTIFACT_INVALID, "beyond float16", spec, huge, Variant("f16"))
+    assert build(spec, WeightStore(huge, "f32"), Variant())
+    headless = ModelSpec("qwen3", "rerank", 1, checkpoints("qwen3-rerank").config)
+    refused(ErrorCode.ARTIFACT_INVALID, "head.yes", headless, checkpoints("qwen3-rerank").tensors)
+    outside = ModelSpec("qwen3", "rerank", 1, checkpoints("qwen3-rerank").config, head={"yes": 320, "no": 1})
+    refused(ErrorCode.ARTIFACT_INVALID, "must lie", outside, checkpoints("qwen3-rerank").tensors)
+
+
+# --- the output stage's worked examples (6.6) ------------------------------------------------------------------------
+
+
+def small(body: Callable[[GraphBuilder], Graph], *, dims: int = 2, normalize: bool = False, **feed: np.ndarray) -> Any:
+    """Run a graph made of a few builder calls."""
+    spec = ModelSpec("bert", "embed", dims, {"hidden_size": dims}, normalize=normalize)
+    graph = body(GraphBuilder(spec, WeightStore({}, "f32"), Variant()))
+    return binding.session(graph, threads=1).run(None, feed)[0]
+
+
+@pytest.mark.parametrize(("pooling", "expected"), [("mean", [4.0, 6.0]), ("last", [6.0, 8.0]), ("cls", [2.0, 4.0])])
+def test_pooling_examples(pooling: str, expected: list[float]) -> None:
+    def body(b: GraphBuilder) -> Graph:
+        lens, positions = b.input("lens", ["B"]), b.input("positions", ["S"])
+        states = b.constant("states", np.array([[[2, 4], [6, 8], [100, 200]]], np.float32))
+        return b.embedding(b.pool(states, b.real_positions(positions, lens), lens, pooling))
+
+    lens, positions = np.array([2], np.int32), np.arange(3, dtype=np.int32)
+    assert small(body, lens=lens, positions=positions).tolist() == [expected]
+
+
+@pytest.mark.parametrize(("vector", "expected"), [([3.0, 4.0], [0.6, 0.8]), ([0.0, 0.0], [0.0, 0.0])])
+def test_l2_examples(vector: list[float], expected: list[float]) -> None:
+    def body(b: GraphBuilder) -> Graph:
+        lens = b.input("lens", ["B"])
+        zero = b.op("Unsqueeze", b.op("Mul", b.cast(lens, "f32"), b.scalar(0.0)), b.ints(1))
+        return b.embedding(b.add(b.constant("v", np.array([vector], np.float32)), zero))
+
+    assert small(body, normalize=True, lens=np.array([1], np.int32))[0] == pytest.approx(expected, abs=1e-7)
+
+
+def test_yes_minus_no_is_a_raw_logit(checkpoints: Checkpoints) -> None:
+    """h = [1, 2], yes = [2, 3], no = [1, 2]: the page's sigmoid of 3 starts from a logit of 3."""
+    h, yes, no = np.array([1.0, 2.0]), np.array([2.0, 3.0]), np.array([1.0, 2.0])
+    assert h @ (yes - no) == 3.0
+    checkpoint = checkpoints("qwen3-rerank")
+    readout = graph_of(checkpoint, Variant()).weights["readout"]
+    head, table = spec_of(checkpoint).head, checkpoint.tensors["embed_tokens.weight"]
+    assert np.array_equal(readout[:, 0], table[head["yes"]] - table[head["no"]])
+
+
+def test_rope_examples() -> None:
+    cos, sin = rope_tables(160000.0, 64, 8)
+    frequencies = np.arctan2(sin[1, :3], cos[1, :3])
+    assert frequencies == pytest.approx([1.0, 0.687656, 0.472871], abs=1e-6)
+    angles = np.array([3.0, 2.062968, 1.418612])
+    assert cos[3, :3] == pytest.approx(np.cos(angles), abs=1e-6)
+    assert cos.shape == (8, 32) and cos.dtype == np.float32
+
+
+def test_revision_follows_every_source_of_numbers() -> None:
+    assert re.fullmatch(r"[0-9a-f]{12}", source_revision())
+    assert {file.name for file in Path(graph.__file__).parent.glob("graph*.py")} == set(SOURCES)

@@ -1,0 +1,131 @@
+"""Input preparation against the reference of llama-cuda.md 6.4, and its worked examples."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.cuda import inputs
+from engines.cuda.buckets import Policy, plan
+from engines.cuda.staging import Filler, Slot, layout, slot_bytes
+from tests.cuda.conftest import batch_of
+
+ROWS = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=50), min_size=1, max_size=40)
+PADDED = ("input_ids", "lens", "positions", "type_starts", "max_len")
+PACKED = ("input_ids", "lens", "positions", "type_starts", "token_offset", "cu_seqlens")
+
+
+def slot_for(size: int) -> Slot:
+    host = np.full(size, 255, np.uint8)  # whatever isn't written shows
+    return Slot(host, host.ctypes.data, np.empty(0, np.float32), 0)
+
+
+def test_pad_batch_masks_by_position_and_never_by_the_pad_id() -> None:
+    ids, mask = inputs.pad_batch(batch_of([[10, 151643], [20, 21, 22]]), 151643)
+    assert ids.tolist() == [[10, 151643, 151643], [20, 21, 22]]
+    assert mask.tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert ids.dtype == np.int32 and mask.dtype == np.uint8
+
+
+def test_packed_offsets_worked_example() -> None:
+    offset, cu_seqlens, positions = inputs.packed_offsets(np.array([1, 2, 4], np.int32), 4)
+    assert cu_seqlens.tolist() == [0, 1, 3, 7]
+    assert offset.reshape(-1).tolist() == [0, 4, 5, 8, 9, 10, 11, 1, 2, 3, 6, 7]
+    assert positions.tolist() == [0, 0, 1, 0, 1, 2, 3]
+
+
+def test_token_type_one_starts_after_the_first_separator() -> None:
+    batch = batch_of([[2, 9, 3, 8, 3], [2, 9], [3], [2, 3, 3]])
+    assert inputs.type_starts(batch, 3).tolist() == [3, 2, 1, 2]
+    assert inputs.type_starts(batch_of([[5, 6], [7]]), 3).tolist() == [2, 1]
+
+
+@given(rows=ROWS, policy=st.sampled_from([Policy(tokens=128), Policy(tokens=64, ladder=())]), spare=st.integers(0, 3))
+def test_every_bucket_equals_the_reference_row_by_row(rows: list[list[int]], policy: Policy, spare: int) -> None:
+    batch = batch_of(rows)
+    reference, mask = inputs.pad_batch(batch, 7)
+    made = plan(batch.lengths, policy)
+    filler = Filler(batch, made, pad_id=7, separator=3)
+    seen = 0
+    for bucket in made.buckets:
+        shape = layout(PADDED, rows=bucket.rows + spare, width=bucket.width)
+        slot = slot_for(slot_bytes(PADDED, cells=(bucket.rows + spare) * bucket.width, rows=bucket.rows + spare))
+        filler.fill(slot, bucket, shape)
+        ids, lens = slot.view(shape, "input_ids"), slot.view(shape, "lens")
+        starts = slot.view(shape, "type_starts")
+        for place, row in enumerate(made.order[bucket.start : bucket.stop]):
+            real = int(lens[place])
+            assert real == mask[row].sum()
+            assert ids[place, :real].tolist() == reference[row, :real].tolist()
+            assert (ids[place, real:] == 7).all()
+            assert starts[place] == (rows[row].index(3) + 1 if 3 in rows[row] else real)
+        assert (lens[bucket.rows :] == 1).all() and (ids[bucket.rows :] == 7).all()
+        seen += bucket.rows
+    assert seen == len(rows)
+
+
+@given(rows=ROWS)
+def test_packed_staging_holds_each_row_at_its_place(rows: list[list[int]]) -> None:
+    batch = batch_of(rows)
+    made = plan(batch.lengths, Policy(tokens=256))
+    filler = Filler(batch, made, pad_id=7, separator=3)
+    for bucket in made.buckets:
+        chosen = [rows[i] for i in made.order[bucket.start : bucket.stop]]
+        shape = filler.shape(bucket, PACKED, rows=bucket.rows, width=bucket.width, packed=True)
+        slot = slot_for(slot_bytes(PACKED, cells=bucket.rows * bucket.width, rows=bucket.rows))
+        filler.fill(slot, bucket, shape)
+        assert slot.view(shape, "input_ids").tolist() == [token for row in chosen for token in row]
+        assert slot.view(shape, "positions").tolist() == [n for row in chosen for n in range(len(row))]
+        grid = np.full(bucket.rows * bucket.width, -1)
+        offset = slot.view(shape, "token_offset").reshape(-1)
+        total = sum(map(len, chosen))
+        grid[offset[:total]] = slot.view(shape, "input_ids")  # what RestorePadding does
+        assert sorted(offset.tolist()) == list(range(len(grid)))
+        assert grid.reshape(bucket.rows, bucket.width).tolist() == [
+            row + [-1] * (bucket.width - len(row)) for row in chosen
+        ]
+
+
+def test_restore_is_the_permutations_inverse() -> None:
+    out = np.zeros((4, 1), np.float32)
+    inputs.restore(np.array([2, 0]), np.array([[5.0], [6.0], [9.0]], np.float32), out)
+    assert out[:, 0].tolist() == [6.0, 0.0, 5.0, 0.0]
+
+
+def test_inputs_lie_apart_and_aligned() -> None:
+    shape = layout(PACKED, rows=3, width=5, tokens=11)
+    spans = sorted((offset, offset + 4 * int(np.prod(dims))) for offset, dims in shape.places.values())
+    assert all(offset % 256 == 0 for offset, _ in spans)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    assert spans[-1][1] <= shape.size <= slot_bytes(PACKED, cells=15, rows=3)
+    assert "positions" not in layout(PADDED, rows=3, width=5).places  # resident, not sent
+
+
+def test_the_first_submission_reports_pieces_and_never_its_last_row() -> None:
+    batch = batch_of([[1] * 400] * 100)
+    made = plan(batch.lengths, Policy(tokens=1 << 20, ladder=()))
+    told: list[int] = []
+    shape = layout(PADDED, rows=100, width=400)
+    Filler(batch, made, pad_id=0, separator=None).fill(slot_for(shape.size), made.buckets[0], shape, told.append)
+    assert len(told) > 1 and sum(told) < 100
+
+
+@pytest.mark.bench
+def test_preparation_stays_under_a_fifth_of_a_microsecond_per_token() -> None:
+    lengths = np.clip(np.exp(np.random.default_rng(0).normal(np.log(40), 0.8, 64)), 6, 256).astype(int)
+    batch = batch_of([[5] * int(n) for n in lengths])
+    slot = slot_for(1 << 20)
+    best = float("inf")
+    for _ in range(50):
+        started = time.perf_counter()
+        made = plan(batch.lengths, Policy(tokens=32768))
+        filler = Filler(batch, made, pad_id=0, separator=None)
+        for bucket in made.buckets:
+            filler.fill(slot, bucket, layout(PADDED, rows=bucket.rows, width=bucket.width))
+        best = min(best, time.perf_counter() - started)
+    assert best / len(batch.input_ids) < 0.2e-6

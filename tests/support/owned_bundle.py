@@ -1,0 +1,51 @@
+"""Safetensors-package bundles for tests: written by the real writer, described by a real manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engines.bundle import facts, manifest
+from engines.bundle.checkpoint import Checkpoint, plain_numbers
+from engines.bundle.digest import PREFIX, file_digest
+from engines.bundle.manifest import Artifact, Bundle, Manifest
+from engines.bundle.package import profile_of, write_package
+from engines.protocol.messages import Load
+
+
+def write_bundle(
+    checkpoint: Checkpoint, out: Path, *, model_id: str = "toy", dtype: str = "f32", **fields: Any
+) -> Bundle:
+    """Write the package and its manifest into the new folder *out*; *fields* override what the checkpoint says."""
+    out.mkdir(parents=True)
+    file = out / "model.safetensors"
+    size = write_package(checkpoint, file, profile=profile_of(model_id), dtype=dtype)
+    known = facts.of_checkpoint(checkpoint)
+    described: dict[str, Any] = {
+        "model_id": model_id,
+        "family": checkpoint.family,
+        "task": checkpoint.task,
+        "dims": known.dims,
+        "max_tokens": known.max_tokens,
+        "pooling": known.pooling,
+        "normalize": known.normalize,
+        "score": "sigmoid" if checkpoint.task == "rerank" else None,
+        "special_ids": known.special_ids,
+        "head": known.head,
+        "token_types": known.token_types,
+        "config": plain_numbers(checkpoint.config),
+        **fields,
+    }
+    entry = Artifact("safetensors-package", file.name, PREFIX + file_digest(file), dtype, bytes=size)
+    present = {key: value for key, value in described.items() if value is not None}
+    manifest.write(out, Manifest(manifest_version=1, artifacts=[entry], **present))
+    return manifest.read(out)
+
+
+def load_request(bundle: Bundle, **config: str) -> Load:
+    """Return the LOAD of a bundle's first package."""
+    entry = bundle.artifacts("safetensors-package")[0]
+    path = str(bundle.path(entry.path))
+    return Load(
+        req_id="load", artifact_path=path, artifact_digest=entry.digest, format=entry.format, runtime_config=config
+    )
