@@ -28,8 +28,9 @@ from engines.protocol.errors import EngineError
 BUCKETS: Final = (128, 256, 512)
 PACKED: Final = (128, 256)
 OPERATORS: Final = frozenset(
-    "add cast concat const conv expand_dims gather gelu layer_norm matmul mul real_div reduce_sum reshape silu "
-    "slice_by_size slice_by_index softmax split squeeze sub tanh transpose".split()
+    {"add", "cast", "concat", "const", "conv", "expand_dims", "gather", "gelu", "layer_norm", "matmul", "mul"}
+    | {"real_div", "reduce_sum", "reshape", "silu", "slice_by_index", "slice_by_size", "softmax", "split", "squeeze"}
+    | {"sub", "tanh", "transpose"}
 )
 """What a package of ours may consist of. A conversion pass that brings anything else changed the graph: refuse it."""
 
@@ -146,7 +147,10 @@ class _quiet:  # noqa: N801 - reads as a word in a with statement
     """coremltools logs, warns and draws progress bars; the builder's stdout and stderr belong to its own lines."""
 
     def __enter__(self) -> None:
+        from tqdm import tqdm  # type: ignore[import-untyped] # coremltools' own dependency
+
         logging.getLogger("coremltools").setLevel(logging.ERROR)
+        tqdm.monitor_interval = 0  # else its first bar leaves a thread behind
         self._warnings = warnings.catch_warnings()
         self._warnings.__enter__()
         warnings.simplefilter("ignore")

@@ -104,7 +104,13 @@ class _Graph:
         self.arch, self.get, self.has, self.width = arch, get, has, width
 
     def half(self, array: Any) -> Any:
-        return self.np.ascontiguousarray(array, self.np.float16)
+        with self.np.errstate(over="ignore"):
+            value = self.np.ascontiguousarray(array, self.np.float16)
+        if not self.np.isfinite(value).all():
+            raise ValueError(
+                "a weight doesn't fit fp16 (largest 65,504) or isn't finite: this checkpoint can't be built"
+            )
+        return value
 
     def linear(self, x: Any, weight: F32, bias: F32 | None) -> Any:
         """1x1 convolution; *weight* (out, in), *x* [1, in, 1, S]."""

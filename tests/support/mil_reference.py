@@ -60,7 +60,7 @@ class Function:
     """One function of a package, ready to run."""
 
     def __init__(self, operations: list[Any], inputs: dict[str, Any], outputs: list[Any]) -> None:
-        self._operations, self._inputs, self._outputs = operations, inputs, outputs
+        self.operations, self._inputs, self._outputs = operations, inputs, outputs
         self._weights: dict[str, np.ndarray] = {}
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -73,7 +73,7 @@ class Function:
                 raise ValueError(f"{name} has shape {feeds[name].shape}, declared {declared}")
             values[var] = feeds[name]
         with np.errstate(over="ignore", invalid="ignore"):
-            for op in self._operations:
+            for op in self.operations:
                 self._evaluate(op, values)
         return {var.name: values[var] for var in self._outputs}
 

@@ -1,0 +1,179 @@
+"""Real packages: reproducible bytes, honest signatures, refused nonsense."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.ane import build, graph, package
+from engines.ane.shapes import Key
+from engines.bundle import manifest
+from engines.bundle.checkpoint import Checkpoint
+from engines.bundle.digest import tree_digest
+from engines.bundle.manifest import Bundle
+from engines.protocol.errors import EngineError
+from tests.support import toy_models
+from tests.support.ane_bundle import packed, shape
+from tests.support.worker_client import ROOT
+
+Checkpoints = Callable[[str], Checkpoint]
+Bundles = Callable[[str], Bundle]
+
+
+def test_two_builds_agree_byte_for_byte_even_in_another_process(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    checkpoint = checkpoints("bert")
+    keys = shape(16, 32) + packed(64)
+    first = build.build(checkpoint, tmp_path / "a.mlpackage", keys=keys)
+    again = build.build(checkpoint, tmp_path / "b.mlpackage", keys=keys)
+    command = [sys.executable, "-m", "engines.ane", "build", str(checkpoint.folder), str(tmp_path / "c.mlpackage")]
+    run = subprocess.run(
+        [*command, "--buckets", "16,32", "--packed", "64"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [line["stage"] for line in lines][-1] == "result"
+    assert {"stage": "convert", "done": 3, "total": 3} in lines
+    assert first["digest"] == again["digest"] == lines[-1]["digest"]
+    assert first["tree"] == again["tree"] == lines[-1]["tree"]
+
+
+def test_two_builds_for_macos14_agree_too(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    entries = [
+        build.build(checkpoints("cross"), tmp_path / name, keys=shape(16), target="macos14") for name in ("a", "b")
+    ]
+    assert entries[0]["tree"] == entries[1]["tree"]
+
+
+def test_another_weight_gives_another_digest(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = Checkpoint.open(toy_models.write_bert(tmp_path / "other", seed=1))
+    entries = [
+        build.build(checkpoint, tmp_path / f"{n}.mlpackage", keys=shape(16))
+        for n, checkpoint in enumerate((checkpoints("bert"), other))
+    ]
+    assert entries[0]["tree"] != entries[1]["tree"]
+
+
+def test_the_manifest_entry_is_what_lies_on_disk(bundles: Bundles) -> None:
+    bundle = bundles("bert")
+    (artifact,) = bundle.artifacts("coreml")
+    found = tree_digest(bundle.path(artifact.path))
+    assert artifact.digest == f"sha256:{found.compatible}" and artifact.tree == f"sha256:{found.injective}"
+    assert artifact.layers == 2 and artifact.dtype == "f16"
+    assert [function.name for function in artifact.functions] == ["s16", "s32", "s64", "packed64"]  # type: ignore[union-attr]
+    assert manifest.read(bundle.root).digest == bundle.digest
+
+
+@pytest.mark.parametrize("name", ["bert", "cross", "modernbert", "modernbert-rerank", "qwen3"])
+def test_functions_share_their_weights(name: str, bundles: Bundles, checkpoints: Checkpoints) -> None:
+    bundle = bundles(name)
+    weights = bundle.root / "model.mlpackage" / "Data" / "com.apple.CoreML" / "weights" / "weight.bin"
+    checkpoint = checkpoints(name)
+    parameters = sum(int(np.prod(checkpoint.shape(tensor))) for tensor in checkpoint.tensors)
+    # fp16 once, with room for the rotary tables and the position table's cuts; not once a function (3 or 4 of them).
+    assert weights.stat().st_size < 2 * parameters * 2
+
+
+def test_metadata_and_versions(bundles: Bundles) -> None:
+    spec = package.read_spec(bundles("bert").root / "model.mlpackage")
+    assert spec.version >= 9 and set(spec.functions) == {"s16", "s32", "s64", "packed64"}
+    assert spec.metadata["synapse.model_kind"] == "bert-embed"
+    assert spec.metadata["synapse.seq_len"] == "16,32,64" and spec.metadata["synapse.packed_width"] == "64"
+    assert spec.metadata["synapse.output_name"] == graph.HIDDEN
+    assert package.VOLATILE not in spec.metadata
+    old = package.read_spec(bundles("bert:macos14").root / "model-macos14" / "s16.mlpackage")
+    assert old.version == 8 and set(old.functions) == {"main"}
+
+
+@pytest.mark.parametrize("name", ["bert", "cross", "modernbert", "qwen3"])
+def test_no_constant_is_infinite_and_masks_are_minus_10_000(name: str, bundles: Bundles) -> None:
+    from tests.support import mil_reference
+
+    function = mil_reference.load(bundles(name).root / "model.mlpackage", "s64")
+    lowest = 0.0
+    for operation in function.operations:
+        if operation.op_type == "const":
+            value = operation.outputs[0].val
+            if isinstance(value, np.ndarray) and value.dtype == np.float16:
+                assert np.isfinite(value).all()
+                lowest = min(lowest, float(value.min()))
+    assert lowest in (0.0, -10_000.0) or lowest > -100
+
+
+def test_a_weight_beyond_fp16_is_refused_at_build_time(tmp_path: Path) -> None:
+    from engines.bundle import safetensors
+
+    (tmp_path / "huge").mkdir()
+    folder = toy_models.write_bert(tmp_path / "huge")
+    opened = Checkpoint.open(folder)
+    tensors = {name: np.array(opened.tensors[name]) for name in opened.tensors}
+    tensors["encoder.layer.0.output.dense.weight"][3, 3] = 7e4
+    safetensors.write(folder / "model.safetensors", {f"bert.{name}": value for name, value in tensors.items()})
+    with pytest.raises(ValueError, match="fp16"):
+        build.build(Checkpoint.open(folder), tmp_path / "x.mlpackage", keys=shape(16))
+    assert not list(tmp_path.glob("*.mlpackage")), "nothing half-built stays"
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        (packed(64), "at least one bucket"),
+        (shape(16, 16), "distinct"),
+        (shape(65), "positions"),
+    ],
+)
+def test_impossible_functions_are_refused(keys: list[Key], why: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=why):
+        build.build(checkpoints("bert"), tmp_path / "x.mlpackage", keys=keys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_packed_reranker_and_an_existing_target_are_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="embedding models only"):
+        build.build(checkpoints("cross"), tmp_path / "x.mlpackage", keys=shape(16) + packed(32))
+    (tmp_path / "y.mlpackage").mkdir()
+    with pytest.raises(FileExistsError):
+        build.build(checkpoints("bert"), tmp_path / "y.mlpackage", keys=shape(16))
+    with pytest.raises(ValueError, match="mlpackage"):
+        build.build(checkpoints("bert"), tmp_path / "z", keys=shape(16))
+
+
+def test_generators_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    checkpoint = Checkpoint.open(toy_models.write_llama(tmp_path / "llama"))
+    with pytest.raises(ValueError, match="encoders only"):
+        build.build(checkpoint, tmp_path / "x.mlpackage")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["build"], ["build", "a", "b", "--buckets", "x"], ["build", "a", "b", "--target", "ios"], []]
+)
+def test_wrong_usage_is_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert build.main(arguments) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_missing_checkpoint_is_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build.main(["build", str(tmp_path / "none"), str(tmp_path / "x.mlpackage")]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "none" in err
+
+
+@pytest.mark.parametrize("damage", ["missing", "garbage", "truncated"])
+def test_a_damaged_package_is_refused_when_it_is_read(damage: str, bundles: Bundles, tmp_path: Path) -> None:
+    source = bundles("bert").root / "model.mlpackage" / package.SPEC
+    target = tmp_path / "m.mlpackage" / package.SPEC
+    target.parent.mkdir(parents=True)
+    if damage == "garbage":
+        target.write_bytes(b"\xff" * 100)
+    elif damage == "truncated":
+        target.write_bytes(source.read_bytes()[:5000])
+    with pytest.raises(EngineError) as refused:
+        package.read_spec(tmp_path / "m.mlpackage")
+    assert refused.value.code.value in ("artifact_invalid", "model_unsupported")

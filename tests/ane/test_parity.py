@@ -1,0 +1,151 @@
+"""Built packages against fp32 `transformers` (goldens), packed rows against themselves, padding, masks, every length.
+
+The evaluator is not Neural Engine arithmetic: it proves the graph and fp16's range, not the device's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from engines.ane import inputs, packing
+from engines.ane.inputs import InputRules
+from engines.ane.model import AneModel
+from engines.ane.shapes import Key
+from engines.bundle.manifest import Bundle
+from engines.protocol.messages import Pooling
+from engines.runtime.batch import TokenBatch
+from engines.runtime.progress import silent
+from tests.ane.make_goldens import GOLDENS, rows
+from tests.support import mil_reference
+
+LoadModel = Callable[..., AneModel]
+Bundles = Callable[[str], Bundle]
+POOLING = {"bert": Pooling.MEAN, "modernbert": Pooling.CLS, "qwen3": Pooling.LAST}
+EMBEDDERS = list(POOLING)
+RERANKERS = ["cross", "modernbert-rerank", "modernbert-rerank-cls"]
+
+
+def batch(found: list[np.ndarray]) -> TokenBatch:
+    return TokenBatch(np.concatenate(found).astype(np.int32), np.cumsum([0, *map(len, found)]).astype(np.int32))
+
+
+def cosines(got: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    got, expected = got.astype(np.float64), expected.astype(np.float64)
+    return (got * expected).sum(1) / np.linalg.norm(got, axis=1) / np.linalg.norm(expected, axis=1)
+
+
+def admit_all(model: AneModel, widths: tuple[int, ...] = ()) -> None:
+    for bucket in model.buckets:
+        model.admit_shape(bucket, progress=silent())
+    for width in widths:
+        model.admit_packed(width, progress=silent())
+
+
+def embed(model: AneModel, found: list[np.ndarray], pooling: Pooling, width: int | None = None) -> np.ndarray:
+    return model.embed(batch(found), pooling=pooling, normalize=True, packed_width=width, progress=silent())
+
+
+@pytest.mark.parametrize("name", [*EMBEDDERS, "bert:macos14", "qwen3:macos14"])
+def test_vectors_against_transformers(name: str, load: LoadModel) -> None:
+    model, recipe = load(name), name.partition(":")[0]
+    admit_all(model, (64,))
+    expected = np.load(GOLDENS)[recipe]
+    for width in (None, 64):
+        got = embed(model, rows(recipe), POOLING[recipe], width)
+        assert cosines(got, expected).min() >= 0.999, (width, cosines(got, expected))
+
+
+@pytest.mark.parametrize("name", [*RERANKERS, "cross:macos14"])
+def test_logits_against_transformers(name: str, load: LoadModel) -> None:
+    model, recipe = load(name), name.partition(":")[0]
+    admit_all(model)
+    got = model.rerank_sequences(batch(rows(recipe)), progress=silent())
+    expected = np.load(GOLDENS)[recipe][:, 0]
+    assert np.abs(got - expected).max() <= 0.05
+    assert np.ptp(expected) > 1, "the golden rows tell candidates apart"
+
+
+def test_token_types_reach_the_cross_encoder(load: LoadModel) -> None:
+    model = load("cross")
+    admit_all(model)
+    row = np.array([2, 9, 3, 8, 7, 3], np.int32)
+    rules = InputRules(vocab=128, token_types=True, sep_id=3)
+    with_types = inputs.single(row, 16, rules)
+    without = {**with_types, "token_type_ids": np.zeros((1, 16), np.int32)}
+    function = model._shapes.program(Key("shape", 16))  # one level below the model
+    assert abs(float(function.run(with_types)["score"][0] - function.run(without)["score"][0])) > 0.05
+
+
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_a_packed_row_is_bit_identical_to_the_same_row_packed_alone(name: str, load: LoadModel) -> None:
+    model = load(name)
+    admit_all(model, (64,))
+    mixes = [[20, 17, 9, 11], [1] * 20, [63, 1], [31, 33], [5, 40, 3, 2, 1], [64], [16, 16, 16, 16], [2, 59]]
+    rng = np.random.default_rng(11)
+    for lengths in mixes:
+        found = [rng.integers(5, 128, n) for n in lengths]
+        together = embed(model, found, POOLING[name], 64)
+        alone = np.concatenate([embed(model, [row], POOLING[name], 64) for row in found])
+        assert np.array_equal(together, alone), lengths
+
+
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_a_packed_row_agrees_with_its_rung(name: str, load: LoadModel) -> None:
+    model = load(name)
+    admit_all(model, (64,))
+    found = rows(name)
+    assert cosines(embed(model, found, POOLING[name], 64), embed(model, found, POOLING[name])).min() >= 0.9999
+
+
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_vectors_do_not_depend_on_the_bucket_the_batch_or_the_pad_id_bitwise(name: str, load: LoadModel) -> None:
+    model = load(name)
+    admit_all(model)
+    row = np.random.default_rng(5).integers(5, 128, 13).astype(np.int32)
+    rules = model._rules
+    states = []
+    for bucket in model.buckets:
+        for pad in (0, 77):
+            feeds = inputs.single(row, bucket, InputRules(vocab=rules.vocab, pad_id=pad))
+            out = model._shapes.program(Key("shape", bucket)).run(feeds)["last_hidden_state"]
+            states.append(out[0, : len(row)])
+    assert all(np.array_equal(states[0], other) for other in states[1:])
+    others = rows(name)
+    together = embed(model, [*others[:3], row, *others[3:]], POOLING[name])
+    assert np.array_equal(together[3], embed(model, [row], POOLING[name])[0])
+
+
+@pytest.mark.parametrize("name", [*EMBEDDERS, "cross"])
+def test_no_length_gives_nan(name: str, load: LoadModel) -> None:
+    model = load(name)
+    admit_all(model, (64,) if name in POOLING else ())
+    rng = np.random.default_rng(2)
+    found = [rng.integers(5, 128, n) for n in range(1, 65)]
+    if name in POOLING:
+        for width in (None, 64):
+            assert np.isfinite(embed(model, found, POOLING[name], width)).all()
+    else:
+        assert np.isfinite(model.rerank_sequences(batch(found), progress=silent())).all()
+
+
+@pytest.mark.parametrize(("sentinel", "finite"), [(-10_000.0, True), (-65_504.0, True), (-3.0e38, False)])
+def test_only_a_finite_mask_survives_fp16(
+    sentinel: float, finite: bool, bundles: Bundles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The regression behind MASKED: fp32's minimum is -inf in fp16, and 0 * -inf or inf - inf is NaN."""
+    function = mil_reference.load(bundles("bert").root / "model.mlpackage", "packed64")
+    rules = InputRules(vocab=128)
+    row = np.arange(5, 25, dtype=np.int32)
+    packing.bias.cache_clear()
+    with np.errstate(over="ignore"):
+        monkeypatch.setattr(packing, "MASKED", sentinel)
+        feeds = dict(inputs.packed([row], 64, rules))
+        # Every padding query masked completely, as a naive key mask does it.
+        feeds["attention_bias"] = np.where(feeds["attention_bias"] == 0, np.float16(0), np.float16(sentinel))
+        feeds["attention_bias"][..., len(row) :, :] = np.float16(sentinel)
+    packing.bias.cache_clear()
+    out = function.run(feeds)["last_hidden_state"]
+    assert bool(np.isfinite(out).all()) is finite
