@@ -126,6 +126,13 @@ class Channel(asyncio.BufferedProtocol):
             self._outgoing.extend(view[start : start + SLICE] for start in range(0, len(view), SLICE))
             self._pump()
 
+    def deafen(self) -> None:
+        """Take nothing more from the worker, but leave the connection open: its end would end the worker."""
+        self.closed = True
+        self._outgoing.clear()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
     def abort(self) -> None:
         """Close at once, without a further callback."""
         self.closed = True

@@ -370,7 +370,7 @@ class Session:
         if self.dead or not self._opened.done():
             return
         self.dead = True
-        self._channel.abort()
+        self._channel.deafen()
         self._burial = self._loop.create_task(self._die(cause, message))
 
     async def _die(self, cause: Cause, message: str) -> None:
@@ -380,15 +380,17 @@ class Session:
 
     async def _bury(self, cause: Cause, message: str) -> Death:
         """Kill, reap, drain the pipes and write the diagnosis."""
-        self._shut()
+        self.dead = True
+        self._stop_timer()
         process = self.process
         assert process is not None
-        if self._ended and await process.wait(EXIT_GRACE):
-            if cause == "eof":
-                cause, message = "exit", message.replace("connection ended", "process ended")
-        elif cause == "silence" and self.spec.own_worker:
+        if cause == "silence" and self.spec.own_worker:
+            # Before the connection closes: a worker whose peer is gone ends at once, without a word.
             process.dump()
             await process.wait(DUMP_GRACE)
+        self._shut()
+        if self._ended and await process.wait(EXIT_GRACE) and cause == "eof":
+            cause, message = "exit", message.replace("connection ended", "process ended")
         own_end = cause != "silence" and not process.running
         reaped = await process.destroy()
         returncode = process.returncode

@@ -75,7 +75,7 @@ def spawns(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-# --- serving ----------------------------------------------------------------------------------------------------------
+# --- serving ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_kind_of_request(lanes):
@@ -140,7 +140,7 @@ def test_a_request_that_breaks_the_rules_is_refused_here(lanes):
     lanes(scenario)
 
 
-# --- crashes ------------------------------------------------------------------------------------------------------------
+# --- crashes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_request_at_the_moment_of_an_idle_death_has_one_outcome(lanes):
     lanes(scenario)
 
 
-# --- protocol faults ------------------------------------------------------------------------------------------------------
+# --- protocol faults -------------------------------------------------------------------------------------------------
 
 FAULTS = {
     "reply with another req_id": [{"reply": {"set": {"req_id": "other"}}}],
@@ -418,7 +418,7 @@ def test_a_reply_that_is_not_finite_is_refused_without_a_strike_or_forgiveness(l
     lanes(scenario)
 
 
-# --- silence --------------------------------------------------------------------------------------------------------------
+# --- silence ---------------------------------------------------------------------------------------------------------
 
 HANGS = {
     "sleep": [{"sleep": 600}],
@@ -556,7 +556,7 @@ def test_no_watchdog_while_waiting_for_the_stream_or_the_permit(lanes, tmp_path)
     lanes(scenario)
 
 
-# --- the caller leaves ------------------------------------------------------------------------------------------------
+# --- the caller leaves -----------------------------------------------------------------------------------------------
 
 
 def held(tmp_path: Path) -> tuple[dict, Path]:
@@ -730,7 +730,7 @@ def test_a_full_queue_refuses(lanes, tmp_path):
     lanes(scenario)
 
 
-# --- permits ------------------------------------------------------------------------------------------------------------
+# --- permits ---------------------------------------------------------------------------------------------------------
 
 
 def test_loading_takes_no_permit_and_inference_waits_for_one(lanes, tmp_path):
@@ -958,7 +958,7 @@ def test_the_fingerprint_names_operation_model_and_ids(lanes):
     lanes(scenario)
 
 
-# --- load and unload -------------------------------------------------------------------------------------------------------
+# --- load and unload -------------------------------------------------------------------------------------------------
 
 
 def test_load_is_idempotent_and_lost_models_come_back(lanes):
@@ -1046,7 +1046,7 @@ def test_unload_while_requests_run_or_wait(lanes, tmp_path):
     lanes(scenario)
 
 
-# --- a process that can't be killed -----------------------------------------------------------------------------------
+# --- a process that can't be killed ----------------------------------------------------------------------------------
 
 
 def test_no_replacement_before_the_old_process_is_reaped(lanes, tmp_path, monkeypatch):
@@ -1072,7 +1072,7 @@ def test_no_replacement_before_the_old_process_is_reaped(lanes, tmp_path, monkey
     lanes(scenario)
 
 
-# --- the end -----------------------------------------------------------------------------------------------------------------
+# --- the end ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_idle_worker_is_asked_to_leave(lanes, tmp_path):

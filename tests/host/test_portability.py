@@ -1,0 +1,104 @@
+"""Nothing that only one system has is imported on another: simulated in a child whose Python lacks it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from synapse_host import job, pipe
+
+MODULES = [
+    "synapse_host.watchdog",
+    "synapse_host.quarantine",
+    "synapse_host.logring",
+    "synapse_host.listener",
+    "synapse_host.process",
+    "synapse_host.permits",
+    "synapse_host.handshake",
+    "synapse_host.channel",
+    "synapse_host.session",
+    "synapse_host.supervisor",
+    "synapse_host.health",
+    "synapse_host.pipe",
+    "synapse_host.job",
+]
+
+WITHOUT_UNIX = """
+import asyncio, os, select, signal, socket, sys
+UNIX_ONLY = {"fcntl", "grp", "pwd", "resource", "termios", "tty", "pty", "syslog"}
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in UNIX_ONLY:
+            raise ModuleNotFoundError(f"{name} does not exist here", name=name)
+
+for name in UNIX_ONLY:
+    sys.modules.pop(name, None)
+sys.meta_path.insert(0, Refuse())
+for module, names in {
+    os: ("getuid", "geteuid", "killpg", "getsid", "setsid", "pidfd_open", "waitid", "sched_getaffinity", "fork"),
+    signal: ("SIGUSR1", "SIGKILL", "SIGHUP"),
+    socket: ("AF_UNIX", "SO_PEERCRED"),
+    select: ("poll", "epoll"),
+}.items():
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+"""
+
+
+@pytest.mark.process
+def test_the_host_s_modules_import_without_anything_unix_only():
+    code = WITHOUT_UNIX + textwrap.dedent(f"""
+    import importlib
+    for name in {MODULES!r}:
+        importlib.import_module(name)
+    from synapse_host.permits import usable_cores
+    assert usable_cores() >= 1
+    print("imported")
+    """)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.stdout == "imported\n", result.stderr
+
+
+@pytest.mark.process
+def test_importing_the_supervisor_loads_neither_numpy_nor_an_engine():
+    code = (
+        "import sys, synapse_host.supervisor;"
+        "print([n for n in sys.modules if n.split('.')[0] in ('numpy', 'psutil') or n.startswith('engines.runtime')])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_pipe_names_mix_directory_host_and_worker():
+    name = pipe.pipe_name(Path("a"), "toy-1", pid=1)
+    assert name.startswith("\\\\.\\pipe\\synapse-") and len(name) == len("\\\\.\\pipe\\synapse-") + 16
+    assert name == pipe.pipe_name(Path("a"), "toy-1", pid=1)
+    others = {
+        pipe.pipe_name(Path(p), w, pid=n) for p, w, n in [("b", "toy-1", 1), ("a", "toy-2", 1), ("a", "toy-1", 2)]
+    }
+    assert len(others | {name}) == 4
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="what other systems answer")
+def test_windows_parts_say_so_elsewhere():
+    with pytest.raises(NotImplementedError, match="Windows"):
+        pipe.listen(Path("a"), "toy-1")
+    with pytest.raises(NotImplementedError, match="Windows"):
+        job.contain(1)
+
+
+@pytest.mark.windows
+def test_a_pipe_is_the_first_and_only_instance():
+    first = pipe.listen(Path("a"), "toy-1")
+    try:
+        with pytest.raises(OSError):
+            pipe.listen(Path("a"), "toy-1")
+    finally:
+        first.close()
+    pipe.listen(Path("a"), "toy-1").close()
