@@ -1,0 +1,169 @@
+"""``docs/protocol.md`` says what the code does: its tables are read and compared."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+from msgspec import NODEFAULT
+
+from engines.protocol import messages as m
+from engines.protocol.errors import ErrorCode
+from engines.protocol.states import TRANSITIONS, State
+from synapse_host.config import Windows
+from tests.protocol.render_document import DOCUMENT, diagram, render, states
+
+TEXT = DOCUMENT.read_text("utf-8")
+OBJECTS = (m.Item, m.Segment, m.Inventory, m.Executable, m.EngineInfo, m.PackedCapability)
+ENUMS = (m.Pooling, m.Phase, m.FinishReason)
+HOST = (*m.REPLY_TO, m.Shutdown)
+WORKER = (m.Progress, *dict.fromkeys(m.REPLY_TO.values()), m.Err)
+
+
+def table(first: str, text: str = TEXT) -> list[list[str]]:
+    """Return the rows of the one table whose first column is headed *first*."""
+    found = re.findall(rf"^\| {re.escape(first)} \|.*\n\|[- |]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert len(found) == 1, f"{len(found)} tables start with {first!r}"
+    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in found[0].splitlines()]
+
+
+def word(kind: msgspec.inspect.Type) -> str:
+    """Return the document's word for a type of ours."""
+    match kind:
+        case msgspec.inspect.IntType(ge=0, le=255):
+            return "u8"
+        case msgspec.inspect.IntType(ge=0, le=m.U32_MAX):
+            return "u32"
+        case msgspec.inspect.IntType(ge=0, le=None):
+            return "u64"
+        case msgspec.inspect.StrType(min_length=1, max_length=64):
+            return "id"
+        case msgspec.inspect.StrType(min_length=None):
+            return "str"
+        case msgspec.inspect.BoolType():
+            return "bool"
+        case msgspec.inspect.FloatType():
+            return "f64"
+        case msgspec.inspect.ListType():
+            return f"list({word(kind.item_type)})"
+        case msgspec.inspect.DictType():
+            return f"map({word(kind.key_type)}, {word(kind.value_type)})"
+        case msgspec.inspect.EnumType() | msgspec.inspect.StructType():
+            return kind.cls.__name__
+        case msgspec.inspect.UnionType():
+            (one,) = [item for item in kind.types if not _unset(item)]
+            return word(one)
+    raise AssertionError(f"no word for {kind}")
+
+
+def _unset(kind: msgspec.inspect.Type) -> bool:
+    return isinstance(kind, msgspec.inspect.CustomType) or "Unset" in type(kind).__name__
+
+
+def fields(kind: type[msgspec.Struct]) -> str:
+    """Return the fields of a Struct in the document's notation."""
+    described = msgspec.inspect.type_info(kind)
+    assert isinstance(described, msgspec.inspect.StructType)
+    found = []
+    for field in described.fields:
+        if field.required:
+            mark = ""
+        else:
+            # msgspec leaves UNSET out of its description: no default, yet not required.
+            mark = "?" if field.default is NODEFAULT and field.default_factory is NODEFAULT else "="
+        found.append(f"{field.encode_name}{mark} {word(field.type)}")
+    return ", ".join(found)
+
+
+def test_generated_parts_are_fresh() -> None:
+    """If this fails: ``python -m tests.protocol.render_document``."""
+    assert render(TEXT) == TEXT
+    assert states() in TEXT and diagram() in TEXT
+
+
+def test_the_state_table_is_the_transition_table() -> None:
+    rows = table("state", TEXT[: TEXT.index("IDLE, BUSY and so on")])
+    said = {(state, sender, frame): following for state, sender, frame, following in rows}
+    done = {(state.name, role.value, kind.value): after.name for (state, role, kind), after in TRANSITIONS.items()}
+    assert said == done and len(rows) == len(done)
+
+
+def test_every_state_is_explained() -> None:
+    rows = table("state", TEXT[TEXT.index("IDLE, BUSY and so on") :])
+    assert rows == [[state.name, state.value] for state in State]
+
+
+def test_the_diagram_has_every_arrow() -> None:
+    arrows = re.findall(r"^ {4}(\w+) --> (\w+): (host|worker) (.+)$", TEXT, re.MULTILINE)
+    expected = [(s.name, after.name, role.value, kind.value) for (s, role, kind), after in TRANSITIONS.items()]
+    assert arrows == expected
+
+
+def test_messages() -> None:
+    dtypes = {None: "none", "<i4": "i32", "<f4": "f32"}
+    expected = []
+    for kind in (*HOST, *WORKER):
+        answer: Any = m.REPLY_TO.get(kind)  # type: ignore[arg-type]
+        expected.append(
+            [
+                m.type_name(kind),
+                "host" if kind in HOST else "worker",
+                fields(kind),
+                dtypes[kind.payload],
+                m.type_name(answer) if answer else "",
+            ]
+        )
+    assert sorted(table("type")) == sorted(expected)
+
+
+def test_raw_frames() -> None:
+    dtypes = {"<i4": "i32", "<f4": "f32"}
+    expected = [[m.type_name(kind), dtypes[kind.payload]] for kind in (*HOST, *WORKER) if kind.payload]
+    assert sorted(row[:2] for row in table("after")) == sorted(expected)
+
+
+def test_handshake() -> None:
+    for first, kind in (("HELLO field", m.Hello), ("HELLO_ACK field", m.HelloAck)):
+        described = ", ".join(
+            f"{name.strip('`')}{'?' if presence == 'optional' else ''} {kind_word}"
+            for name, kind_word, presence in table(first)
+        )
+        assert described == fields(kind)
+
+
+def test_objects_and_words() -> None:
+    said = dict(table("object or word"))
+    assert said.pop("id") == f"string of 1 to {m.MAX_IDENTIFIER_BYTES} bytes"
+    expected = {kind.__name__: fields(kind) for kind in OBJECTS}
+    expected |= {kind.__name__: ", ".join(f"`{member.value}`" for member in kind) for kind in ENUMS}
+    assert said == expected
+
+
+def test_phases_and_windows() -> None:
+    windows = Windows()
+    seconds = {m.Phase.SETUP: windows.setup, m.Phase.CONTROL: windows.control, m.Phase.INFERENCE: windows.inference}
+    expected = []
+    for kind in m.REPLY_TO:
+        plain, cuda = m.phases(kind, ""), m.phases(kind, m.CUDA_ENGINE)
+        for engine, phases in (("any", plain),) if plain == cuda else (("others", plain), (m.CUDA_ENGINE, cuda)):
+            limits = [windows.ping] if kind is m.Ping else [seconds[phase] for phase in phases]
+            expected.append([m.type_name(kind), engine, ", ".join(phases), ", ".join(f"{limit:g}" for limit in limits)])
+    assert sorted(table("exchange")) == sorted(expected)
+
+
+def test_error_codes() -> None:
+    rows = table("code")
+    assert [code.strip("`") for code, _ in rows] == [code.value for code in ErrorCode]
+    assert all(meaning for _, meaning in rows)
+
+
+def test_limits_and_names() -> None:
+    said = {name: value for name, value, _ in table("limit")}
+    assert said["default and ceiling of `max_frame`"] == str(m.DEFAULT_MAX_FRAME)
+    assert said["HELLO and HELLO_ACK"].startswith(f"{m.HELLO_MAX_FRAME},")
+    assert said["items, candidates or sequences of a request"] == str(m.MAX_ITEMS)
+    assert said["length of a `req_id` or item id"] == f"1 to {m.MAX_IDENTIFIER_BYTES} bytes of UTF-8"
+    assert f"`v` is {m.VERSION}, exactly" in TEXT and f"version {m.VERSION}\n" in TEXT
+    for engine in (m.LLAMA_ENGINE, m.ANE_ENGINE, m.CUDA_ENGINE):
+        assert f"`{engine}`" in TEXT
