@@ -104,6 +104,7 @@ def build(
         writer.close()
         temporary.replace(out)
     finally:
+        writer.close()
         temporary.unlink(missing_ok=True)
     return out.stat().st_size
 

@@ -1,0 +1,285 @@
+"""The GGUF builder: metadata, names, dtypes, the split vocabulary, and what transformers computes for every toy."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.bundle.checkpoint import Checkpoint
+from engines.bundle.digest import file_digest
+from engines.bundle.manifest import BundleError
+from engines.bundle.safetensors import widen_bf16
+from engines.llama import build as builder
+from engines.llama.gguf import Header, read_header
+from engines.protocol.messages import Pooling
+from engines.runtime.progress import silent
+from tests.support import toy_models
+from tests.support.toy_gguf import ToyGguf, sha256
+
+gguf = pytest.importorskip("gguf")
+GOLDENS = Path(__file__).parents[1] / "goldens" / "toys.npz"
+
+
+def header_of(path: Path) -> Header:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return read_header(fd)
+    finally:
+        os.close(fd)
+
+
+def make(folder: Path, toy: str, dtype: str = "f32", **options: Any) -> tuple[Checkpoint, Path]:
+    checkpoint = Checkpoint.open(toy_models.TOYS[toy](folder / toy))
+    out = folder / f"{toy}-{dtype}.gguf"
+    assert builder.build(checkpoint, out, dtype=dtype, **options) == out.stat().st_size
+    return checkpoint, out
+
+
+def tensors_of(path: Path) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(path, "r").tensors}
+
+
+def values(tensor: Any) -> np.ndarray:
+    """A stored tensor as float32 in its logical shape."""
+    shape = tuple(int(n) for n in reversed(tensor.shape))
+    kind = tensor.tensor_type.name
+    if kind == "BF16":
+        return widen_bf16(np.ascontiguousarray(tensor.data).view(np.uint16)).reshape(shape)
+    if kind == "Q8_0":
+        return np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
+    return np.asarray(tensor.data, np.float32).reshape(shape)
+
+
+def test_the_metadata_of_an_embedder(tmp_path: Path) -> None:
+    _, out = make(tmp_path, "bert", name="toy")
+    head = header_of(out)
+    expected = {
+        "general.architecture": "bert",
+        "general.name": "toy",
+        "general.file_type": 0,
+        "general.quantization_version": 2,
+        "bert.block_count": 2,
+        "bert.context_length": 64,
+        "bert.embedding_length": 64,
+        "bert.feed_forward_length": 128,
+        "bert.attention.head_count": 4,
+        "bert.attention.causal": False,
+        "bert.pooling_type": 1,
+        "bert.vocab_size": 128,
+        "tokenizer.ggml.model": "no_vocab",
+        "tokenizer.ggml.token_type_count": 2,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 3,
+        "tokenizer.ggml.seperator_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 0,
+    }
+    assert {key: head.metadata.get(key) for key in expected} == expected
+    assert head.metadata["bert.attention.layer_norm_epsilon"] == pytest.approx(1e-12)
+    assert builder.TOKEN_TYPE_KEY not in head.metadata
+    assert not head.has_rank_head
+    assert not any(name.startswith("cls") for name in head.tensors)
+
+
+@pytest.mark.parametrize(("pooling", "kind"), [("mean", 1), ("cls", 2), ("last", 3)])
+def test_the_pooling_that_was_asked_for(tmp_path: Path, pooling: str, kind: int) -> None:
+    _, out = make(tmp_path, "bert", pooling=pooling)
+    assert header_of(out).pooling_type == kind
+
+
+def test_the_split_vocabulary_of_a_cross_encoder(tmp_path: Path) -> None:
+    checkpoint, out = make(tmp_path, "bert-rerank")
+    head = header_of(out)
+    assert (head.pooling_type, head.token_type_vocab_offset, head.vocab_size, head.embedding_rows) == (4, 128, 128, 256)
+    assert head.has_rank_head
+    assert head.metadata["bert.vocab_size"] == 256
+    tensors = tensors_of(out)
+    words = checkpoint.f32("embeddings.word_embeddings.weight")
+    types = checkpoint.f32("embeddings.token_type_embeddings.weight")
+    table = values(tensors["token_embd.weight"])
+    np.testing.assert_array_equal(table[:128], words)
+    np.testing.assert_array_equal(table[128:], words + (types[1] - types[0]))
+    # With type 0 added by llama.cpp to every token, the upper half is what type 1 gives.
+    np.testing.assert_allclose(table[128:] + types[0], words + types[1], atol=1e-6)
+    np.testing.assert_array_equal(values(tensors["cls.weight"]), checkpoint.f32("pooler.dense.weight"))
+    np.testing.assert_array_equal(values(tensors["cls.output.bias"]), checkpoint.f32("classifier.bias"))
+    assert values(tensors["cls.output.weight"]).shape == (1, 64)
+
+
+KEPT_F32 = ("position_embd", "token_types", "norm", "bias", "cls")
+
+
+@pytest.mark.parametrize("dtype", builder.DTYPES)
+@pytest.mark.parametrize("name", ["bert", "bert-rerank", "qwen3"])
+def test_matrices_take_the_dtype_and_nothing_else_does(tmp_path: Path, name: str, dtype: str) -> None:
+    _, out = make(tmp_path, name, dtype)
+    exact = tensors_of(make(tmp_path / "exact", name)[1])
+    for label, tensor in tensors_of(out).items():
+        kept = any(part in label for part in KEPT_F32)
+        assert tensor.tensor_type.name == ("F32" if kept else dtype.upper()), label
+        tolerance = {"f32": 0, "f16": 1e-3, "bf16": 8e-3, "q8_0": 2e-2}[dtype if not kept else "f32"]
+        np.testing.assert_allclose(values(tensor), values(exact[label]), rtol=tolerance, atol=tolerance * 2)
+
+
+def test_a_width_that_q8_0_cannot_hold_stays_f16(tmp_path: Path) -> None:
+    folder = toy_models.write_bert(tmp_path / "m", hidden=48, heads=4, ffn=64)
+    builder.build(Checkpoint.open(folder), tmp_path / "x", dtype="q8_0")
+    tensors = tensors_of(tmp_path / "x")
+    assert tensors["blk.0.attn_q.weight"].tensor_type.name == "F16"
+    assert tensors["blk.0.ffn_down.weight"].tensor_type.name == "Q8_0"
+
+
+def test_the_same_checkpoint_gives_the_same_bytes(tmp_path: Path) -> None:
+    _, one = make(tmp_path / "1", "bert-rerank", "bf16")
+    _, two = make(tmp_path / "2", "bert-rerank", "bf16")
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_progress_counts_tensor_bytes_to_the_end(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    _, out = make(tmp_path, "bert", "q8_0", progress=lambda *step: seen.append(step))
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1][0] == seen[-1][1] == header_of(out).tensor_bytes
+
+
+def test_a_generator_carries_its_tokens(tmp_path: Path) -> None:
+    checkpoint, out = make(tmp_path, "qwen3-generate")
+    reader = gguf.GGUFReader(out, "r")
+    tokens = reader.get_field("tokenizer.ggml.tokens").contents()
+    vocabulary = json.loads((checkpoint.folder / "tokenizer.json").read_text())["model"]["vocab"]
+    assert tokens == sorted(vocabulary, key=vocabulary.get)
+    types = reader.get_field("tokenizer.ggml.token_type").contents()
+    assert [n for n, kind in enumerate(types) if kind == 3] == [0, 1, 2]
+    assert reader.get_field("tokenizer.ggml.model").contents() == "gpt2"
+    assert "output.weight" not in tensors_of(out), "the output matrix is tied"
+    assert "output.weight" in tensors_of(make(tmp_path, "llama-generate")[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("modernbert", "safetensors-package or coreml"), ("qwen3-rerank", "not served from GGUF")]
+)
+def test_what_llama_cpp_cannot_serve_is_refused(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(BundleError, match=words):
+        make(tmp_path, name)
+    assert not list(tmp_path.glob("*.gguf*"))
+
+
+def test_a_weight_beyond_f16_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = toy_models.random_weights
+    monkeypatch.setattr(
+        toy_models,
+        "random_weights",
+        lambda shapes, seed: {
+            name: array * np.float32(1e6 if name.endswith("query.weight") else 1)
+            for name, array in original(shapes, seed).items()
+        },
+    )
+    with pytest.raises(BundleError, match="beyond what f16"):
+        make(tmp_path, "bert", "f16")
+    assert not list(tmp_path.glob("*.gguf*"))
+    make(tmp_path, "bert", "bf16")
+
+
+# --- as a program ----------------------------------------------------------------------------------------------------
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_the_program_reports_and_ends_with_the_artifact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = toy_models.write_bert(tmp_path / "m"), tmp_path / "x.gguf"
+    assert builder.main(["build", str(folder), str(out), "--dtype", "bf16"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    *steps, result = lines(said.out)
+    assert {step["stage"] for step in steps} == {"build"}
+    assert result == {
+        "stage": "result", "path": "x.gguf", "bytes": out.stat().st_size, "dtype": "bf16",
+        "digest": "sha256:" + file_digest(out),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["build", "nowhere", "x.gguf"], 1, "nowhere is not a folder"),
+        (["build", "m", "missing/x.gguf"], 1, "No such file"),
+        (["build", "m", "x.gguf", "--dtype", "q4_0"], 2, "invalid choice"),
+        (["tokenizer", "nowhere.gguf", "t.json"], 1, "nowhere.gguf"),
+        (["tokenizer", "m/config.json", "t.json"], 1, "not a readable GGUF"),
+        ([], 2, "required"),
+    ],
+)
+def test_the_program_fails_in_words(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    words: str,
+) -> None:
+    toy_models.write_bert(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    assert builder.main(arguments) == status
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+    assert "Traceback" not in said.err
+    if status == 1:
+        assert said.err.count("\n") == 1
+
+
+def test_a_tokenizer_of_an_unknown_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out = make(tmp_path, "bert")
+    assert builder.main(["tokenizer", str(out), str(tmp_path / "t.json")]) == 1
+    assert "no_vocab" in capsys.readouterr().err
+
+
+# --- what it computes ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def golden() -> Callable[[str], dict[str, np.ndarray]]:
+    stored = dict(np.load(GOLDENS))
+
+    def get(name: str) -> dict[str, np.ndarray]:
+        return {key.removeprefix(name + "."): value for key, value in stored.items() if key.startswith(name + ".")}
+
+    return get
+
+
+def rows(golden: dict[str, np.ndarray]) -> Iterator[np.ndarray]:
+    for start, end in zip(golden["cu"][:-1], golden["cu"][1:], strict=True):
+        yield golden["ids"][start:end]
+
+
+@pytest.mark.llama
+@pytest.mark.parametrize("dtype", builder.DTYPES)
+@pytest.mark.parametrize(("name", "pooling"), [("bert", Pooling.MEAN), ("qwen3", Pooling.LAST)])
+def test_vectors_as_transformers_computes_them(
+    tmp_path: Path, load: Any, token_batch: Any, golden: Any, name: str, pooling: Pooling, dtype: str
+) -> None:
+    checkpoint, out = make(tmp_path, name, dtype)
+    model = load(ToyGguf(out, checkpoint.folder, sha256(out)))
+    known = golden(name)
+    batch = token_batch([row.tolist() for row in rows(known)])
+    ours = model.embed(batch, pooling=pooling, normalize=True, packed_width=None, progress=silent())
+    assert (ours * known["out"]).sum(axis=1).min() >= (0.997 if dtype == "q8_0" else 0.9999)
+
+
+@pytest.mark.llama
+@pytest.mark.parametrize("name", ["qwen3-generate", "llama-generate"])
+def test_greedy_tokens_as_transformers_computes_them(tmp_path: Path, load: Any, golden: Any, name: str) -> None:
+    """Also what proves llama's rotary order: a wrong one changes every token."""
+    checkpoint, out = make(tmp_path, name)
+    model = load(ToyGguf(out, checkpoint.folder, sha256(out)))
+    known = golden(name)
+    for row, expected in zip(rows(known), known["greedy"], strict=True):
+        found = model.generate(np.asarray(row, np.int32), max_tokens=8, grammar=None, progress=silent())
+        assert list(found.generated_token_ids) == expected.tolist()
