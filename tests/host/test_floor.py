@@ -36,7 +36,7 @@ def script(tmp_path: Path, body: str) -> tuple[str, ...]:
         ("print('hello')", "failed", "probe_rubbish", "one line of the agreed JSON"),
         (f"print('{GOOD}'); print('more')", "failed", "probe_rubbish", "one line"),
         ("print('[]')", "failed", "probe_rubbish", "one line"),
-        ("print('{\"status\": \"fine\", \"code\": 1}')", "failed", "probe_rubbish", "one line"),
+        ('print(\'{"status": "fine", "code": 1}\')', "failed", "probe_rubbish", "one line"),
         (f"print('{GOOD}'); sys.exit(2)", "failed", "probe_rubbish", "said ok and ended with status 2"),
         ("while True: sys.stdout.write('x' * 65536)", "failed", "probe_rubbish", "more than"),
         ("", "failed", "probe_rubbish", "one line"),
@@ -73,7 +73,9 @@ def _runs(pid: int) -> bool:
 
 @pytest.mark.process
 def test_a_grandchild_that_keeps_stdout_does_not_delay_the_answer(tmp_path: Path) -> None:
-    body = f"import subprocess\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\nprint('{GOOD}')"
+    body = (
+        f"import subprocess\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\nprint('{GOOD}')"
+    )
     started = time.monotonic()
     assert floor.probe(script(tmp_path, body), limit=30).status == "ok"
     assert time.monotonic() - started < 25

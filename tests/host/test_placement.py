@@ -141,7 +141,11 @@ def test_an_engine_whose_own_probe_says_no_is_passed_over(
         (Hardware("h", os=("darwin", "windows")), LINUX, "hardware h: os is linux, needs darwin or windows"),
         (Hardware("h", min_os="14.4"), dataclasses.replace(MAC, os_version="14.4.0"), None),
         (Hardware("h", min_os="14.4"), dataclasses.replace(MAC, os_version="14.10"), None),
-        (Hardware("h", min_os="14.4"), dataclasses.replace(MAC, os_version="14.3.9"), "hardware h: macOS is 14.3.9, needs 14.4"),
+        (
+            Hardware("h", min_os="14.4"),
+            dataclasses.replace(MAC, os_version="14.3.9"),
+            "hardware h: macOS is 14.3.9, needs 14.4",
+        ),
         (Hardware("h", cpu_features=("avx2", "amx")), LINUX, "hardware h: cpu lacks amx"),
         (Hardware("h", neural_engine=True), LINUX, "hardware h: no Neural Engine"),
         (Hardware("h", neural_engine=False), MAC, "hardware h: a Neural Engine is present"),

@@ -56,7 +56,12 @@ def test_too_long_is_refused_by_index_and_cut_only_on_request(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "text 1 is empty"), (" \n\t", "text 1 is empty"), ("\ud800", "half a surrogate pair"), (7, "is int, not text")],
+    [
+        ("", "text 1 is empty"),
+        (" \n\t", "text 1 is empty"),
+        ("\ud800", "half a surrogate pair"),
+        (7, "is int, not text"),
+    ],
 )
 def test_what_is_no_text_is_refused_by_index(tmp_path: Path, text: Any, words: str) -> None:
     tokenizer = TextTokenizer(bundle(tmp_path))

@@ -1,0 +1,420 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from synapse_host.config import HostConfig
+from synapse_host.errors import (
+    BackendMissing,
+    BundleInvalid,
+    DeadlineExceeded,
+    EngineCrashed,
+    InvalidRequest,
+    NotCertified,
+    ProbeRequired,
+    SequenceTooLong,
+    SynapseError,
+    UnknownModel,
+)
+from synapse_host.host import Host, SyncHost
+from synapse_host.results import sigmoid
+from tests.support.scripted import expected_score, expected_sequence_score, expected_text, expected_vector
+from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle, write_matrix
+
+pytestmark = pytest.mark.process
+
+A, B, QUERY = (WORDS.index(word) for word in ("a", "b", "query"))
+
+
+class Bench:
+    """Bundles and a matrix over a scripted worker; ``run`` opens a host on them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.models: dict[str, Path] = {}
+
+    def model(self, name: str, **options: Any) -> Bench:
+        self.models[name] = write_bundle(self.root / name, model_id=name, **options)
+        return self
+
+    def run(
+        self,
+        work: Callable[[Host], Awaitable[Any]],
+        script: dict[str, Any] | None = None,
+        *,
+        config: HostConfig | None = None,
+        **matrix: Any,
+    ) -> Any:
+        path = write_matrix(self.root, script, **matrix)
+
+        async def main() -> Any:
+            async with Host.open(path, self.models, config or HostConfig(shutdown_grace=5)) as host:
+                return await work(host)
+
+        return asyncio.run(main())
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def vector(ids: list[int]) -> list[float]:
+    return [float(np.float32(value)) for value in expected_vector(ids)]
+
+
+def test_texts_become_vectors_in_input_order(bench: Bench) -> None:
+    async def work(host: Host) -> None:
+        vectors = await host.embed("toy", ["a b", "a", "b"])
+        assert vectors.dtype == np.float32 and vectors.shape == (3, 8)
+        assert vectors.tolist() == [vector([CLS, A, B, SEP]), vector([CLS, A, SEP]), vector([CLS, B, SEP])]
+        assert (await host.embed_ids("toy", [[7, 8], [9]])).tolist() == [vector([7, 8]), vector([9])]
+        result = await host.embed_result("toy", ["a", "a " * 40], truncate=True)
+        assert (result.truncated, result.lane, result.engine, result.device) == ([1], "embed", "scripted", "cpu")
+        assert result.tokens == 3 + 16
+
+    bench.model("toy").run(work)
+
+
+def test_many_texts_are_split_and_keep_their_order(bench: Bench) -> None:
+    rows = [[1 + number % 13, 1 + number // 13] for number in range(700)]
+
+    async def work(host: Host) -> None:
+        vectors = await host.embed_ids("toy", rows)
+        assert vectors.tolist() == [vector(row) for row in rows]
+
+    bench.model("toy").run(work, {"rules": []})
+    # Replies of at most 1,024 bytes carry 32 rows of 8 floats.
+    bench.run(work, config=HostConfig(max_frame=16 * 1024))
+
+
+def test_a_stream_reads_ahead_but_not_far(bench: Bench) -> None:
+    taken = 0
+
+    def texts() -> Any:
+        nonlocal taken
+        for number in range(5000):
+            taken += 1
+            yield WORDS[4 + number % 6]
+
+    async def work(host: Host) -> None:
+        seen = 0
+        async for part in host.embed_stream("toy", texts()):
+            assert len(part.vectors) <= 1024
+            for row in part.vectors.tolist()[:3]:
+                assert row == vector([CLS, 4 + seen % 6, SEP])
+                seen += 1
+            seen += len(part.vectors) - min(3, len(part.vectors))
+            # One chunk is being read while the last is served: memory stays bounded.
+            assert taken <= seen + 2 * 1024
+        assert seen == 5000
+
+    bench.model("toy").run(work)
+
+
+def test_a_bad_text_deep_in_a_stream_is_told_by_its_own_index(bench: Bench) -> None:
+    async def work(host: Host) -> None:
+        texts = ["a"] * 1500 + ["a " * 30] + ["a"] * 10
+        with pytest.raises(SequenceTooLong) as caught:
+            await host.embed("toy", texts)
+        assert caught.value.details == {"index": 1500, "tokens": 32, "max_tokens": 16}
+
+    bench.model("toy").run(work)
+
+
+def test_rerank_segments_and_the_sigmoid_once(bench: Bench) -> None:
+    async def work(host: Host) -> None:
+        raw = await host.rerank("judge", "query", ["a", "b a"], raw=True)
+        logits = [expected_score([QUERY], [A]), expected_score([QUERY], [B, A])]
+        assert raw.tolist() == [float(np.float32(value)) for value in logits]
+        scores = await host.rerank("judge", "query", ["a", "b a"])
+        assert scores.tolist() == sigmoid(raw).tolist()
+        assert (await host.rerank("plain", "query", ["a", "b a"])).tolist() == raw.tolist()
+        assert (await host.rerank_ids("judge", [QUERY], [[A], [B, A]], raw=True)).tolist() == raw.tolist()
+        result = await host.rerank_result("judge", "query", ["a"] * 300)
+        assert result.lane == "rerank:judge" and len(result.scores) == 300
+        assert result.order == list(range(300))
+
+    bench.model("judge", task="rerank").model("plain", task="rerank", score="identity").run(work)
+
+
+def test_owned_lanes_get_composed_sequences(bench: Bench) -> None:
+    async def work(host: Host) -> None:
+        sequences = [[CLS, QUERY, SEP, A, SEP], [CLS, QUERY, SEP, B, A, SEP]]
+        expected = [float(np.float32(expected_sequence_score(ids))) for ids in sequences]
+        assert (await host.rerank("judge", "query", ["a", "b a"], raw=True)).tolist() == expected
+        assert (await host.rerank_ids("judge", [QUERY], [[A], [B, A]], raw=True)).tolist() == expected
+
+    bench.model("judge", task="rerank", formats={"safetensors-package": "f32"}).run(work, engine="cuda")
+
+
+def test_generate(bench: Bench) -> None:
+    async def work(host: Host) -> None:
+        text, ids, reason = expected_text([A, B], 3)
+        result = await host.generate("writer", "a b", max_tokens=3)
+        assert (result.text, result.n_prompt, result.finish_reason) == (text, 2, str(reason))
+        assert result.generated_token_ids == tuple(ids)
+        assert (await host.generate_ids("writer", [A, B], 3)).text == text
+        for max_tokens in (0, -1, True, "3", 2**32):
+            with pytest.raises(InvalidRequest):
+                await host.generate("writer", "a", max_tokens=max_tokens)  # type: ignore[arg-type]
+        with pytest.raises(SequenceTooLong):
+            await host.generate("writer", "a b", max_tokens=15)
+        with pytest.raises(InvalidRequest, match="no chat template"):
+            await host.generate("writer", "a", chat=True)
+
+    bench.model("writer", task="generate", frame=False).run(work)
+
+
+def test_local_refusals_start_no_worker(bench: Bench) -> None:
+    async def work(host: Host) -> None:
+        refused: list[tuple[type[SynapseError], Awaitable[Any]]] = [
+            (UnknownModel, host.embed("other", ["a"])),
+            (InvalidRequest, host.rerank("toy", "a", ["b"])),
+            (InvalidRequest, host.embed("toy", ["a"], lane="nowhere")),
+            (InvalidRequest, host.embed("toy", [])),
+            (InvalidRequest, host.embed("toy", "one text")),
+            (InvalidRequest, host.embed("toy", ["a", ""])),
+            (InvalidRequest, host.embed_ids("toy", [])),
+            (InvalidRequest, host.embed_ids("toy", [[1], []])),
+            (InvalidRequest, host.embed_ids("toy", [[-1]])),
+            (SequenceTooLong, host.embed_ids("toy", [[1] * 17])),
+            (SequenceTooLong, host.embed("toy", ["a " * 17])),
+            (InvalidRequest, host.probe("nowhere")),
+        ]
+        for kind, call in refused:
+            with pytest.raises(kind):
+                await call
+        lane = host.health()["lanes"]["embed"]
+        assert (lane["state"], lane["worker_pid"], lane["generation"]) == ("idle", None, 0)
+
+    bench.model("toy").run(work)
+
+
+def test_a_dead_worker_is_a_typed_error_and_the_next_request_is_served(bench: Bench) -> None:
+    script = {"rules": [{"on": "EMBED_BATCH", "first_id": 99, "do": [{"signal": "SIGKILL"}]}]}
+
+    async def work(host: Host) -> None:
+        for _ in range(3):
+            with pytest.raises(EngineCrashed) as caught:
+                await host.embed_ids("toy", [[99]])
+            assert caught.value.safe_to_retry and not caught.value.quarantined
+            assert caught.value.details["stage"] == "embed"
+            assert (await host.embed_ids("toy", [[1]])).tolist() == [vector([1])]
+        assert host.health()["lanes"]["embed"]["strikes"] == 0
+
+    bench.model("toy").run(work, script)
+
+
+def test_quarantine_and_unload(bench: Bench) -> None:
+    script = {"rules": [{"on": "EMBED_BATCH", "first_id": 99, "do": [{"exit": 3}]}]}
+
+    async def work(host: Host) -> None:
+        for _ in range(2):
+            with pytest.raises(EngineCrashed):
+                await host.embed_ids("toy", [[99]])
+        with pytest.raises(EngineCrashed) as caught:
+            await host.embed_ids("toy", [[1]])
+        assert caught.value.quarantined and caught.value.exit_code == 3
+        assert host.health()["lanes"]["embed"]["state"] == "quarantined"
+        await host.unload("toy")
+        assert (await host.embed_ids("toy", [[1]])).tolist() == [vector([1])]
+
+    bench.model("toy").run(work, script)
+
+
+@pytest.mark.parametrize("task", ["embed", "rerank", "generate"])
+def test_a_legacy_lane_opens_again_by_probe(bench: Bench, task: str) -> None:
+    script = {"rules": [{"on": "serving", "first_id": 99, "do": [{"exit": 3}]}]}
+
+    async def call(host: Host, id: int) -> Any:
+        if task == "embed":
+            return await host.embed_ids("toy", [[id]])
+        if task == "rerank":
+            return await host.rerank_ids("toy", [id], [[1]])
+        return await host.generate_ids("toy", [id], 1)
+
+    async def work(host: Host) -> None:
+        for _ in range(2):
+            with pytest.raises(EngineCrashed):
+                await call(host, 99)
+        with pytest.raises(ProbeRequired):
+            await call(host, 1)
+        await host.probe(task)
+        await call(host, 1)
+
+    bench.model("toy", task=task, frame=task != "generate").run(work, script, kind="legacy")
+
+
+def test_the_deadline_ends_the_wait_and_harms_nobody(bench: Bench) -> None:
+    script = {"rules": [{"on": "EMBED_BATCH", "first_id": 99, "do": [{"sleep": 1.0}]}]}
+
+    async def work(host: Host) -> None:
+        await host.load("toy")
+        pid = host.health()["lanes"]["embed"]["worker_pid"]
+        with pytest.raises(DeadlineExceeded):
+            await host.embed_ids("toy", [[99]], deadline=0.2)
+        assert (await host.embed_ids("toy", [[1]], deadline=60)).tolist() == [vector([1])]
+        assert host.health()["lanes"]["embed"]["worker_pid"] == pid
+        for deadline in (0.0, -1.0):
+            with pytest.raises(DeadlineExceeded):
+                await host.embed("toy", ["a"], deadline=deadline)
+
+    bench.model("toy").run(work, script)
+
+
+def test_a_failure_in_a_split_request_is_the_callers_error(bench: Bench) -> None:
+    script = {"rules": [{"on": "EMBED_BATCH", "nth": 2, "do": [{"err": {"code": "oom", "msg": "no"}}]}]}
+
+    async def work(host: Host) -> None:
+        with pytest.raises(SynapseError) as caught:
+            await host.embed_ids("toy", [[1]] * 1200)
+        assert caught.value.code == "oom" and caught.value.transient
+        assert (await host.embed_ids("toy", [[1]])).tolist() == [vector([1])]
+
+    bench.model("toy").run(work, script)
+
+
+def test_dims_unlike_the_bundles_are_refused(bench: Bench) -> None:
+    async def work(host: Host) -> None:
+        with pytest.raises(BundleInvalid, match="says dims 8, its artifact gives 5"):
+            await host.embed_ids("toy", [[1]])
+
+    bench.model("toy").run(work, {"dims": 5})
+
+
+def test_lane_ids_and_explanations(bench: Bench) -> None:
+    lanes = {
+        "embed": {"task": "embed", "engines": ["scripted"]},
+        "other": {"task": "embed", "engines": ["scripted"]},
+    }
+
+    async def work(host: Host) -> None:
+        assert list(host.assignments) == ["embed:one", "embed:two", "other:one", "other:two"]
+        a = await host.embed_result("one", ["a"], lane="other")
+        b = await host.embed_result("one", ["a"], lane="embed:one")
+        assert (a.lane, b.lane) == ("other:one", "embed:one")
+        (row,) = [row for row in host.explain("other") if row["model"] == "two"]
+        assert row["placement"] == "scripted" and row["considered"][0]["verdict"] == "yes"
+
+    bench.model("one").model("two").run(work, lanes=lanes)
+
+
+def test_a_lane_without_an_engine_says_why(bench: Bench) -> None:
+    async def work(host: Host) -> None:
+        with pytest.raises(BackendMissing) as caught:
+            await host.embed("toy", ["a"])
+        assert "bundle toy has no format gguf" in caught.value.message and caught.value.exit_code == 4
+        assert host.health()["lanes"]["embed"]["state"] == "refused"
+
+    bench.model("toy", formats={"coreml-x": "f16"}).run(work)
+
+
+def test_a_lane_that_needs_a_certificate_is_not_served_without(bench: Bench) -> None:
+    async def work(host: Host) -> None:
+        with pytest.raises(NotCertified):
+            await host.embed("toy", ["a"])
+
+    bench.model("toy").run(work, config=HostConfig(require_certificate=True))
+    lanes = {"embed": {"task": "embed", "engines": ["scripted"], "require_certificate": True}}
+    bench.run(work, lanes=lanes)
+
+
+def test_threads_are_shared_by_the_lanes_of_a_device(bench: Bench) -> None:
+    async def work(host: Host) -> None:
+        specs = [assignment.require() for assignment in host.assignments.values()]
+        threads = {spec.load.runtime_config["threads"] for spec in specs}
+        assert threads == {str(max(1, host.profile.cores // 2))}
+
+    bench.model("toy").model("judge", task="rerank").run(work)
+
+
+def test_two_hosts_on_one_runtime_directory(bench: Bench, runtime_dir: Path) -> None:
+    path = write_matrix(bench.root)
+    bench.model("toy")
+
+    async def main() -> None:
+        config = HostConfig(runtime_dir=runtime_dir)
+        async with Host.open(path, bench.models, config) as host:
+            await host.embed("toy", ["a"])
+            with pytest.raises(InvalidRequest, match="pid"):
+                async with Host.open(path, bench.models, config):
+                    pass
+        async with Host.open(path, bench.models, config) as host:
+            await host.embed("toy", ["a"])
+
+    asyncio.run(main())
+
+
+def test_a_closed_host_serves_nothing(bench: Bench) -> None:
+    kept: list[Host] = []
+
+    async def work(host: Host) -> None:
+        kept.append(host)
+        await host.embed("toy", ["a"])
+
+    bench.model("toy").run(work)
+
+    async def late() -> None:
+        with pytest.raises(InvalidRequest, match="closed"):
+            await kept[0].embed("toy", ["a"])
+
+    asyncio.run(late())
+
+
+def test_a_cancelled_caller_leaves_the_lane_usable(bench: Bench) -> None:
+    script = {"rules": [{"on": "EMBED_BATCH", "first_id": 99, "do": [{"sleep": 0.5}]}]}
+
+    async def work(host: Host) -> None:
+        task = asyncio.ensure_future(host.embed_ids("toy", [[99]] * 1500))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await host.embed_ids("toy", [[1]])).tolist() == [vector([1])]
+        assert host.health()["lanes"]["embed"]["strikes"] == 0
+
+    bench.model("toy").run(work, script)
+
+
+def test_the_sync_host_makes_the_same_calls(bench: Bench) -> None:
+    path = write_matrix(bench.root)
+    bench.model("toy").model("judge", task="rerank").model("writer", task="generate", frame=False)
+    with SyncHost.open(path, bench.models) as host:
+        host.load("toy")
+        assert host.embed("toy", ["a"]).tolist() == [vector([CLS, A, SEP])]
+        assert host.embed_ids("toy", [[7]]).tolist() == [vector([7])]
+        assert host.embed_result("toy", ["a"]).lane == "embed"
+        assert host.rerank("judge", "query", ["a"]).shape == (1,)
+        assert host.rerank_result("judge", "query", ["a"]).order == [0]
+        assert host.rerank_ids("judge", [QUERY], [[A]]).shape == (1,)
+        assert host.generate("writer", "a", max_tokens=2).n_gen == 2
+        assert host.generate_ids("writer", [A], 2).n_prompt == 1
+        assert host.health()["lanes"]["embed"]["worker_pid"] is not None
+        assert host.explain("embed")[0]["placement"] == "scripted"
+        with pytest.raises(UnknownModel):
+            host.embed("other", ["a"])
+        host.probe("embed")
+        host.unload("toy")
+
+
+def test_an_error_at_open_closes_the_loop_thread(bench: Bench, tmp_path: Path) -> None:
+    with pytest.raises(BundleInvalid, match="model broken"), SyncHost.open(
+        write_matrix(bench.root), {"broken": tmp_path / "nothing"}
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("logit", "probability"), [(0.0, 0.5), (-1e4, 0.0), (1e4, 1.0), (3.0, 0.95257413), (-3.0, 0.04742587)]
+)
+def test_the_sigmoid_is_stable(logit: float, probability: float) -> None:
+    with np.errstate(all="raise", under="ignore"):
+        value = sigmoid(np.array([logit], np.float32))
+    assert value.dtype == np.float32
+    assert value[0] == pytest.approx(probability, abs=1e-7)
