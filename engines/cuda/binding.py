@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 from engines.cuda.faults import refuse
 from engines.cuda.floor import LINUX, WINDOWS, Facts
 from engines.protocol.errors import EngineError, ErrorCode
+
+# Since 1.31 onnxruntime keeps a database of events and sends them to its maker unless this is set before its import.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -151,7 +155,7 @@ class Cuda:
         status = int(result[0])
         if status:
             refuse(RuntimeError(f"CUDA error {status}: {result[0].name}"))
-        return result[1] if len(result) > 1 else None
+        return result[1] if len(result) == 2 else result[1:]
 
     def pinned(self, size: int) -> tuple[npt.NDArray[Any], int]:
         """Return (uint8 array, address) of page-locked host memory."""
@@ -183,11 +187,9 @@ class Cuda:
         """Sleep until everything before *event* has finished."""
         self._call(self._rt.cudaEventSynchronize(event))  # [R]
 
-    def used(self) -> int:
-        """Return bytes in use on the device, by anyone."""
-        result = self._rt.cudaMemGetInfo()  # [R]
-        self._call(result)
-        return int(result[2]) - int(result[1])
+    def memory_info(self) -> tuple[int, int]:
+        """Return (free, total) bytes of the device."""
+        return self._call(self._rt.cudaMemGetInfo())  # [R]
 
     def free(self, pinned: tuple[int, ...], device: tuple[int, ...], events: tuple[Any, ...]) -> None:
         """Release memory and events; the stream goes with the process."""

@@ -283,9 +283,10 @@ class _Assembly:
         except BaseException:
             model.close()
             raise
+        free, total = cuda.memory_info()
         log.info(
-            "cuda: %s, onnxruntime on CUDAExecutionProvider, %d graphs, %d MiB in use on the device",
-            self.device, len(made), cuda.used() // 2**20,
+            "cuda: %s, onnxruntime on CUDAExecutionProvider, %d graphs, %d of %d MiB of the device in use",
+            self.device, len(made), (total - free) // 2**20, total // 2**20,
         )  # fmt: skip
         return model
 

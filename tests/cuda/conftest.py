@@ -21,6 +21,7 @@ from engines.runtime.progress import silent
 from tests.cuda.cases import CASES, Case
 from tests.support.owned_bundle import load_request, write_bundle
 
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # before any test module imports onnxruntime itself
 GOLDENS = Path(__file__).with_name("goldens.npz")
 Bundles = Callable[..., Bundle]
 Loader = Callable[..., OwnedModel]
