@@ -239,9 +239,9 @@ def test_a_bent_hello(runtime_dir: Path, changes: dict[str, Any], field: str, va
 
 
 def test_a_worker_of_version_2(runtime_dir: Path) -> None:
-    with WorkerProcess(command({"hello": [{"hello": {"v": 2}}]}), runtime_dir) as worker:
-        with pytest.raises(VersionMismatch):
-            worker.end.event()
+    script = {"hello": [{"hello": {"v": 2}}]}
+    with WorkerProcess(command(script), runtime_dir) as worker, pytest.raises(VersionMismatch):
+        worker.end.event()
 
 
 @pytest.mark.parametrize(
