@@ -30,6 +30,8 @@ from tests.support.clock import ManualClock
 
 HARDWARE = {"ane": "ane", "cuda": "cuda", "metal": "llama"}
 """Hardware marker -> the engine module whose ``--probe-floor`` decides."""
+OPT_IN = {"bench": "bench", "soak": "soak"}
+"""Marker -> the word in ``-m`` or in a file's name that asks for it."""
 SETTLE_S = 3.0
 PROBE_S = 60.0
 IGNORED_TARGETS = ("/dev/", "/proc/", "/sys/", "anon_inode:[perf")
@@ -132,6 +134,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaks_allowed(*kinds): this test may leave descriptors, threads, children")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave measurements and long runs to those who ask: by ``-m``, or by naming a file."""
+    asked = str(config.option.markexpr) + " ".join(arg for arg in config.args if "::" in arg or arg.endswith(".py"))
+    unasked = [name for name, hint in OPT_IN.items() if hint not in asked]
+    chosen, rest = [], []
+    for item in items:
+        (rest if any(item.get_closest_marker(name) for name in unasked) else chosen).append(item)
+    if rest:
+        config.hook.pytest_deselected(items=rest)
+        items[:] = chosen
 
 
 @functools.cache
