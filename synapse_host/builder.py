@@ -66,7 +66,7 @@ def run_tool(argv: Sequence[str], *, stage: str, progress: Progress = silent) ->
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - 8192))
         said = [line.strip() for line in errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
     why = said[-1] if said else f"ended with status {status}"
-    raise BundleInvalid(f"{stage}: {why}", details={"stage": stage, "status": status})
+    raise BundleInvalid(why, details={"stage": stage, "status": status})
 
 
 def _parse(raw: bytes) -> dict[str, Any]:

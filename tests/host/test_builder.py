@@ -1,0 +1,169 @@
+"""Builder programs as children, staging, bundle assembly and re-checking."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engines.bundle import manifest
+from synapse_host import builder
+from synapse_host.errors import BundleInvalid, InvalidRequest
+from tests.support import toy_models
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A builder program of our own: it obeys its first argument."""
+    (tmp_path / "toytool.py").write_text(
+        "import json, sys, time\n"
+        "what = sys.argv[1]\n"
+        "def say(**line): print(json.dumps(line), flush=True)\n"
+        "say(stage='x', done=1, total=2)\n"
+        "print('noise from a library', flush=True)\n"
+        "print('[1, 2]', flush=True)\n"
+        "say(stage='x', done='many', total=2)\n"
+        "if what == 'hang': time.sleep(600)\n"
+        "if what == 'fail': sys.exit('toytool: the disk said no\\n')\n"
+        "if what == 'crash': import os; os.abort()\n"
+        "if what == 'chatty': sys.stderr.write('warning\\n' * 200000)\n"
+        "say(stage='x', done=2, total=2)\n"
+        "if what != 'silent': say(stage='result', path='p')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "toytool"
+
+
+def test_progress_and_the_result_come_through(tool: str) -> None:
+    seen: list[tuple[str, int, int]] = []
+    result = builder.run_tool([tool, "ok"], stage="s", progress=lambda *step: seen.append(step))
+    assert result == {"stage": "result", "path": "p"}
+    assert seen == [("s", 1, 2), ("s", 2, 2)]
+
+
+def test_a_lot_on_stderr_does_not_block(tool: str) -> None:
+    assert builder.run_tool([tool, "chatty"], stage="s")["path"] == "p"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("fail", "toytool: the disk said no"), ("crash", "status -6"), ("silent", "status 0")],
+)
+def test_a_failure_is_the_programs_own_last_line(tool: str, what: str, words: str) -> None:
+    with pytest.raises(BundleInvalid) as caught:
+        builder.run_tool([tool, what], stage="s")
+    assert words in str(caught.value)
+    assert caught.value.details["stage"] == "s"
+
+
+def test_an_interrupted_caller_takes_the_child_with_it(tool: str) -> None:
+    children: list[int] = []
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        children.extend(child.pid for child in psutil.Process().children())
+        raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        builder.run_tool([tool, "hang"], stage="s", progress=interrupt)
+    assert time.monotonic() - started < 60
+    assert children
+    assert not any(psutil.pid_exists(pid) for pid in children)
+
+
+def test_staging_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "b"
+    with builder.staging(target) as folder:
+        (folder / "f").write_text("1")
+        assert not target.exists()
+    assert (target / "f").read_text() == "1"
+    assert target.stat().st_mode & 0o777 == 0o755
+    with pytest.raises(RuntimeError), builder.staging(target) as folder:
+        (folder / "f").write_text("2")
+        raise RuntimeError
+    assert (target / "f").read_text() == "1"
+    with builder.staging(target) as folder:
+        (folder / "g").write_text("3")
+    assert [path.name for path in target.iterdir()] == ["g"]
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_a_bundle_of_two_formats_and_three_dtypes(tmp_path: Path) -> None:
+    checkpoint = toy_models.write_bert(tmp_path / "m", cross_encoder=True)
+    bundle = builder.build(
+        checkpoint,
+        tmp_path / "out",
+        formats=["gguf", "safetensors-package"],
+        dtypes={"gguf": ["q8_0", "f16"], "safetensors-package": ["f16"]},
+        model_id="toy",
+        overrides={"max_tokens": 32, "score": "identity"},
+    )
+    found = bundle.manifest
+    assert [(a.format, a.dtype, a.path) for a in found.artifacts] == [
+        ("gguf", "q8_0", "model-q8_0.gguf"),
+        ("gguf", "f16", "model-f16.gguf"),
+        ("safetensors-package", "f16", "model-f16.safetensors"),
+    ]
+    assert (found.max_tokens, found.score, found.token_types, found.head) == (32, "identity", True, {"kind": "pooler"})
+    assert {path.name for path in bundle.root.iterdir()} == {
+        "manifest.json", "tokenizer.json", "model-q8_0.gguf", "model-f16.gguf", "model-f16.safetensors",
+    }  # fmt: skip
+    assert builder.verify(bundle) == []
+
+
+def test_a_checkpoint_without_a_tokenizer_makes_a_bundle_without_one(tmp_path: Path) -> None:
+    checkpoint = toy_models.write_bert(tmp_path / "m")
+    (checkpoint / "tokenizer.json").unlink()
+    bundle = builder.build(checkpoint, tmp_path / "out", formats=["safetensors-package"], dtypes={}, model_id="toy")
+    assert bundle.manifest.tokenizer is manifest.UNSET
+
+
+def test_what_cannot_be_built_leaves_the_target_untouched(tmp_path: Path) -> None:
+    checkpoint = toy_models.write_modernbert(tmp_path / "m")
+    with pytest.raises(BundleInvalid, match="ModernBERT is not converted to GGUF"):
+        builder.build(checkpoint, tmp_path / "out", formats=["safetensors-package", "gguf"], dtypes={}, model_id="toy")
+    with pytest.raises(InvalidRequest, match="tflite"):
+        builder.build(checkpoint, tmp_path / "out", formats=["tflite"], dtypes={}, model_id="toy")
+    with pytest.raises(BundleInvalid, match="model_id"):
+        builder.build(checkpoint, tmp_path / "out", formats=["safetensors-package"], dtypes={}, model_id="no good")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
+def test_verify_names_each_file_that_changed(tmp_path: Path) -> None:
+    bundle = builder.build(
+        toy_models.write_bert(tmp_path / "m"),
+        tmp_path / "out",
+        formats=["safetensors-package"],
+        dtypes={},
+        model_id="t",
+    )
+    seen: set[str] = set()
+    assert builder.verify(bundle, lambda stage, done, total: seen.add(stage)) == []
+    assert seen == {"model-f32.safetensors", "tokenizer.json"}
+    with (bundle.root / "model-f32.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x7f")
+    (bundle.root / "tokenizer.json").unlink()
+    wrong = builder.verify(bundle)
+    assert len(wrong) == 2
+    assert "model-f32.safetensors: digest is" in wrong[0]
+    assert "tokenizer.json" in wrong[1]
+
+
+def test_the_host_imports_no_engine_to_build() -> None:
+    import subprocess
+
+    code = (
+        "import sys; import synapse_host.builder, synapse_host.catalogue;"
+        "bad = [m for m in sys.modules if m.split('.')[0] in ('numpy', 'onnx', 'gguf', 'llama_cpp', 'tokenizers')"
+        " or m.startswith('engines.') and m.split('.')[1] not in ('bundle', 'protocol')];"
+        "print(bad); sys.exit(bool(bad))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
