@@ -2,8 +2,8 @@
 
 Sources, one tag a call:
 [D] NVIDIA CUDA driver API and [R] runtime API, as cuda-python wraps them: a tuple of status and results, and an
-exception where there is no driver; [P] onnxruntime Python API reference; [K] onnxruntime's header files of session and
-run option keys; [E] onnxruntime's CUDA execution provider page.
+exception where there is no driver; [P] onnxruntime Python API reference, [K] header files of session and run option
+keys, [E] CUDA execution provider page.
 """
 
 from __future__ import annotations
@@ -30,52 +30,50 @@ if TYPE_CHECKING:
 
 def driver_facts(index: int) -> Facts:
     """Ask the driver about device *index*; opens no context and no artifact."""
-    if importlib.util.find_spec("cuda.bindings" if importlib.util.find_spec("cuda") else "cuda") is None:
-        return Facts(driver_api=sys.maxsize, capability=(99, 0), missing="cuda-python")
-    from cuda.bindings import driver
-
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return Facts(missing="cuda-python")
     try:
         if driver.cuInit(0)[0]:  # [D] cuInit: before any other driver call
             return Facts()
-        version = driver.cuDriverGetVersion()[1]  # [D] cuDriverGetVersion: 1000 x major + 10 x minor
+        version = driver.cuDriverGetVersion()[1]  # [D]: 1000 x major + 10 x minor
         status, device = driver.cuDeviceGet(index)  # [D] cuDeviceGet
         if status:
             return Facts(driver_api=int(version))
-        attribute = driver.CUdevice_attribute  # [D] cuDeviceGetAttribute, attributes 75 and 76
-        major = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)[1]
-        minor = driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)[1]
+        attribute = driver.CUdevice_attribute
+        kinds = (
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        )
+        major, minor = (int(driver.cuDeviceGetAttribute(kind, device)[1]) for kind in kinds)  # [D] attributes 75 and 76
         name = driver.cuDeviceGetName(64, device)[1]  # [D] cuDeviceGetName
     except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError: no libcuda at all
         return Facts()
-    return Facts(int(version), (int(major), int(minor)), missing_library(), bytes(name).rstrip(b"\0 ").decode())
+    return Facts(int(version), (major, minor), missing_library(), bytes(name).rstrip(b"\0 ").decode())
 
 
 def missing_library() -> str | None:
-    """Open the provider's libraries and return the first that can't be; pip's wheels keep them in nvidia/cu13.
-
-    Loaded here by full path, they satisfy the provider's own lookup by name later, whatever the search path says.
-    """
+    """Return the first of the provider's libraries that can't be opened; opened here, its own lookup finds them."""
     folder, names, provider = WINDOWS if sys.platform == "win32" else LINUX
     for name in names:
         wheels = [str(path) for root in sys.path if (path := Path(root, folder, name)).is_file()]
-        for candidate in (*wheels, name):
-            try:
-                ctypes.CDLL(candidate)
-            except OSError:
-                continue
-            break
-        else:
+        if not any(_opens(candidate) for candidate in (*wheels, name)):
             return name
     runtime = importlib.util.find_spec("onnxruntime")
     found = runtime is not None and runtime.origin and Path(runtime.origin).parent.joinpath("capi", provider).is_file()
     return None if found else "onnxruntime-gpu"
 
 
-def session(graph: Graph, *, threads: int, cuda: dict[str, str] | None = None) -> Any:
-    """Create a session: on the CPU with *threads*, or on the GPU with provider options *cuda* and nothing else.
+def _opens(library: str) -> bool:
+    try:
+        return bool(ctypes.CDLL(library))
+    except OSError:
+        return False
 
-    Raises EngineError; a CPU fallback of any node is one (``backend_missing``).
-    """
+
+def session(graph: Graph, *, threads: int, cuda: dict[str, str] | None = None) -> Any:
+    """Create a session: on the CPU, or with provider options *cuda* on the GPU and no node elsewhere (EngineError)."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()  # [P] SessionOptions
@@ -95,7 +93,7 @@ def session(graph: Graph, *, threads: int, cuda: dict[str, str] | None = None) -
         providers = [("CUDAExecutionProvider", cuda)]  # [E] options
     try:
         made = ort.InferenceSession(graph.model, options, providers, enable_fallback=0)  # [P] InferenceSession
-    except Exception as exc:  # onnxruntime's exception classes share no base below Exception
+    except Exception as exc:  # onnxruntime's classes share no base below Exception
         refuse(exc, creating=True)
     wanted = "CPUExecutionProvider" if cuda is None else "CUDAExecutionProvider"
     # [P] get_provider_graph_assignment_info: which provider every node went to, after graph optimisation
@@ -118,7 +116,7 @@ class Binding:
         self._binding = made.io_binding()  # [P] InferenceSession.io_binding
 
     def input(self, name: str, shape: tuple[int, ...], address: int, *, host: bool = False) -> None:
-        """Bind an int32 input; *host* memory is read by the CPU side of an operator, also on the GPU."""
+        """Bind an int32 input; *host*: an operator reads it on the CPU side, also on the GPU."""
         where, index = ("cpu", 0) if host else (self._device, self._index)
         self._binding.bind_input(name, where, index, self._np.int32, shape, address)  # [P] IOBinding.bind_input
 
@@ -189,7 +187,8 @@ class Cuda:
 
     def memory_info(self) -> tuple[int, int]:
         """Return (free, total) bytes of the device."""
-        return self._call(self._rt.cudaMemGetInfo())  # [R]
+        free, total = self._call(self._rt.cudaMemGetInfo())  # [R]
+        return int(free), int(total)
 
     def free(self, pinned: tuple[int, ...], device: tuple[int, ...], events: tuple[Any, ...]) -> None:
         """Release memory and events; the stream goes with the process."""

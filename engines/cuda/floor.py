@@ -52,7 +52,9 @@ def judge(facts: Facts) -> Probe:
     if facts.driver_api and facts.capability is not None:
         observed = {"driver_api": facts.driver_api, "compute_capability": _capability(facts.capability)}
     code = "ok"
-    if not facts.driver_api or (facts.capability is None and facts.driver_api >= MIN_DRIVER_API):
+    if not facts.driver_api and facts.missing is not None:
+        code = f"cuda_runtime_missing:{facts.missing}"  # nothing to ask the driver with
+    elif not facts.driver_api or (facts.capability is None and facts.driver_api >= MIN_DRIVER_API):
         code = "cuda_no_driver"
     elif facts.driver_api < MIN_DRIVER_API:
         code = "cuda_driver_too_old"

@@ -1,0 +1,255 @@
+"""The loop over buckets: order, progress, out of memory, errors; and the CUDA device's loop on the CPU provider."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.bundle import facts
+from engines.bundle.checkpoint import Checkpoint
+from engines.cuda import binding
+from engines.cuda.buckets import Bucket, Policy, ladder_up_to, plan
+from engines.cuda.devices import CAPTURED_ROWS, CudaDevice, Route
+from engines.cuda.graph import UNLIMITED, Variant, WeightStore, build
+from engines.cuda.model import Facts, OwnedModel
+from engines.cuda.pipeline import Pipeline
+from engines.cuda.staging import Filler, Shape, Slot, layout, slot_bytes
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import Phase
+from engines.runtime.progress import ProgressReporter, silent
+from tests.cuda.conftest import batch_of, case, cosines
+from tests.cuda.host_cuda import HostCuda
+from tests.cuda.test_graph import spec_of
+
+NAMES = ("input_ids", "lens")
+
+
+class Recorder:
+    """A device whose 'forward' is the sum of a row's ids, computed when it is waited for."""
+
+    def __init__(self, slots: int = 2, *, most_rows: int = 10**9, fail_at: int | None = None) -> None:
+        self.slots = tuple(self._slot() for _ in range(slots))
+        self.most_rows, self.fail_at = most_rows, fail_at
+        self.events: list[str] = []
+        self.flying: set[int] = set()
+        self.lock = threading.Lock()
+        self.submitted = 0
+
+    def _slot(self) -> Slot:
+        host = np.empty(slot_bytes(NAMES, cells=4096, rows=256), np.uint8)
+        return Slot(host, host.ctypes.data, np.empty(256, np.float32), 0)
+
+    def shape(self, filler: Filler, bucket: Bucket) -> Shape:
+        with self.lock:
+            self.events.append(f"prepare {bucket.start}")
+        return layout(NAMES, rows=bucket.rows, width=bucket.width)
+
+    def submit(self, slot: Slot, shape: Shape, *, alone: bool) -> None:
+        with self.lock:
+            self.events.append("submit")
+        assert id(slot) not in self.flying
+        self.submitted += 1
+        self.flying.add(id(slot))
+        if self.submitted - 1 == self.fail_at:
+            slot.native["error"] = EngineError(ErrorCode.INFERENCE_FAILED, "broken")
+        elif shape.rows > self.most_rows:
+            slot.native["error"] = EngineError(ErrorCode.OOM, "too large")
+
+    def wait(self, slot: Slot, shape: Shape) -> np.ndarray:
+        self.flying.discard(id(slot))
+        with self.lock:
+            self.events.append("wait")
+        if (exc := slot.native.pop("error", None)) is not None:
+            raise exc
+        ids, lens = slot.view(shape, "input_ids"), slot.view(shape, "lens")
+        real = np.arange(shape.width) < lens[:, None]
+        slot.out[: shape.rows] = (ids * real).sum(1)
+        return slot.out[: shape.rows, None]
+
+
+def run(
+    device: Recorder, lengths: list[int], *, tokens: int = 16, clock: Callable[[], float] | None = None
+) -> tuple[np.ndarray, list[tuple[int, Phase]]]:
+    rows = [[n * 100 + column for column in range(length)] for n, length in enumerate(lengths)]
+    batch = batch_of(rows)
+    filler = Filler(batch, plan(batch.lengths, Policy(tokens=tokens, ladder=())), pad_id=999, separator=None)
+    out = np.full((len(rows), 1), np.nan, np.float32)
+    frames: list[tuple[int, Phase]] = []
+    ticks = iter(range(100_000))
+    progress = ProgressReporter(
+        lambda completed, phase: frames.append((completed, phase)),
+        phase=Phase.SETUP,
+        clock=clock or (lambda: float(next(ticks))),
+    )
+    pipeline = Pipeline(device)
+    try:
+        pipeline.run(filler, out, progress)
+    finally:
+        pipeline.close()
+    assert out[:, 0].tolist() == [float(sum(row)) for row in rows]
+    return out, frames
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60), slots=st.integers(1, 3))
+def test_every_row_comes_home_in_request_order(lengths: list[int], slots: int) -> None:
+    run(Recorder(slots), lengths)
+
+
+def test_the_next_bucket_is_prepared_while_one_is_in_flight() -> None:
+    device = Recorder()
+    run(device, [8] * 8)  # four buckets of two rows
+    events = device.events
+    assert events.count("submit") == 4
+    assert events.index("prepare 2") < events.index("wait")
+    assert events.index("submit") < events.index("prepare 2")
+    assert events[0] == "prepare 0" and events[-1] == "wait"
+
+
+def test_frames_of_the_worked_example() -> None:
+    """100 rows, first submission 60: the switch says 60, finished buckets say 120 and 160 (8.4)."""
+    device = Recorder()
+    _, frames = run(device, [1] * 60 + [2] * 40, tokens=80)
+    assert frames == [(60, Phase.INFERENCE), (120, Phase.INFERENCE), (160, Phase.INFERENCE)]
+
+
+def test_setup_frames_stay_below_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Filler, "PIECE", 20)
+    _, frames = run(Recorder(), [1] * 60 + [2] * 40, tokens=80)
+    assert frames[:2] == [(20, Phase.SETUP), (40, Phase.SETUP)]
+    assert frames[2:] == [(60, Phase.INFERENCE), (120, Phase.INFERENCE), (160, Phase.INFERENCE)]
+
+
+def test_the_switch_is_sent_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Filler, "PIECE", 1)
+    _, frames = run(Recorder(), [1] * 10, clock=lambda: 0.0)
+    assert frames == [(10, Phase.INFERENCE)]
+
+
+def test_out_of_memory_runs_the_bucket_once_more_in_halves() -> None:
+    device = Recorder(most_rows=4)
+    _, frames = run(device, [1] * 8 + [3] * 5, tokens=15)
+    assert device.submitted == 2 + 2 * 2
+    assert [completed for completed, _ in frames] == sorted({completed for completed, _ in frames})
+
+
+@pytest.mark.parametrize(("most_rows", "rows"), [(1, 8), (0, 1)])
+def test_out_of_memory_twice_is_the_answer(most_rows: int, rows: int) -> None:
+    device = Recorder(most_rows=most_rows)
+    with pytest.raises(EngineError) as caught:
+        run(device, [1] * rows)
+    assert caught.value.code is ErrorCode.OOM
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("fail_at", [0, 1, 3, 7])
+def test_an_error_leaves_nothing_in_flight(slots: int, fail_at: int) -> None:
+    device = Recorder(slots, fail_at=fail_at)
+    with pytest.raises(EngineError, match="broken"):
+        run(device, [8] * 16)
+    # Halves of a bucket are waited for at once; every other submission must have come home too.
+    assert not device.flying
+
+
+def test_two_requests_use_the_same_second_thread() -> None:
+    device = Recorder()
+    pipeline = Pipeline(device)
+    seen = set()
+    original = device.shape
+
+    def shape(filler: Filler, bucket: Bucket) -> Shape:
+        seen.add(threading.current_thread().name)
+        return original(filler, bucket)
+
+    device.shape = shape  # type: ignore[method-assign]
+    batch = batch_of([[1] * 8] * 6)
+    for _ in range(2):
+        filler = Filler(batch, plan(batch.lengths, Policy(tokens=16, ladder=())), pad_id=0, separator=None)
+        pipeline.run(filler, np.empty((6, 1), np.float32), silent())
+    pipeline.close()
+    assert len(seen) == 2 and threading.current_thread().name in seen
+
+
+# --- the CUDA device's loop, on host memory and the CPU provider -----------------------------------------------------
+
+
+@pytest.fixture
+def cuda_model(checkpoints: Callable[[str], Checkpoint]):  # type: ignore[no-untyped-def]
+    """Make a model whose device is CudaDevice over HostCuda."""
+    made: list[OwnedModel] = []
+
+    def make(name: str, *, tokens: int = 256, record: bool = False) -> SimpleNamespace:
+        checkpoint = checkpoints(name)
+        spec, special = spec_of(checkpoint), facts.of_checkpoint(checkpoint).special_ids
+        store, widest = WeightStore(checkpoint.tensors, "f32"), checkpoint.config["max_position_embeddings"]
+        windowed = spec.family == "modernbert"
+        wanted = [(Variant("f32", "fused"), 9 if windowed else UNLIMITED)]
+        if windowed:
+            wanted.append((Variant("f32", "fused", window=True), UNLIMITED))
+        routes = [
+            Route(graph := build(spec, store, v), binding.session(graph, threads=1), limit) for v, limit in wanted
+        ]
+        ladder = ladder_up_to(widest, multiple=8, free=9) if windowed else ladder_up_to(widest)
+        policy = Policy(tokens=tokens, ladder=ladder, rows=64)
+        cuda = HostCuda()
+        device = CudaDevice(
+            cuda,
+            routes,
+            policy=policy,
+            dims=spec.dims,
+            widest=widest,
+            captured=routes if record else (),  # type: ignore[arg-type]
+        )
+        if record:
+            device.record(lambda: None)
+        limits = Facts(
+            spec.task, spec.dims, widest, checkpoint.config["vocab_size"], special.get("pad", 0), spec.pooling,
+            spec.normalize, special.get("sep") if spec.token_types else None,
+        )  # fmt: skip
+        model = OwnedModel(limits, policy, device)
+        made.append(model)
+        return SimpleNamespace(model=model, cuda=cuda, device=device)
+
+    yield make
+    for model in made:
+        model.close()
+        assert not model.device.cuda.live  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["bert-mean", "bert-rerank", "modernbert-mean", "qwen3-last", "qwen3-rerank"])
+@pytest.mark.parametrize("record", [False, True])
+def test_cuda_loop_equals_transformers(name: str, record: bool, cuda_model, goldens: dict[str, np.ndarray]) -> None:  # type: ignore[no-untyped-def]
+    made = cuda_model(name, record=record)
+    rows = case(name).rows()
+    for _ in range(2):
+        output = made.model.forward(batch_of(rows), silent())
+        if case(name).task == "rerank":
+            assert np.abs(output[:, 0] - goldens[name]).max() <= 1e-4
+        else:
+            assert cosines(output, goldens[name]).min() >= 0.99999
+
+
+def test_one_copy_each_way_and_one_event_for_a_bucket(cuda_model) -> None:  # type: ignore[no-untyped-def]
+    made = cuda_model("bert-mean", tokens=64)
+    made.cuda.calls.clear()
+    made.model.forward(batch_of([[5] * 16] * 8), silent())  # two buckets of four rows
+    assert made.cuda.calls == ["up", "down", "record 1", "up", "down", "record 2", "wait 1", "wait 2"]
+
+
+def test_a_small_bucket_takes_the_recorded_shape_that_holds_it(cuda_model) -> None:  # type: ignore[no-untyped-def]
+    made = cuda_model("bert-mean", record=True)
+    device = made.device
+    assert len(device._recorded) == len(CAPTURED_ROWS) * 3  # widths 16, 32 and 64 of a 64-token model
+    assert device.recorded_for(1, 10) == (1, 16)
+    assert device.recorded_for(3, 17) == (4, 32)
+    assert device.recorded_for(9, 16) is None
+    numbers = [entry[3] for entry in device._recorded.values()]
+    assert "0" not in numbers and "-1" not in numbers and len(set(numbers)) == len(numbers)
+    alone = made.model.forward(batch_of([[7, 8, 9]]), silent())
+    plain = cuda_model("bert-mean").model.forward(batch_of([[7, 8, 9]]), silent())
+    assert np.abs(alone - plain).max() <= 2e-6
