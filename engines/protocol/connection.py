@@ -203,7 +203,8 @@ class Connection:
         except RemoteProtocolError as exc:
             self._fail(exc)
         except DECODE_ERRORS as exc:
-            self._fail(RemoteProtocolError(f"malformed frame while {self.state.value}: {exc}"), exc)
+            # The text may quote the peer's bytes, up to a whole frame of them.
+            self._fail(RemoteProtocolError(f"malformed frame while {self.state.value}: {str(exc)[:200]}"), exc)
 
     def _fail(self, error: RemoteProtocolError, cause: BaseException | None = None) -> NoReturn:
         self.state = State.CLOSED
