@@ -222,7 +222,7 @@ def test_labels(device: object, label: Device) -> None:
 def test_a_coremltools_plan_is_read_through_its_own_dataclasses() -> None:
     structure = pytest.importorskip("coremltools").models.compute_plan
 
-    def make(name: str, **values: Any) -> Any:
+    def make(name: str, /, **values: Any) -> Any:
         """One of its dataclasses; what isn't given (native proxies above all) is None."""
         kind = getattr(structure, f"MLModelStructure{name}")
         return kind(**{field.name: values.get(field.name) for field in dataclasses.fields(kind)})

@@ -1,0 +1,513 @@
+"""LOAD, admission, eviction, serving and PONG in this process: codes, caps, idempotence, caching, checks, progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from engines.ane.backend import Source
+from engines.ane.compute_plan import Device, Function, Operation, PlanView
+from engines.ane.model import AneModel
+from engines.ane.shapes import Key, Occupancy, Resident, Shapes
+from engines.bundle import manifest
+from engines.bundle.digest import tree_digest
+from engines.bundle.manifest import Bundle
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import Inventory, Load, Phase, Pooling
+from engines.runtime.batch import TokenBatch
+from engines.runtime.engine import WorkerOptions
+from engines.runtime.progress import ProgressReporter, silent
+from tests.ane.conftest import load_request
+from tests.support.ane_worker import ReferenceEngine
+from tests.support.mil_reference import ReferenceBackend, ReferenceProgram
+
+LoadModel = Callable[..., AneModel]
+Bundles = Callable[[str], Bundle]
+
+
+def batch(*lengths: int) -> TokenBatch:
+    ids = np.concatenate([np.arange(5, 5 + n, dtype=np.int32) for n in lengths])
+    return TokenBatch(ids, np.cumsum([0, *lengths]).astype(np.int32))
+
+
+def embed(model: AneModel, *lengths: int, width: int | None = None, **kwargs: Any) -> np.ndarray:
+    progress = kwargs.pop("progress", silent())
+    return model.embed(
+        batch(*lengths), pooling=Pooling.MEAN, normalize=True, packed_width=width, progress=progress, **kwargs
+    )
+
+
+def refusal(call: Callable[[], Any]) -> ErrorCode:
+    with pytest.raises(EngineError) as refused:
+        call()
+    return refused.value.code
+
+
+def counting() -> tuple[ProgressReporter, list[int]]:
+    """A reporter without coalescing and the counts it sent."""
+    sent: list[int] = []
+    ticks = iter(range(0, 10**9, 10))
+    return ProgressReporter(lambda n, phase: sent.append(n), phase=Phase.SETUP, clock=lambda: float(next(ticks))), sent
+
+
+class FakeProgram(ReferenceProgram):
+    """The evaluator with a plan, an output that may be bent, and a count of what was asked."""
+
+    def __init__(self, backend: FakeBackend, source: Source, spec: Any) -> None:
+        super().__init__(source, spec)
+        self.backend, self.source = backend, source
+
+    def plan(self) -> PlanView | None:  # type: ignore[override]
+        self.backend.plans += 1
+        return self.backend.plan_of(self.source.function)
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return self.backend.bend(super().run(feeds))
+
+    def close(self) -> None:
+        super().close()
+        self.backend.closed.append(self.source.function)
+
+
+class FakeBackend(ReferenceBackend):
+    def __init__(self) -> None:
+        self.plans = 0
+        self.opened: list[str] = []
+        self.closed: list[str] = []
+        self.plan_of: Callable[[str], PlanView | None] = lambda function: None
+        self.bend: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda outputs: outputs
+        self.fail: Exception | None = None
+
+    def open(self, source: Source, *, units: str) -> FakeProgram:
+        if self.fail is not None:
+            raise self.fail
+        self.opened.append(source.function)
+        return FakeProgram(self, source, self.specs(source.path).functions[source.function])
+
+
+@pytest.fixture
+def fake() -> FakeBackend:
+    return FakeBackend()
+
+
+def engine(bundle: Bundle, backend: Any, widths: tuple[int, ...] | None = (64,)) -> ReferenceEngine:
+    made = ReferenceEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json"), packed=widths))
+    made._backend = backend
+    return made
+
+
+def ane_plan(function: str, cpu: int = 0, ane: int = 9) -> PlanView:
+    ops = (Operation("ios18.conv", Device.ANE),) * ane + (Operation("ios18.cast", Device.CPU),) * cpu
+    return PlanView("program", {function: Function(("input_ids",), ops)})
+
+
+# --- LOAD ------------------------------------------------------------------------------------------------------------
+
+
+def test_load_admits_the_smallest_bucket_only(load: LoadModel) -> None:
+    model = load("bert")
+    status = model.status()
+    assert model.dims == 64 and model.buckets == (16, 32, 64)
+    assert status.resident_shapes == (16,) and status.resident_packed == ()
+    assert status.placement_share is None, "the evaluator has no plan and so no share"
+
+
+def test_progress_of_load_counts_hashed_blocks_and_a_loaded_run_and_planned_function(load: LoadModel) -> None:
+    progress, sent = counting()
+    load("bert", progress=progress)
+    assert sent[-1] == 1 + 3, "one MiB hashed; opened, run, planned"
+    assert sent == sorted(set(sent))
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        ({"compute_units": "all"}, ErrorCode.CONFIG_INVALID),
+        ({"compute_units": "cpu_and_gpu"}, ErrorCode.CONFIG_INVALID),
+        ({"functions": "s16"}, ErrorCode.CONFIG_INVALID),
+        ({"functions": "[]"}, ErrorCode.CONFIG_INVALID),
+        ({"functions": '["packed64"]'}, ErrorCode.CONFIG_INVALID),
+        ({"prepare": "maybe"}, ErrorCode.CONFIG_INVALID),
+        ({"placement": "yes"}, ErrorCode.CONFIG_INVALID),
+        ({"pooling": "max"}, ErrorCode.CONFIG_INVALID),
+        ({"normalize": "1"}, ErrorCode.CONFIG_INVALID),
+        ({"certified_ms": "[1]"}, ErrorCode.CONFIG_INVALID),
+        ({"certified_ms": '{"s16": -1}'}, ErrorCode.CONFIG_INVALID),
+        ({"profile": "another"}, ErrorCode.CONFIG_INVALID),
+        ({"operation": "rerank"}, ErrorCode.OPERATION_MISMATCH),
+        ({"backend": "cuda"}, ErrorCode.BACKEND_MISSING),
+    ],
+)
+def test_bad_configuration(config: dict[str, str], code: ErrorCode, load: LoadModel) -> None:
+    assert refusal(lambda: load("bert", **config)) is code
+
+
+def test_unknown_keys_are_ignored_and_functions_can_be_left_out(load: LoadModel) -> None:
+    model = load("bert", artifact_paths="[]", lazy_shapes="true", functions='["s16", "s64"]')
+    assert model.buckets == (16, 64)
+
+
+@pytest.mark.parametrize("digest", ["sha256:" + "0" * 64, "0" * 63, "zz"])
+def test_a_wrong_digest_is_refused_before_anything_is_read(digest: str, bundles: Bundles, fake: FakeBackend) -> None:
+    bundle = bundles("bert")
+    request = msgspec.structs.replace(load_request(bundle), artifact_digest=digest)
+    code = refusal(lambda: engine(bundle, fake).load(request, progress=silent()))
+    assert code is ErrorCode.ARTIFACT_INVALID and fake.opened == []
+
+
+def test_a_bare_upper_case_digest_is_the_same_digest(bundles: Bundles, fake: FakeBackend) -> None:
+    bundle = bundles("bert")
+    request = load_request(bundle)
+    bare = request.artifact_digest.removeprefix("sha256:").upper()
+    engine(bundle, fake).load(msgspec.structs.replace(request, artifact_digest=bare), progress=silent()).close()
+    assert fake.opened == ["s16"]
+
+
+def copy_of(bundle: Bundle, tmp_path: Path) -> Path:
+    target = tmp_path / "model.mlpackage"
+    shutil.copytree(bundle.root / "model.mlpackage", target)
+    return target
+
+
+def request_for(path: Path) -> Load:
+    return Load(
+        req_id="load", artifact_path=str(path), artifact_digest=tree_digest(path).compatible, format="mlpackage"
+    )
+
+
+@pytest.mark.parametrize("attack", ["extra file", "changed byte", "symlink", "root symlink", "fifo", "not a folder"])
+def test_a_tampered_artifact_is_refused(attack: str, bundles: Bundles, fake: FakeBackend, tmp_path: Path) -> None:
+    bundle = bundles("bert")
+    path = copy_of(bundle, tmp_path)
+    request = request_for(path)
+    if attack == "extra file":
+        (path / ".hidden").write_bytes(b"x")
+    elif attack == "changed byte":
+        file = path / "Manifest.json"
+        file.write_bytes(file.read_bytes().replace(b"CoreML", b"CoreMl", 1))
+    elif attack == "symlink":
+        file = path / "Manifest.json"
+        file.rename(tmp_path / "elsewhere.json")
+        file.symlink_to(tmp_path / "elsewhere.json")
+    elif attack == "root symlink":
+        path.rename(tmp_path / "real")
+        path.symlink_to(tmp_path / "real")
+    elif attack == "fifo":
+        os.mkfifo(path / "pipe")
+    else:
+        request = msgspec.structs.replace(request, artifact_path=str(path / "Manifest.json"))
+    assert refusal(lambda: engine(bundle, fake).load(request, progress=silent())) is ErrorCode.ARTIFACT_INVALID
+    assert fake.opened == []
+
+
+def test_another_bundle_s_artifact_is_a_package_digest_mismatch(bundles: Bundles, fake: FakeBackend) -> None:
+    request = load_request(bundles("modernbert"))
+    code = refusal(lambda: engine(bundles("bert"), fake).load(request, progress=silent()))
+    assert code is ErrorCode.PACKAGE_DIGEST_MISMATCH and fake.opened == []
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda m: m["artifacts"][0]["functions"].append({"name": "s48", "bucket": 48}), ErrorCode.ARTIFACT_INVALID),
+        (lambda m: m["artifacts"][0]["functions"].append({"name": "again", "bucket": 16}), ErrorCode.ARTIFACT_INVALID),
+        (lambda m: m["artifacts"][0]["functions"].append({"name": "s32"}), ErrorCode.ARTIFACT_INVALID),
+        (lambda m: m["artifacts"][0].update(functions=[{"name": "s32", "bucket": 16}]), ErrorCode.ARTIFACT_INVALID),
+        (lambda m: m["config"].update(hidden_size=32, num_attention_heads=2), ErrorCode.ARTIFACT_INVALID),
+        (lambda m: m.pop("config"), ErrorCode.ARTIFACT_INVALID),
+        (lambda m: m.update(family="llama"), ErrorCode.MODEL_UNSUPPORTED),
+        (lambda m: m["artifacts"][0].update(format="gguf"), ErrorCode.ARTIFACT_INVALID),
+    ],
+    ids=["no such function", "bucket twice", "no kind", "other width", "other hidden", "no config", "family", "format"],
+)
+def test_a_manifest_that_does_not_fit_the_package(
+    change: Callable[[Any], Any], code: ErrorCode, bundles: Bundles, fake: FakeBackend, tmp_path: Path
+) -> None:
+    bundle = bundles("bert")
+    document = json.loads((bundle.root / "manifest.json").read_bytes())
+    change(document)
+    (tmp_path / "manifest.json").write_text(json.dumps(document))
+    changed = manifest.read(tmp_path)
+    assert refusal(lambda: engine(changed, fake).load(load_request(bundle), progress=silent())) is code
+    assert fake.opened == []
+
+
+def test_without_a_manifest_load_says_so_and_hello_has_no_digest(bundles: Bundles, fake: FakeBackend) -> None:
+    lost = ReferenceEngine(WorkerOptions(device="ane"))
+    assert lost.identity().manifest_digest is None
+    assert refusal(lambda: lost.load(load_request(bundles("bert")), progress=silent())) is ErrorCode.CONFIG_INVALID
+
+
+def test_a_load_is_all_or_nothing(bundles: Bundles, fake: FakeBackend) -> None:
+    bundle = bundles("bert")
+    made = engine(bundle, fake)
+    fake.bend = lambda outputs: {name: value * np.nan for name, value in outputs.items()}
+    code = refusal(lambda: made.load(load_request(bundle), progress=silent()))
+    assert code is ErrorCode.NONFINITE_OUTPUT, "the smoke prediction looks at what comes out"
+    assert fake.opened == fake.closed == ["s16"]
+    fake.bend = lambda outputs: outputs
+    made.load(load_request(bundle), progress=silent()).close()
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (b"E5RT encountered an STL exception: MILCompilerForANE error", ErrorCode.INVALID_PLACEMENT),
+        (b"[ANE] ANECCompile() FAILED", ErrorCode.INVALID_PLACEMENT),
+        (b"Program load failure (0x50004)", ErrorCode.ANE_RESOURCES_EXHAUSTED),
+    ],
+)
+def test_a_failure_told_on_stderr_only_refuses_the_load(
+    line: bytes, code: ErrorCode, bundles: Bundles, fake: FakeBackend, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def shout(outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        os.write(2, b"harmless\n" + line + b"\n")
+        return outputs
+
+    fake.bend = shout
+    bundle = bundles("bert")
+    assert refusal(lambda: engine(bundle, fake).load(load_request(bundle), progress=silent())) is code
+    assert line.decode() in capfd.readouterr().err, "the host's log keeps the line"
+    assert fake.closed == ["s16"]
+
+
+def test_a_run_slower_than_twice_the_certified_time_is_a_failed_admission(bundles: Bundles, fake: FakeBackend) -> None:
+    bundle = bundles("bert")
+    slow = load_request(bundle, certified_ms='{"s16": 0.000001}')
+    code = refusal(lambda: engine(bundle, fake).load(slow, progress=silent()))
+    assert code is ErrorCode.INVALID_PLACEMENT and fake.closed == ["s16"]
+    engine(bundle, fake).load(load_request(bundle, certified_ms='{"s16": 1e9}'), progress=silent()).close()
+
+
+# --- admission -------------------------------------------------------------------------------------------------------
+
+
+def test_admission_is_idempotent_and_eviction_of_a_known_shape_too(load: LoadModel) -> None:
+    model = load("bert")
+    first = model.admit_shape(32, progress=silent())
+    assert model.admit_shape(32, progress=silent()) == first
+    assert [one.layers for one in first.executables] == [[0, 1]] and first.cpu_stages == []
+    model.evict_shape(64, progress=silent())
+    model.evict_shape(32, progress=silent())
+    model.evict_shape(32, progress=silent())
+    assert model.status().resident_shapes == (16,)
+    other = model.admit_packed(64, progress=silent())
+    assert other.executables[0].id != model.admit_shape(64, progress=silent()).executables[0].id
+    assert model.status().resident_packed == (64,)
+
+
+def test_codes_of_shapes(load: LoadModel) -> None:
+    model = load("bert")
+    for call in (model.admit_shape, model.evict_shape):
+        assert refusal(lambda call=call: call(48, progress=silent())) is ErrorCode.INVALID_SHAPE
+    for call in (model.admit_packed, model.evict_packed):
+        assert refusal(lambda call=call: call(32, progress=silent())) is ErrorCode.UNSUPPORTED_PACKED_WIDTH
+    assert refusal(lambda: embed(model, 20)) is ErrorCode.SHAPE_NOT_ADMITTED
+    assert refusal(lambda: embed(model, 5, width=64)) is ErrorCode.SHAPE_NOT_ADMITTED
+    assert refusal(lambda: embed(model, 65)) is ErrorCode.INVALID_REQUEST
+    model.admit_packed(64, progress=silent())
+    assert refusal(lambda: embed(model, 5, 65, width=64)) is ErrorCode.PACKED_ROWS_TOO_WIDE
+
+
+def test_a_width_that_was_not_qualified_is_not_served(load: LoadModel) -> None:
+    model = load("bert", widths=None)
+    assert refusal(lambda: model.admit_packed(64, progress=silent())) is ErrorCode.UNSUPPORTED_PACKED_WIDTH
+    assert refusal(lambda: embed(model, 5, width=64)) is ErrorCode.UNSUPPORTED_PACKED_WIDTH
+
+
+class Nothing:
+    """A loaded function that only counts."""
+
+    closed = 0
+
+    def close(self) -> None:
+        Nothing.closed += 1
+
+
+def shapes(occupancy: Occupancy) -> Shapes:
+    keys = [Key("shape", 2**n) for n in range(4, 10)] + [Key("packed", 64)]
+    opener = lambda key: Resident(Nothing(), Inventory([], []), 0.5)  # type: ignore[arg-type]  # noqa: E731
+    return Shapes({key: str(key) for key in keys}, opener, occupancy)
+
+
+def test_shapes_and_packed_widths_share_four_places_a_model_and_eight_a_worker() -> None:
+    occupancy = Occupancy()
+    one, two, three = shapes(occupancy), shapes(occupancy), shapes(occupancy)
+    for shape in (16, 32, 64):
+        one.admit(Key("shape", shape))
+    one.admit(Key("packed", 64))
+    assert refusal(lambda: one.admit(Key("shape", 128))) is ErrorCode.ANE_RESIDENCY_LIMIT
+    one.admit(Key("shape", 16))  # resident: no new place
+    for shape in (16, 32, 64, 128):
+        two.admit(Key("shape", shape))
+    assert refusal(lambda: three.admit(Key("shape", 16))) is ErrorCode.ANE_RESIDENCY_LIMIT
+    two.evict(Key("shape", 128))
+    three.admit(Key("shape", 16))
+    closed = Nothing.closed
+    for model in (one, two, three):
+        model.close()
+        model.close()
+    assert occupancy.loaded == 0 and Nothing.closed == closed + 8
+
+
+def test_a_failed_admission_takes_no_place(bundles: Bundles, fake: FakeBackend) -> None:
+    bundle = bundles("bert")
+    model = engine(bundle, fake).load(load_request(bundle), progress=silent())
+    fake.fail = EngineError(ErrorCode.ANE_RESOURCES_EXHAUSTED, "no memory")
+    for _ in range(9):
+        assert refusal(lambda: model.admit_shape(32, progress=silent())) is ErrorCode.ANE_RESOURCES_EXHAUSTED
+    fake.fail = None
+    model.admit_shape(32, progress=silent())
+    model.close()
+
+
+# --- placement -------------------------------------------------------------------------------------------------------
+
+
+def test_the_share_is_the_minimum_of_the_resident_and_leaves_with_them(bundles: Bundles, fake: FakeBackend) -> None:
+    bundle = bundles("bert")
+    fake.plan_of = lambda function: ane_plan(function, cpu={"s16": 1, "s32": 3}.get(function, 0))
+    model = engine(bundle, fake).load(load_request(bundle), progress=silent())
+    assert isinstance(model, AneModel)
+    assert model.status().placement_share == 0.9
+    model.admit_shape(32, progress=silent())
+    assert model.status().placement_share == 9 / 12
+    model.evict_shape(32, progress=silent())
+    assert model.status().placement_share == 0.9
+    model.evict_shape(16, progress=silent())
+    assert model.status().placement_share is None
+
+
+def test_one_function_without_a_share_makes_the_model_s_absent(bundles: Bundles, fake: FakeBackend) -> None:
+    bundle = bundles("bert")
+    fake.plan_of = lambda function: None if function == "s32" else ane_plan(function)
+    model = engine(bundle, fake).load(load_request(bundle), progress=silent())
+    assert model.status().placement_share == 1.0
+    model.admit_shape(32, progress=silent())
+    assert model.status().placement_share is None
+    model.close()
+
+
+def test_a_plan_is_computed_once_per_function_and_configuration(bundles: Bundles, fake: FakeBackend) -> None:
+    bundle = bundles("bert")
+    fake.plan_of = ane_plan
+    made = engine(bundle, fake)
+    model = made.load(load_request(bundle), progress=silent())
+    for _ in range(3):
+        model.admit_shape(32, progress=silent())
+        model.evict_shape(32, progress=silent())
+        model.status()
+    assert fake.plans == 2
+    model.close()
+    made.load(load_request(bundle), progress=silent()).close()
+    assert fake.plans == 2, "the same bundle, function, OS build, units and hints"
+    made.load(load_request(bundle, compute_units="cpu_only"), progress=silent()).close()
+    assert fake.plans == 3
+    made.load(load_request(bundle, placement="off"), progress=silent()).close()
+    assert fake.plans == 3
+
+
+def test_real_work_on_the_cpu_refuses_the_admission_and_allowed_work_is_listed(
+    bundles: Bundles, fake: FakeBackend
+) -> None:
+    bundle = bundles("bert")
+    bad = Operation("ios18.matmul", Device.CPU, outputs=("scores",))
+    fake.plan_of = lambda function: (
+        ane_plan(function, cpu=2)
+        if function == "s16"
+        else PlanView("program", {function: Function((), (bad, Operation("ios18.conv", Device.ANE)))})
+    )
+    model = engine(bundle, fake).load(load_request(bundle), progress=silent())
+    assert model.admit_shape(16, progress=silent()).cpu_stages == ["mask_position"]
+    assert refusal(lambda: model.admit_shape(32, progress=silent())) is ErrorCode.INVALID_PLACEMENT
+    assert model.status().resident_shapes == (16,) and fake.closed == ["s32"]
+    model.close()
+
+
+# --- serving ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_come_back_in_input_order_from_mixed_rungs(load: LoadModel) -> None:
+    model = load("bert")
+    for bucket in (32, 64):
+        model.admit_shape(bucket, progress=silent())
+    lengths = [40, 3, 64, 16, 17, 1]
+    together = embed(model, *lengths)
+    for row, length in enumerate(lengths):
+        assert np.array_equal(together[row], embed(model, length)[0])
+    assert together.flags.c_contiguous and together.dtype == np.float32
+    assert np.allclose(np.linalg.norm(together, axis=1), 1)
+
+
+def test_progress_counts_finished_rows_and_passes(load: LoadModel) -> None:
+    model = load("bert")
+    model.admit_packed(64, progress=silent())
+    progress, sent = counting()
+    embed(model, 3, 5, 7, progress=progress)
+    assert sent == [1, 2, 3]
+    progress, sent = counting()
+    embed(model, 30, 30, 30, 30, width=64, progress=progress)
+    assert sent == [1, 2], "four rows in two passes"
+
+
+def test_one_missing_rung_refuses_before_any_row_runs(bundles: Bundles, fake: FakeBackend) -> None:
+    bundle = bundles("bert")
+    model = engine(bundle, fake).load(load_request(bundle), progress=silent())
+    progress, sent = counting()
+    assert refusal(lambda: embed(model, 3, 60, progress=progress)) is ErrorCode.SHAPE_NOT_ADMITTED  # type: ignore[arg-type]
+    assert sent == []
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("bend", "code"),
+    [
+        (lambda v: np.where(np.arange(v.size).reshape(v.shape) == 0, np.nan, v), ErrorCode.NONFINITE_OUTPUT),
+        (lambda v: v * np.float32(np.inf), ErrorCode.NONFINITE_OUTPUT),
+        (lambda v: v * 0, ErrorCode.NONFINITE_OUTPUT),
+        (lambda v: v[:, :8], ErrorCode.INFERENCE_FAILED),
+        (lambda v: np.concatenate([v, v]), ErrorCode.INFERENCE_FAILED),
+    ],
+    ids=["nan", "inf", "zeros", "short", "batch of two"],
+)
+def test_every_output_is_checked(bend: Any, code: ErrorCode, bundles: Bundles, fake: FakeBackend) -> None:
+    bundle = bundles("bert")
+    model = engine(bundle, fake).load(load_request(bundle), progress=silent())
+    fake.bend = lambda outputs: {name: bend(value).astype(np.float32) for name, value in outputs.items()}
+    assert refusal(lambda: embed(model, 3)) is code  # type: ignore[arg-type]
+    fake.bend = lambda outputs: outputs
+    assert np.isfinite(embed(model, 3)).all()  # type: ignore[arg-type]
+    model.close()
+
+
+def test_the_wrong_operation_is_named(load: LoadModel) -> None:
+    embedder, reranker = load("bert"), load("cross")
+    assert refusal(lambda: embedder.rerank_sequences(batch(3), progress=silent())) is ErrorCode.OPERATION_MISMATCH
+    assert refusal(lambda: embed(reranker, 3)) is ErrorCode.OPERATION_MISMATCH
+    assert reranker.dims == 1
+
+
+def test_an_id_outside_the_vocabulary_never_reaches_the_graph(load: LoadModel) -> None:
+    model = load("bert")
+    bad = TokenBatch(np.array([5, 128], np.int32), np.array([0, 2], np.int32))
+    with pytest.raises(EngineError) as refused:
+        model.embed(bad, pooling=Pooling.MEAN, normalize=True, packed_width=None, progress=silent())
+    assert refused.value.code is ErrorCode.INVALID_REQUEST and "128" in refused.value.msg
+
+
+def test_normalize_false_and_every_pooling_are_served(load: LoadModel) -> None:
+    model = load("bert")
+    seen = []
+    for pooling in Pooling:
+        vectors = model.embed(batch(9), pooling=pooling, normalize=False, packed_width=None, progress=silent())
+        assert abs(np.linalg.norm(vectors) - 1) > 1e-3
+        seen.append(vectors.tobytes())
+    assert len(set(seen)) == 3
