@@ -142,12 +142,12 @@ def _dispatch(arguments: list[str], console: Console) -> int:
 
 
 def _configure_logging() -> None:
-    """Logs go to stderr. What a command has to say it says itself, so only errors show unless SYNAPSE_LOG asks."""
+    """Logs go to stderr. What a command has to say it says itself, so logs show only where SYNAPSE_LOG asks (info, warning, …)."""
     import logging
 
-    level = logging.getLevelName(os.environ.get("SYNAPSE_LOG", "error").upper())
+    level = logging.getLevelName(os.environ.get("SYNAPSE_LOG", "critical").upper())
     logging.basicConfig(
-        level=level if isinstance(level, int) else logging.ERROR,
+        level=level if isinstance(level, int) else logging.CRITICAL,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from synapse_host.errors import SynapseError
 
-_TAIL_LINES = 8
+_TAIL_LINES: Final = 8
+_DUMP: Final = re.compile(
+    r"Fatal Python error|Current thread|Thread 0x|\s*File \".*\", line \d+|Extension modules:|<no Python frame>"
+)
+REBUILD: Final = "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
 
 
 def explain(error: SynapseError) -> str:
@@ -21,14 +26,16 @@ def explain(error: SynapseError) -> str:
 
 
 def _last_words(details: dict[str, Any]) -> list[str]:
-    tail = str(details.get("log_tail") or "").strip().splitlines()
-    return [f"| {line[:300]}" for line in tail[-_TAIL_LINES:]]
+    """Return the tail of the worker's log, with Python's own crash dump left out where anything else was said."""
+    tail = [line.removeprefix("[stderr] ").removeprefix("[stdout] ") for line in _tail(details)]
+    said = [line for line in tail if line.strip() and not _DUMP.match(line)]
+    return [f"| {line[:300]}" for line in (said or tail)[-_TAIL_LINES:]]
+
+
+def _tail(details: dict[str, Any]) -> list[str]:
+    return str(details.get("log_tail") or "").rstrip().splitlines()
 
 
 def _advice(details: dict[str, Any]) -> list[str]:
-    if "SIGILL" in str(details.get("signal") or details.get("exit_status") or details.get("exit") or ""):
-        return [
-            "It met a CPU instruction that this machine lacks: llama-cpp-python was built for another CPU, rebuild it:",
-            "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python",
-        ]
-    return []
+    # The message says already that llama-cpp-python was built for another CPU.
+    return [f"Rebuild it: {REBUILD}"] if details.get("signal") == "SIGILL" else []

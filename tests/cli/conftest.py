@@ -1,0 +1,100 @@
+"""Runs the real command in a child process, with scripted workers behind it, and looks for what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.small_bundle import write_bundle, write_matrix
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Done:
+    """One finished command."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """stdout as the one JSON document it must be."""
+        document: dict[str, Any] = json.loads(self.out)
+        return document
+
+
+@dataclass
+class Command:
+    """``cli(...)`` runs ``synapse …``; orphans and temporary runtime directories fail the test."""
+
+    root: Path
+    matrix: Path | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def setup(self, script: dict[str, Any] | None = None, **options: Any) -> Command:
+        self.matrix = write_matrix(self.root, script, **options)
+        return self
+
+    def bundle(self, name: str, **options: Any) -> Command:
+        write_bundle(self.root / "models" / name, model_id=name, **options)
+        return self
+
+    def env(self) -> tuple[dict[str, str], str]:
+        mark = uuid.uuid4().hex
+        tmp = self.root / "tmp"
+        tmp.mkdir(exist_ok=True)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "SYNAPSE_TEST_MARK": mark,
+            "TMPDIR": str(tmp),
+            "XDG_CACHE_HOME": str(self.root / "cache"),
+            **self.environment,
+        }
+        environment.pop("SYNAPSE_MATRIX", None)
+        return environment, mark
+
+    def arguments(self, *words: str) -> list[str]:
+        common = ["--models-dir", str(self.root / "models")]
+        if self.matrix is not None:
+            common += ["--matrix", str(self.matrix)]
+        return [sys.executable, "-m", "synapse_host", words[0], *common, *words[1:]]
+
+    def __call__(self, *words: str, stdin: str = "", bare: bool = False) -> Done:
+        environment, mark = self.env()
+        arguments = [sys.executable, "-m", "synapse_host", *words] if bare else self.arguments(*words)
+        done = subprocess.run(
+            arguments, input=stdin, capture_output=True, text=True, env=environment, timeout=120, check=False, cwd=self.root
+        )
+        self.check_clean(mark)
+        assert "Traceback" not in done.stderr, done.stderr
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    def check_clean(self, mark: str) -> None:
+        left = [path.name for path in (self.root / "tmp").iterdir() if path.name.startswith("synapse-")]
+        assert not left, f"runtime directories left: {left}"
+        # A worker's environment is reduced, so its parent's mark is gone; its socket argument names our directory.
+        tmp = str(self.root)
+        orphans = []
+        for process in psutil.process_iter(["pid", "cmdline"]):
+            line = process.info["cmdline"] or []
+            if any(tmp in word for word in line) and "--socket" in line and process.status() != psutil.STATUS_ZOMBIE:
+                orphans.append(line)
+        assert not orphans, f"orphans: {orphans}"
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Command:
+    """Return a command over bundle `toy` and a well-behaved scripted worker."""
+    return Command(tmp_path).setup().bundle("toy")

@@ -1,0 +1,191 @@
+"""Issue A, 'Bad input': one clear line, the documented exit code, no traceback, no orphan (the fixture checks those)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Command
+
+pytestmark = pytest.mark.process
+
+ONE_LINE: list[tuple[tuple[str, ...], int, str]] = [
+    # (words, exit code, what the line says)
+    (("embd",), 2, "no verb 'embd' (did you mean 'embed'?)"),
+    (("embed",), 2, "nothing to embed"),
+    (("embed", "--model", "toyy", "a"), 2, "no model 'toyy' (have: "),
+    (("embed", "--model", "toy", ""), 2, "text 0 is empty"),
+    (("embed", "--model", "toy", "a", "  "), 2, "text 1 is empty"),
+    (("embed", "--model", "toy", "a " * 30), 2, "text 0 has 32 tokens, toy takes 16. Shorten it or pass --truncate"),
+    (("embed", "--model", "toy", "--file", "none.jsonl"), 2, "none.jsonl: can't be read: No such file"),
+    (("embed", "--model", "toy", "--file", "bad.jsonl"), 2, "bad.jsonl:2: not valid JSON"),
+    (("embed", "--model", "toy", "--file", "odd.jsonl"), 2, "odd.jsonl:1: must be a JSON string"),
+    (("embed", "--model", "toy", "--file", "empty.jsonl"), 2, "texts is empty"),
+    (("embed", "--model", "toy", "--file", "empty.jsonl", "--out", "x.npy"), 2, "there is no text to embed"),
+    (("embed", "--model", "toy", "--file", "bin.jsonl"), 2, "bin.jsonl:1: not"),
+    (("embed", "--model", "toy", "--out", "nowhere/x.npy", "a"), 2, "nowhere/x.npy: can't be written"),
+    (("embed", "--model", "toy", "--lane", "quiet", "a"), 2, "no lane 'quiet' for toy (have: embed)"),
+    (("embed", "--model", "judge", "a"), 2, "judge is a model to rerank, not to embed"),
+    (("embed", "--model", "toy", "--deadline", "soon", "a"), 2, "'soon' is not a positive number of seconds"),
+    (("embed", "--model", "toy", "--deadline", "-1", "a"), 2, "not a positive number"),
+    (("embed", "--model", "toy", "--jsn", "a"), 2, "unrecognized arguments: --jsn"),
+    (("embed", "--model", "./nothing", "a"), 2, "nothing"),
+    (("embed", "--model", "../../etc", "a"), 2, "etc"),
+    (("embed", "--model", "broken", "a"), 2, "model broken: manifest.json is not valid JSON"),
+    (("embed", "--model", "alien", "a"), 2, "model alien: manifest.json"),
+    (("embed", "--model", "ids-only", "a"), 2, "has no tokenizer"),
+    (("rerank", "--model", "judge", "query"), 2, "at least one document"),
+    (("rerank", "--model", "judge", "", "a"), 2, "query is empty"),
+    (("rerank", "--model", "judge", "query", "a", ""), 2, "document 1 is empty"),
+    (("rerank", "--model", "judge", "query", "a " * 30), 2, "document 0 has"),
+    (("rerank", "--model", "judge", "query " * 30, "a"), 2, "leaves no room for a document"),
+    (("rerank", "--model", "judge", "--file", "odd.jsonl"), 2, 'odd.jsonl:1: must be {"query"'),
+    (("generate", "--model", "writer", ""), 2, "text 0 is empty"),
+    (("generate", "--model", "writer", "a", "--max-tokens", "0"), 2, "'0' is not a positive whole number"),
+    (("generate", "--model", "writer", "a", "--max-tokens", "99"), 2, "writer takes 16"),
+    (("generate", "--model", "writer", "--chat", "a"), 2, "no chat template"),
+    (("matrix", "chek"), 2, "invalid choice: 'chek'"),
+    (("matrix", "explain", "embedd"), 2, "no lane 'embedd'"),
+]
+
+
+@pytest.fixture
+def full(cli: Command) -> Command:
+    models = cli.root / "models"
+    cli.bundle("judge", task="rerank").bundle("writer", task="generate", frame=False).bundle("ids-only", tokenizer=False)
+    (models / "broken").mkdir()
+    (models / "broken" / "manifest.json").write_text('{"manifest_version": 1, "model_id": "x"')
+    (models / "alien").mkdir()
+    (models / "alien" / "manifest.json").write_text('{"model_type": "bert", "hidden_size": 384}')
+    (cli.root / "bad.jsonl").write_text('"a"\n{"text": \n')
+    (cli.root / "odd.jsonl").write_text("[1, 2]\n")
+    (cli.root / "empty.jsonl").write_text("\n")
+    (cli.root / "bin.jsonl").write_bytes(b"\xff\xfe\x00\n")
+    return cli
+
+
+@pytest.mark.parametrize(("words", "code", "line"), ONE_LINE, ids=[" ".join(words)[:48] for words, _, _ in ONE_LINE])
+def test_one_clear_line(full: Command, words: tuple[str, ...], code: int, line: str) -> None:
+    done = full(*words)
+    assert done.out == ""
+    assert done.err.startswith("synapse: ") and done.err.count("\n") == 1, done.err
+    assert line in done.err
+    assert done.code == code
+
+
+@pytest.mark.parametrize("words", [("embed", "--model", "toyy", "a"), ("embd",), ("embed", "--nope"), ("embed", "--model", "toy", "")])
+def test_the_same_as_a_document(full: Command, words: tuple[str, ...]) -> None:
+    done = full(*words, "--json")
+    assert done.err == "" and done.code == 2
+    error = done.document["error"]
+    assert error["class"] == "permanent" and error["safe_to_retry_same_request"] is False
+    assert error["code"] in ("unknown_model", "invalid_request") and error["message"]
+
+
+@pytest.mark.parametrize("words", [("embed", "--model", "toy", "a"), ("rerank", "q", "d"), ("matrix", "check"), ("doctor",), ("demo",)])
+def test_a_typo_in_the_matrix(full: Command, words: tuple[str, ...]) -> None:
+    assert full.matrix is not None
+    full.matrix.write_text(full.matrix.read_text().replace('"lanes"', '\n"lains"'))
+    done = full(*words)
+    assert done.code == 2
+    assert "matrix.yaml:2:1: lains: unknown key (did you mean 'lanes'?)" in done.err and done.err.count("\n") == 1
+
+
+def test_a_matrix_that_is_not_there(full: Command) -> None:
+    full.matrix = full.root / "none.yaml"
+    done = full("embed", "--model", "toy", "a")
+    assert done.code == 2 and "none.yaml: can't be read: No such file or directory" in done.err
+
+
+DEATHS: list[tuple[dict[str, Any], int, list[str]]] = [
+    ({"rules": [{"on": "EMBED_BATCH", "do": [{"signal": "SIGKILL"}]}]}, 1, ["SIGKILL"]),
+    ({"rules": [{"on": "EMBED_BATCH", "do": [{"stderr": "GGML_ASSERT(x) failed"}, {"abort": True}]}]}, 1, ["SIGABRT", "         | GGML_ASSERT(x) failed\n"]),
+    ({"rules": [{"on": "EMBED_BATCH", "do": [{"signal": "SIGILL"}]}]}, 1, ["llama-cpp-python was built for another CPU, rebuild it", "pip install"]),
+    ({"rules": [{"on": "LOAD", "do": [{"err": {"code": "artifact_invalid", "msg": "digest differs"}}]}]}, 1, ["digest differs"]),
+    ({"rules": [{"on": "EMBED_BATCH", "do": [{"err": {"code": "backend_missing", "msg": "no device"}}]}]}, 4, ["no device"]),
+    ({"start": [{"exit": 7}]}, 1, ["status 7"]),
+    ({"hello": [{"hello": {"v": 2}}]}, 3, ["version is 2, expected 3"]),
+    ({"engine": "owned-cuda"}, 3, ["owned-cuda"]),
+    ({"rules": [{"on": "EMBED_BATCH", "do": [{"reply": {"nan": 0}}]}]}, 1, ["NaN or infinity"]),
+]
+
+
+@pytest.mark.parametrize(("script", "code", "words"), DEATHS, ids=[str(words[0]) for _, _, words in DEATHS])
+def test_a_dead_or_wrong_worker(cli: Command, script: dict[str, Any], code: int, words: list[str]) -> None:
+    cli.setup(script)
+    done = cli("embed", "--model", "toy", "a")
+    assert done.code == code, done.err
+    assert done.out == "" and done.err.startswith("synapse: ")
+    for word in words:
+        assert word in done.err
+    error = cli("embed", "--model", "toy", "a", "--json").document["error"]
+    assert error["message"] and error["class"] in ("transient", "permanent")
+
+
+def test_a_worker_command_that_does_not_exist(cli: Command) -> None:
+    assert cli.matrix is not None
+    document = json.loads(cli.matrix.read_text())
+    document["engines"]["scripted"]["worker"]["command"] = ["no-such-worker"]
+    cli.matrix.write_text(json.dumps(document))
+    done = cli("embed", "--model", "toy", "a")
+    assert done.code == 4 and "no-such-worker" in done.err and done.err.startswith("synapse: ")
+
+
+def test_a_deadline(cli: Command) -> None:
+    cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"sleep": 30}]}]})
+    done = cli("embed", "--model", "toy", "--deadline", "1.5", "a")
+    assert done.code == 5 and "deadline" in done.err
+
+
+def test_no_engine_fits(cli: Command) -> None:
+    assert cli.matrix is not None
+    document = json.loads(cli.matrix.read_text())
+    document["hardware"]["any"] = {"cpu_features": ["warp_drive"]}
+    cli.matrix.write_text(json.dumps(document))
+    done = cli("embed", "--model", "toy", "a")
+    assert done.code == 4
+    assert "scripted: hardware any: cpu lacks warp_drive" in done.err and "synapse matrix explain embed" in done.err
+    assert cli("matrix", "explain", "embed", "--model", "toy").code == 4
+
+
+def test_two_hosts_on_one_explicit_runtime_directory(cli: Command) -> None:
+    started = cli.root / "started"
+    go = cli.root / "go"
+    cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"wait_for": str(go)}]}]})
+    environment, _ = cli.env()
+    directory = cli.root / "rt"
+    words = ("embed", "--model", "toy", "--runtime-dir", str(directory), "--json", "a")
+    first = subprocess.Popen(cli.arguments(*words), env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        while not started.exists() and first.poll() is None:
+            os.sched_yield()
+        second = subprocess.run(
+            cli.arguments(*words[:-2], "a"), env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+    finally:
+        go.touch()
+        out, _ = first.communicate(timeout=60)
+    assert second.returncode == 2
+    assert str(directory) in second.stderr and str(first.pid) in second.stderr and "--runtime-dir" in second.stderr
+    assert first.returncode == 0 and json.loads(out)["n"] == 1
+
+
+def test_a_models_folder_that_is_a_file(cli: Command) -> None:
+    (cli.root / "models2").write_text("")
+    done = cli("embed", "--model", "toy", "--models-dir", str(cli.root / "models2"), "a")
+    assert done.code == 2 and done.err.count("\n") == 1
+
+
+def test_a_bug_of_ours_is_one_line_too(cli: Command) -> None:
+    (cli.root / "sitecustomize.py").write_text(
+        "import synapse_host.cli.session as s\ndef run_host(*a, **k): raise ZeroDivisionError('x')\ns.run_host = run_host\n"
+    )
+    cli.environment["PYTHONPATH"] = f"{cli.root}:{Path(__file__).parents[2]}"
+    done = cli("embed", "--model", "toy", "a")
+    assert done.code == 1 and done.err.startswith("synapse: internal error: ZeroDivisionError: x")
+    assert cli("embed", "--model", "toy", "a", "--json").document["error"]["code"] == "internal_error"

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from synapse_host.cli import VERBS
+from tests.cli.conftest import Command
+from tests.support.scripted import expected_vector
+from tests.support.small_bundle import CLS, SEP, WORDS
+
+pytestmark = pytest.mark.process
+
+A = WORDS.index("a")
+B = WORDS.index("b")
+
+
+def vector(ids: list[int]) -> list[float]:
+    return [float(np.float32(value)) for value in expected_vector(ids)]
+
+
+def test_embed(cli: Command) -> None:
+    done = cli("embed", "--model", "toy", "--json", "a b", "a")
+    assert (done.code, done.err) == (0, "")
+    document = done.document
+    assert document["vectors"] == [vector([CLS, A, B, SEP]), vector([CLS, A, SEP])]
+    assert {key: document[key] for key in ("model", "lane", "engine", "device", "dims", "n", "truncated")} == {
+        "model": "toy", "lane": "embed", "engine": "scripted", "device": "cpu", "dims": 8, "n": 2, "truncated": [],
+    }  # fmt: skip
+    plain = cli("embed", "--model", "toy", "a b")
+    assert plain.code == 0 and len(plain.out.split()) == 8
+    assert "1 x 8 from toy on scripted" in plain.err
+    assert cli("embed", "--model", "toy", "--quiet", "a b").err == ""
+
+
+def test_embed_by_path_and_from_stdin(cli: Command) -> None:
+    done = cli("embed", "--model", str(cli.root / "models" / "toy"), "--file", "-", "--json", stdin='"a"\n{"id": 1, "text": "b"}\n\n')
+    assert done.document["vectors"] == [vector([CLS, A, SEP]), vector([CLS, B, SEP])]
+
+
+def test_embed_truncate_lists_what_was_cut(cli: Command) -> None:
+    done = cli("embed", "--model", "toy", "--truncate", "--json", "a", "a " * 30)
+    assert done.document["truncated"] == [1]
+    assert "1 texts were cut" in cli("embed", "--model", "toy", "--truncate", "a " * 30).err
+
+
+def test_embed_to_a_file_resumes_where_it_stopped(cli: Command) -> None:
+    lines = cli.root / "in.jsonl"
+    words = [WORDS[4 + number % 6] for number in range(3000)]
+    lines.write_text("".join(json.dumps(word) + "\n" for word in words))
+    out = cli.root / "out.npy"
+    # The worker dies on its third exchange of 256: two chunks of 1,024 were not finished, so the first run fails.
+    cli.setup({"state": str(cli.root / "spawns"), "generations": [
+        {"rules": [{"on": "EMBED_BATCH", "nth": 6, "do": [{"signal": "SIGKILL"}]}]}, {},
+    ]})  # fmt: skip
+    arguments = ("embed", "--model", "toy", "--file", str(lines), "--out", str(out), "--json")
+    first = cli(*arguments)
+    assert first.code == 1 and first.document["error"]["code"] == "engine_crashed"
+    progress = json.loads((cli.root / "out.npy.progress.json").read_text())
+    assert progress["rows_done"] == 1024 and len(progress["input_digest"]) == 64
+    second = cli(*arguments)
+    assert second.code == 0 and second.document["resumed_at"] == 1024
+    assert not (cli.root / "out.npy.progress.json").exists()
+    array = np.load(out)
+    assert array.dtype == np.float32 and array.shape == (3000, 8)
+    expected = {word: vector([CLS, WORDS.index(word), SEP]) for word in set(words)}
+    assert array.tolist() == [expected[word] for word in words]
+    # Another input doesn't go on with the old rows.
+    (cli.root / "out.npy.progress.json").write_text(json.dumps({**progress, "rows_done": 5}))
+    lines.write_text('"b"\n')
+    assert cli(*arguments).document["resumed_at"] == 0
+    assert np.load(out).tolist() == [expected["b"]]
+
+
+def test_rerank(cli: Command) -> None:
+    cli.bundle("judge", task="rerank")
+    done = cli("rerank", "--model", "judge", "--json", "query", "a", "b")
+    assert done.code == 0
+    assert sorted(done.document["order"]) == [0, 1] and len(done.document["scores"]) == 2
+    assert all(0 < score < 1 for score in done.document["scores"])
+    raw = cli("rerank", "--model", "judge", "--raw", "--json", "query", "a", "b").document["scores"]
+    assert done.document["scores"] == pytest.approx([1 / (1 + np.exp(-value)) for value in raw], abs=1e-6)
+    lines = '{"query": "query", "docs": ["a", "b"]}\n{"query": "a", "docs": ["b"]}\n'
+    many = cli("rerank", "--model", "judge", "--file", "-", "--json", stdin=lines)
+    assert many.document["results"][0]["scores"] == done.document["scores"]
+    page = cli("rerank", "--model", "judge", "query", "a", "b")
+    assert page.code == 0 and page.out.splitlines()[0].startswith("  1  0.")
+
+
+def test_generate(cli: Command) -> None:
+    cli.bundle("writer", task="generate", frame=False, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    done = cli("generate", "--model", "writer", "--json", "--max-tokens", "3", "a b")
+    assert done.document["n_prompt"] == 2 and done.document["n_gen"] == 3
+    assert set(done.document) == {"model", "lane", "engine", "device", "text", "n_prompt", "n_gen", "finish_reason"}
+    chat = cli("generate", "--model", "writer", "--chat", "--json", "--max-tokens", "3", "a b")
+    assert chat.document["text"] == done.document["text"]
+
+
+def test_matrix_check_and_explain(cli: Command) -> None:
+    assert "ok, 1 hardware classes, 1 engines, 3 lanes" in cli("matrix", "check").out
+    lanes = cli("matrix", "explain", "--json", "--model", "toy").document["lanes"]
+    assert lanes[0]["placement"] == "scripted" and lanes[0]["considered"][0]["verdict"] == "yes"
+    page = cli("matrix", "explain", "embed", "--model", "toy").out
+    assert "lane embed (task embed, catalog)" in page and "YES" in page
+    assert cli("matrix", "explain", "embd").err.endswith("(did you mean 'embed'?)\n")
+
+
+def test_doctor(cli: Command) -> None:
+    done = cli("doctor", "--json")
+    document = done.document
+    assert set(document) == {"findings", "engines", "host"}
+    assert document["engines"][0]["id"] == "scripted"
+    for finding in document["findings"]:
+        assert set(finding) == {"id", "severity", "what", "fix"}
+        assert finding["severity"] in ("info", "warning", "failure")
+    page = cli("doctor")
+    assert page.code == done.code and "scripted" in page.out
+
+
+@pytest.mark.parametrize("verb", list(VERBS))
+def test_every_verb_has_help_with_an_example(cli: Command, verb: str) -> None:
+    done = cli(verb, "--help", bare=True)
+    assert done.code == 0 and done.err == ""
+    assert "examples:" in done.out and f"synapse {verb}" in done.out
+    for option in ("--json", "--quiet", "--matrix", "--models-dir", "--runtime-dir", "--deadline"):
+        assert option in done.out
+
+
+def test_the_page_of_verbs_and_the_version(cli: Command) -> None:
+    page = cli("--help", bare=True).out
+    assert all(f"  {verb} " in page for verb in VERBS)
+    assert cli("--version", bare=True).out.startswith("synapse ")
+
+
+def test_two_commands_at_once_both_work(cli: Command) -> None:
+    environment, mark = cli.env()
+    running = [
+        subprocess.Popen(
+            cli.arguments("embed", "--model", "toy", "--json", "a"), stdout=subprocess.PIPE, env=environment, text=True
+        )
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert outputs[0] == outputs[1]
+    cli.check_clean(mark)
+
+
+def test_an_interrupt_ends_with_130_and_no_orphan(cli: Command) -> None:
+    started = cli.root / "started"
+    cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"sleep": 60}]}]})
+    environment, mark = cli.env()
+    process = subprocess.Popen(
+        cli.arguments("embed", "--model", "toy", "a"), stderr=subprocess.PIPE, env=environment, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not started.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "synapse: interrupted\n"
+    cli.check_clean(mark)
+
+
+def test_a_closed_pipe_is_no_traceback(cli: Command) -> None:
+    environment, mark = cli.env()
+    process = subprocess.Popen(
+        cli.arguments("embed", "--model", "toy", "--quiet", *["a"] * 2000), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    process.wait(60)
+    assert b"Traceback" not in err and b"Exception" not in err
+    cli.check_clean(mark)
