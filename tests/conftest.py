@@ -198,8 +198,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         return
     if report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-        report.longrepr = f"--hw={demanded[0]} allows no skip: {reason}"
+        reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+        report.longrepr = f"--hw={demanded[0]} allows no skip: {reason.removeprefix('Skipped: ')}"
     elif report.when == "call":
         item.config.stash.setdefault(_executed, set()).update(demanded)
 
