@@ -41,11 +41,8 @@ def driver_facts(index: int) -> Facts:
         status, device = driver.cuDeviceGet(index)  # [D] cuDeviceGet
         if status:
             return Facts(driver_api=int(version))
-        attribute = driver.CUdevice_attribute
-        kinds = (
-            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-        )
+        names = (f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}" for part in ("MAJOR", "MINOR"))
+        kinds = [getattr(driver.CUdevice_attribute, name) for name in names]
         major, minor = (int(driver.cuDeviceGetAttribute(kind, device)[1]) for kind in kinds)  # [D] attributes 75 and 76
         name = driver.cuDeviceGetName(64, device)[1]  # [D] cuDeviceGetName
     except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError: no libcuda at all
@@ -98,7 +95,7 @@ def session(graph: Graph, *, threads: int, cuda: dict[str, str] | None = None) -
     wanted = "CPUExecutionProvider" if cuda is None else "CUDAExecutionProvider"
     # [P] get_provider_graph_assignment_info: which provider every node went to, after graph optimisation
     elsewhere = {part.ep_name for part in made.get_provider_graph_assignment_info()} - {wanted}
-    if made.get_providers()[0] != wanted or elsewhere:
+    if made.get_providers()[0] != wanted or elsewhere:  # [P]
         raise EngineError(
             ErrorCode.BACKEND_MISSING, f"nodes ran on {sorted(elsewhere) or 'another provider'}, not {wanted}"
         )
