@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple, assert_never
 
 from msgspec import UNSET
@@ -310,8 +311,7 @@ def _batch(ids: IntArray, rows: Sequence[Item] | Sequence[Segment], what: str, *
     if total != len(ids):
         raise EngineError(ErrorCode.INVALID_REQUEST, f"the header counts {total} ids, the raw frame has {len(ids)}")
     _check_ids(ids)
-    cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=cu_seqlens[1:])
+    cu_seqlens = np.fromiter(accumulate(lengths, initial=0), np.int32, len(lengths) + 1)
     return TokenBatch(input_ids=ids[skip:], cu_seqlens=cu_seqlens)
 
 
