@@ -7,7 +7,6 @@ rows beyond the usual chunk are large; only one of those is kept.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from typing import Final
 
 from engines.llama.binding import ContextShape, NativeContext, NativeModel
@@ -16,6 +15,7 @@ from engines.llama.quota import free_memory
 from engines.protocol.errors import EngineError, ErrorCode
 
 F16_BYTES: Final = 2
+F32_BYTES: Final = 4
 
 
 class ContextPool:
@@ -43,11 +43,11 @@ class ContextPool:
         if context is None:
             if single is not None and (previous := self._singles.pop(single, None)) is not None:
                 self.drop(previous)
-            needed = cache_bytes(self._header.metadata, self._header.architecture, shape.n_ctx)
+            needed = context_bytes(self._header, shape)
             free = free_memory()
             if free is not None and needed > free:
                 raise EngineError(
-                    ErrorCode.OOM, f"a cache of {shape.n_ctx} tokens takes {needed} bytes, {free} bytes are free"
+                    ErrorCode.OOM, f"a context of {shape.n_ctx} tokens takes {needed} bytes, {free} bytes are free"
                 )
             context = self._contexts[key] = NativeContext(self._native, shape, stop=self.stop)
             if single is not None:
@@ -70,20 +70,25 @@ class ContextPool:
             self._contexts.popitem()[1].close()
 
 
-def cache_bytes(metadata: Mapping[str, object], architecture: str, n_ctx: int) -> int:
-    """Estimate the bytes of an f16 KV cache of *n_ctx* tokens from the header (an upper bound for encoders: 0)."""
+def context_bytes(header: Header, shape: ContextShape) -> int:
+    """Estimate the bytes of a context from the header: an f16 KV cache, one layer's activations, and the logits."""
 
     def number(key: str, default: int) -> int:
-        value = metadata.get(f"{architecture}.{key}", default)
+        value = header.metadata.get(f"{header.architecture}.{key}", default)
         if isinstance(value, Array):  # one number a layer
             return int(max(value.values)) if value.values else default
         return value if isinstance(value, int) else default
 
-    if metadata.get(f"{architecture}.attention.causal") is False:
-        return 0
     heads = number("attention.head_count", 0)
     kv_heads = number("attention.head_count_kv", heads)
-    width = number("embedding_length", 0) // heads if heads else 0
-    key_width = number("attention.key_length", width)
-    value_width = number("attention.value_length", width)
-    return n_ctx * number("block_count", 0) * kv_heads * (key_width + value_width) * F16_BYTES
+    hidden = number("embedding_length", 0)
+    width = hidden // heads if heads else 0
+    activations = shape.n_ubatch * (4 * hidden + number("feed_forward_length", 4 * hidden)) * F32_BYTES
+    if shape.flash == "disabled":
+        activations += heads * shape.n_ubatch**2 * F32_BYTES
+    if header.metadata.get(f"{header.architecture}.attention.causal") is False:
+        return activations
+    key_value = number("attention.key_length", width) + number("attention.value_length", width)
+    cache = shape.n_ctx * number("block_count", 0) * kv_heads * key_value * F16_BYTES
+    outputs = shape.n_ubatch if shape.embeddings else shape.n_seq_max
+    return cache + activations + outputs * (header.embedding_rows or 0) * F32_BYTES

@@ -99,9 +99,10 @@ class LlamaEngine(Engine):
             "machine": platform.machine(),
         }
         # The library is compiled for one CPU and dies of an illegal instruction on a lesser one, so a child tries it.
+        home = Path(__file__).parents[2]
         command = [sys.executable, "-c", "from engines.llama.binding import system_info as s; print(s())"]
         try:
-            child = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False)  # noqa: S603
+            child = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False, cwd=home)  # noqa: S603
         except subprocess.TimeoutExpired:
             observed["error"] = f"the library did not load within {PROBE_TIMEOUT_S} s"
             return Probe("refused", "llama_missing", required, observed)
@@ -114,7 +115,7 @@ class LlamaEngine(Engine):
             observed["error"] = lines[-1] if lines else f"exit status {child.returncode}"
             return Probe("refused", "llama_missing", required, observed)
         features = compiled_features(child.stdout.decode("utf-8", "replace"))
-        required["cpu_features"] = sorted(features)
+        required["cpu_features"] = sorted(features & set(_X86_FEATURES))
         missing = missing_features(features)
         if missing:
             observed["missing_cpu_features"] = missing

@@ -213,6 +213,9 @@ def read_header(descriptor: int) -> Header:
     if cursor.size < smallest:
         refuse(f"truncated: {cursor.size} bytes, its tensors end at byte {smallest}")
     header = Header(version, metadata, tensors, data_offset, smallest)
+    parts = header.integer("split.count")
+    if parts is not None and parts > 1:
+        refuse(f"it is one of {parts} parts: merge them into one file")
     _check_split(header)
     return header
 

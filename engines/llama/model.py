@@ -223,6 +223,8 @@ class LlamaModel(Model):
     def _check_generate(self, input_ids: IntArray, max_tokens: int, grammar: str | None) -> None:
         if not self.has_memory or self._reranks:
             raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model is an encoder, it does not generate")
+        if self._header.pooling_type in (POOLING_MEAN, POOLING_CLS, POOLING_LAST):
+            raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model embeds, it does not generate")
         if not self._native.has_vocab:
             raise EngineError(ErrorCode.MODEL_UNSUPPORTED, "the GGUF has no vocabulary: it can't say text")
         if grammar and grammar.strip() and not self._config.grammar_enabled:
@@ -343,7 +345,7 @@ class LlamaModel(Model):
 
     def _lanes(self) -> int:
         if self._config.contexts:
-            return self._config.contexts
+            return min(self._config.contexts, self._config.threads)  # more would exceed the quota
         small = self._native.n_params < SMALL_MODEL and not self._accelerated
         return self._config.threads if small else 1
 

@@ -24,8 +24,9 @@ def usable_cores(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) ->
 
 
 def free_memory(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP, meminfo: Path = MEMINFO) -> int | None:
-    """Return the bytes that can still be taken (machine and cgroup), or None where nothing tells."""
-    known = [value for value in (_available(meminfo), _cgroup_free(root, membership)) if value is not None]
+    """Return the bytes that can still be taken (machine, cgroup, address space), or None where nothing tells."""
+    sources = (_available(meminfo), _cgroup_free(root, membership), _address_space())
+    known = [value for value in sources if value is not None]
     return min(known) if known else None
 
 
@@ -98,6 +99,20 @@ def _available(meminfo: Path) -> int | None:
 
         return int(psutil.virtual_memory().available)
     return None
+
+
+def _address_space() -> int | None:
+    """Return what RLIMIT_AS leaves, or None without such a limit."""
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            return None
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (ImportError, OSError):  # Windows has no resource module, macOS no /proc
+        return None
+    return max(0, limit - pages * resource.getpagesize())
 
 
 def _text(path: Path) -> str | None:

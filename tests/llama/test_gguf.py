@@ -146,6 +146,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "beyond the end": (head([ARCHITECTURE], [tensor("t", (4096,))]), "truncated"),
     "tensor twice": (head([ARCHITECTURE], [tensor("t", (1,)), tensor("t", (1,))]) + bytes(64), "twice"),
     "long tensor name": (head([ARCHITECTURE], [tensor("t" * 65, (1,))]), "claims"),
+    "one part of three": (head([ARCHITECTURE, pair("split.count", 2, struct.pack("<H", 3))], []), "3 parts"),
     "split without a vocabulary for it": (
         head(
             [ARCHITECTURE, pair("synapse.token_type_vocab_offset", U32, struct.pack("<I", 3))],
@@ -197,7 +198,7 @@ def test_flipped_bytes_never_do_more_than_refuse(data: st.DataObject, tmp_path_f
         assert exc.code is ErrorCode.ARTIFACT_INVALID
     else:
         assert header.min_file_size <= len(content)
-        _ = (header.special, header.vocab_size, header.has_rank_head, header.limit if hasattr(header, "limit") else 0)
+        _ = (header.special, header.vocab_size, header.has_rank_head, header.context_length)
     finally:
         os.close(descriptor)
 

@@ -338,7 +338,7 @@ def test_the_cache_grows_and_is_forgotten_between_requests(load: Any) -> None:
         ("llama", [5], 1, "root ::= [a-z]", ErrorCode.INVALID_REQUEST),
         ("bert", [5], 1, None, ErrorCode.OPERATION_MISMATCH),
         ("cross", [5], 1, None, ErrorCode.OPERATION_MISMATCH),
-        ("qwen3", [5], 1, None, ErrorCode.MODEL_UNSUPPORTED),
+        ("qwen3", [5], 1, None, ErrorCode.OPERATION_MISMATCH),
     ],
 )
 def test_generations_that_are_refused(
@@ -397,13 +397,38 @@ def test_a_cache_beyond_free_memory_is_oom(load: Any, monkeypatch: pytest.Monkey
     assert model.generate(ids, max_tokens=4, grammar=None, progress=silent()).n_gen == 4
 
 
+def test_a_generator_without_a_vocabulary_cannot_say_text(toys: Any, load: Any, tmp_path: Path) -> None:
+    nameless = load(rewrite(toys("qwen3").path, tmp_path / "nameless.gguf", qwen3__pooling_type=-1))
+    ids = np.array([5], dtype=np.int32)
+    refused(ErrorCode.MODEL_UNSUPPORTED, lambda: nameless.generate(ids, max_tokens=1, grammar=None, progress=silent()))
+
+
+def test_stopping_a_slow_call(load: Any, token_batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The abort callback ends a watched call between two graph nodes, and the model can be closed."""
+    monkeypatch.setattr(model_module, "SLOW_CALL_S", 0.0)
+    model = load("bert512")
+    recorder = Recorder(lambda _: model._contexts.stop.set())
+    said = refused(
+        ErrorCode.INFERENCE_FAILED,
+        lambda: embed(model, token_batch(toy_rows(1, [400])), progress=recorder.reporter),
+    )
+    assert "stopped" in said and recorder.seen == [1]
+    model._contexts.stop.clear()
+    assert embed(model, token_batch([[5, 6]])).shape == (1, 64)
+
+
 class Recorder:
     """A reporter without coalescing, and what it emitted."""
 
-    def __init__(self) -> None:
+    def __init__(self, also: Callable[[int], None] = lambda _: None) -> None:
         self.seen: list[int] = []
+        self._also = also
         self._now = 0.0
-        self.reporter = ProgressReporter(lambda n, _: self.seen.append(n), phase=Phase.INFERENCE, clock=self._clock)
+        self.reporter = ProgressReporter(self._emit, phase=Phase.INFERENCE, clock=self._clock)
+
+    def _emit(self, completed: int, _phase: Phase) -> None:
+        self.seen.append(completed)
+        self._also(completed)
 
     def _clock(self) -> float:
         self._now += 1.0

@@ -149,21 +149,21 @@ def test_a_truncated_or_swapped_file_is_refused_before_native_code(
     assert worker.ping().rss_mb < 40, "the native library was never needed"
 
 
-def test_oom_is_real(toys: Toys) -> None:
-    """An address space too small for the cache: llama.cpp gives no context, the worker says oom and lives."""
+def test_oom_is_real(toys: Toys, tmp_path: Path) -> None:
+    """An address space too small for the cache, then for the weights: the worker says oom and lives."""
     script = (
         "import resource, sys\n"
         "from engines.llama.__main__ import main\n"
-        "from engines.llama import quota\n"
-        "import engines.llama.engine as e, engines.llama.contexts as c\n"
-        "real = quota.free_memory\n"
-        "c.free_memory = lambda: 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n"
         "sys.exit(main())\n"
     )
+    wide = rewrite(toys("llama").path, tmp_path / "wide.gguf", llama__context_length=2**24)
     with WorkerClient([sys.executable, "-c", script]) as client:
-        ref = load(client, toys("llama"))
-        assert generate(client, ref, [5]).code == "oom"
-        assert client.ping().models_loaded == 1
+        ref = load(client, wide, ctx_size=2**24)
+        assert generate(client, ref, [5]).code == "oom", "a cache of 4 GiB in a space of 3"
+        small = load(client, toys("llama"))
+        assert isinstance(generate(client, small, [5]).reply, Text)
+        assert client.ping().models_loaded == 2
         assert client.shutdown() == 0
 
 
