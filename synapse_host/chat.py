@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import UNSET
 
-from synapse_host.errors import BundleInvalid, InvalidRequest
+from synapse_host.errors import BundleInvalid, InvalidRequest, SynapseError
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Bundle
@@ -72,7 +72,6 @@ def _messages(prompt: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]
 def render(template: str, messages: Sequence[Mapping[str, str]], *, name: str) -> str:
     """Return the template's text. A bundle comes from outside, so it gets the immutable sandbox and a size limit."""
     try:
-        import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as exc:
         raise InvalidRequest(
@@ -103,6 +102,8 @@ def render(template: str, messages: Sequence[Mapping[str, str]], *, name: str) -
             if size > MAX_RENDERED:
                 raise BundleInvalid(f"bundle {name}: its chat template writes more than {MAX_RENDERED} characters")
             parts.append(part)
-    except jinja2.TemplateError as exc:
+    except SynapseError:
+        raise
+    except Exception as exc:  # a template is foreign code: whatever it raises, the bundle is at fault
         raise BundleInvalid(f"bundle {name}: its chat template fails: {exc}") from exc
     return "".join(parts)

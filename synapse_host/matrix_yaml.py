@@ -78,11 +78,7 @@ def parse(text: bytes, source: Source) -> Node:
     if len(text) > MAX_BYTES:
         raise source.error(start, "", f"{len(text)} bytes, at most {MAX_BYTES}")
     try:
-        loader = yaml.SafeLoader(text.decode())
-        try:
-            root = loader.get_single_node()
-        finally:
-            loader.dispose()  # type: ignore[no-untyped-call]
+        root = yaml.compose(text.decode(), Loader=yaml.SafeLoader)
     except UnicodeDecodeError as exc:
         raise source.error(start, "", f"not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
     except yaml.MarkedYAMLError as exc:

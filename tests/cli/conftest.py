@@ -75,7 +75,14 @@ class Command:
         environment, mark = self.env()
         arguments = [sys.executable, "-m", "synapse_host", *words] if bare else self.arguments(*words)
         done = subprocess.run(
-            arguments, input=stdin, capture_output=True, text=True, env=environment, timeout=120, check=False, cwd=self.root
+            arguments,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=120,
+            check=False,
+            cwd=self.root,
         )
         self.check_clean(mark)
         assert "Traceback" not in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""Issue A, 'Bad input': one clear line, the documented exit code, no traceback, no orphan (the fixture checks those)."""
+"""Bad input: one clear line, the documented exit code, no traceback, no orphan (the fixture checks those)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ ONE_LINE: list[tuple[tuple[str, ...], int, str]] = [
 @pytest.fixture
 def full(cli: Command) -> Command:
     models = cli.root / "models"
-    cli.bundle("judge", task="rerank").bundle("writer", task="generate", frame=False).bundle("ids-only", tokenizer=False)
+    cli.bundle("judge", task="rerank").bundle("writer", task="generate", frame=False).bundle(
+        "ids-only", tokenizer=False
+    )
     (models / "broken").mkdir()
     (models / "broken" / "manifest.json").write_text('{"manifest_version": 1, "model_id": "x"')
     (models / "alien").mkdir()
@@ -78,7 +80,9 @@ def test_one_clear_line(full: Command, words: tuple[str, ...], code: int, line: 
     assert done.code == code
 
 
-@pytest.mark.parametrize("words", [("embed", "--model", "toyy", "a"), ("embd",), ("embed", "--nope"), ("embed", "--model", "toy", "")])
+@pytest.mark.parametrize(
+    "words", [("embed", "--model", "toyy", "a"), ("embd",), ("embed", "--nope"), ("embed", "--model", "toy", "")]
+)
 def test_the_same_as_a_document(full: Command, words: tuple[str, ...]) -> None:
     done = full(*words, "--json")
     assert done.err == "" and done.code == 2
@@ -87,7 +91,9 @@ def test_the_same_as_a_document(full: Command, words: tuple[str, ...]) -> None:
     assert error["code"] in ("unknown_model", "invalid_request") and error["message"]
 
 
-@pytest.mark.parametrize("words", [("embed", "--model", "toy", "a"), ("rerank", "q", "d"), ("matrix", "check"), ("doctor",), ("demo",)])
+@pytest.mark.parametrize(
+    "words", [("embed", "--model", "toy", "a"), ("rerank", "q", "d"), ("matrix", "check"), ("doctor",), ("demo",)]
+)
 def test_a_typo_in_the_matrix(full: Command, words: tuple[str, ...]) -> None:
     assert full.matrix is not None
     full.matrix.write_text(full.matrix.read_text().replace('"lanes"', '\n"lains"'))
@@ -104,10 +110,26 @@ def test_a_matrix_that_is_not_there(full: Command) -> None:
 
 DEATHS: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"rules": [{"on": "EMBED_BATCH", "do": [{"signal": "SIGKILL"}]}]}, 1, ["SIGKILL"]),
-    ({"rules": [{"on": "EMBED_BATCH", "do": [{"stderr": "GGML_ASSERT(x) failed"}, {"abort": True}]}]}, 1, ["SIGABRT", "         | GGML_ASSERT(x) failed\n"]),
-    ({"rules": [{"on": "EMBED_BATCH", "do": [{"signal": "SIGILL"}]}]}, 1, ["llama-cpp-python was built for another CPU, rebuild it", "pip install"]),
-    ({"rules": [{"on": "LOAD", "do": [{"err": {"code": "artifact_invalid", "msg": "digest differs"}}]}]}, 1, ["digest differs"]),
-    ({"rules": [{"on": "EMBED_BATCH", "do": [{"err": {"code": "backend_missing", "msg": "no device"}}]}]}, 4, ["no device"]),
+    (
+        {"rules": [{"on": "EMBED_BATCH", "do": [{"stderr": "GGML_ASSERT(x) failed"}, {"abort": True}]}]},
+        1,
+        ["SIGABRT", "         | GGML_ASSERT(x) failed\n"],
+    ),
+    (
+        {"rules": [{"on": "EMBED_BATCH", "do": [{"signal": "SIGILL"}]}]},
+        1,
+        ["llama-cpp-python was built for another CPU, rebuild it", "pip install"],
+    ),
+    (
+        {"rules": [{"on": "LOAD", "do": [{"err": {"code": "artifact_invalid", "msg": "digest differs"}}]}]},
+        1,
+        ["digest differs"],
+    ),
+    (
+        {"rules": [{"on": "EMBED_BATCH", "do": [{"err": {"code": "backend_missing", "msg": "no device"}}]}]},
+        4,
+        ["no device"],
+    ),
     ({"start": [{"exit": 7}]}, 1, ["status 7"]),
     ({"hello": [{"hello": {"v": 2}}]}, 3, ["version is 2, expected 3"]),
     ({"engine": "owned-cuda"}, 3, ["owned-cuda"]),
@@ -183,7 +205,9 @@ def test_a_models_folder_that_is_a_file(cli: Command) -> None:
 
 def test_a_bug_of_ours_is_one_line_too(cli: Command) -> None:
     (cli.root / "sitecustomize.py").write_text(
-        "import synapse_host.cli.session as s\ndef run_host(*a, **k): raise ZeroDivisionError('x')\ns.run_host = run_host\n"
+        "import synapse_host.cli.session as s\n"
+        "def run_host(*a, **k): raise ZeroDivisionError('x')\n"
+        "s.run_host = run_host\n"
     )
     cli.environment["PYTHONPATH"] = f"{cli.root}:{Path(__file__).parents[2]}"
     done = cli("embed", "--model", "toy", "a")

@@ -39,7 +39,15 @@ def test_embed(cli: Command) -> None:
 
 
 def test_embed_by_path_and_from_stdin(cli: Command) -> None:
-    done = cli("embed", "--model", str(cli.root / "models" / "toy"), "--file", "-", "--json", stdin='"a"\n{"id": 1, "text": "b"}\n\n')
+    done = cli(
+        "embed",
+        "--model",
+        str(cli.root / "models" / "toy"),
+        "--file",
+        "-",
+        "--json",
+        stdin='"a"\n{"id": 1, "text": "b"}\n\n',
+    )
     assert done.document["vectors"] == [vector([CLS, A, SEP]), vector([CLS, B, SEP])]
 
 
@@ -93,7 +101,9 @@ def test_rerank(cli: Command) -> None:
 
 
 def test_generate(cli: Command) -> None:
-    cli.bundle("writer", task="generate", frame=False, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    cli.bundle(
+        "writer", task="generate", frame=False, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     done = cli("generate", "--model", "writer", "--json", "--max-tokens", "3", "a b")
     assert done.document["n_prompt"] == 2 and done.document["n_gen"] == 3
     assert set(done.document) == {"model", "lane", "engine", "device", "text", "n_prompt", "n_gen", "finish_reason"}
@@ -172,8 +182,8 @@ def test_an_interrupt_ends_with_130_and_no_orphan(cli: Command) -> None:
 def test_a_closed_pipe_is_no_traceback(cli: Command) -> None:
     environment, mark = cli.env()
     process = subprocess.Popen(
-        cli.arguments("embed", "--model", "toy", "--quiet", *["a"] * 2000), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=environment,
+        cli.arguments("embed", "--model", "toy", "--quiet", *["a"] * 2000),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(1)

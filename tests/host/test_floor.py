@@ -51,7 +51,7 @@ def test_whatever_the_child_does_becomes_a_floor(tmp_path: Path, body: str, stat
 @pytest.mark.process
 def test_a_hanging_child_is_killed_with_its_own_children(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    body = f"import subprocess\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    body = "import subprocess\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     body += f"open({str(pid_file)!r}, 'w').write(str(child.pid))\ntime.sleep(60)"
     started = time.monotonic()
     answer = floor.probe(script(tmp_path, body), limit=1.5)

@@ -404,8 +404,9 @@ def test_the_sync_host_makes_the_same_calls(bench: Bench) -> None:
 
 
 def test_an_error_at_open_closes_the_loop_thread(bench: Bench, tmp_path: Path) -> None:
-    with pytest.raises(BundleInvalid, match="model broken"), SyncHost.open(
-        write_matrix(bench.root), {"broken": tmp_path / "nothing"}
+    with (
+        pytest.raises(BundleInvalid, match="model broken"),
+        SyncHost.open(write_matrix(bench.root), {"broken": tmp_path / "nothing"}),
     ):
         pass
 

@@ -1,4 +1,4 @@
-"""Tiny bundles with a real tokenizer and an artifact that only a scripted worker would accept; and matrices for them."""
+"""Tiny bundles with a real tokenizer and an artifact that only a scripted worker accepts; and matrices for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,22 @@ from engines.bundle.manifest import Artifact, FileRef, Manifest
 from engines.protocol.messages import Pooling
 from tests.support.scripted import command
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "c", "d", "e", "f", "query", "probe", "<|im_start|>", "<|im_end|>"]
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "a",
+    "b",
+    "c",
+    "d",
+    "e",
+    "f",
+    "query",
+    "probe",
+    "<|im_start|>",
+    "<|im_end|>",
+]
 CLS, SEP = 2, 3
 
 

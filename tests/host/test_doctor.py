@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from synapse_host import doctor
+from synapse_host.matrix import load
+from tests.support.small_bundle import write_bundle, write_matrix
+
+
+def report(
+    status: str, floor: dict[str, object] | None = None, worker: str = "", id: str = "toy"
+) -> doctor.EngineReport:
+    return doctor.EngineReport(id, status, "what", "cpu", {}, floor, worker)  # type: ignore[arg-type]
+
+
+def test_two_onnxruntimes_clash() -> None:
+    assert list(doctor.onnxruntime_findings({"onnxruntime-gpu": "1"})) == []
+    (finding,) = doctor.onnxruntime_findings({"onnxruntime": "1", "onnxruntime-gpu": "1"})
+    assert finding.severity == "failure"
+    assert (
+        finding.fix == "pip uninstall -y onnxruntime onnxruntime-gpu && pip install --force-reinstall onnxruntime-gpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("python", "os", "severity"),
+    [
+        ((3, 10), "linux", "warning"),
+        ((3, 11), "linux", None),
+        ((3, 13), "darwin", None),
+        ((3, 14), "darwin", "failure"),
+    ],
+)
+def test_python(python: tuple[int, int], os: str, severity: str | None) -> None:
+    assert [finding.severity for finding in doctor.python_findings(python, os)] == ([severity] if severity else [])
+
+
+def test_resources() -> None:
+    gib = doctor.GIB
+    assert list(doctor.resource_findings(4 * gib, 4 * gib, Path("m"))) == []
+    found = list(doctor.resource_findings(gib // 2, gib // 2, Path("m")))
+    assert [finding.id for finding in found] == ["memory.low", "disk.low"]
+    assert list(doctor.descriptor_findings(None)) == list(doctor.descriptor_findings(1024)) == []
+    assert [finding.fix for finding in doctor.descriptor_findings(64)] == ["ulimit -n 1024"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Unix sockets")
+def test_stale_sockets_are_told_from_live_ones(runtime_dir: Path) -> None:
+    dead = runtime_dir / "synapse-dead1" / "synapse" / "workers"
+    live = runtime_dir / "synapse-live1" / "synapse" / "workers"
+    for folder in (dead, live):
+        folder.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as gone, socket.socket(socket.AF_UNIX) as listening:
+        gone.bind(str(dead / "embed-1.sock"))
+        gone.close()
+        listening.bind(str(live / "embed-1.sock"))
+        listening.listen()
+        (finding,) = doctor.stale_findings(runtime_dir)
+    assert finding.id == "socket.stale" and finding.fix == f"rm -r {runtime_dir / 'synapse-dead1'}"
+    for folder in (dead, live):
+        (folder / "embed-1.sock").unlink()
+    assert list(doctor.stale_findings(runtime_dir)) == []
+
+
+def test_long_socket_paths(tmp_path: Path) -> None:
+    assert list(doctor.socket_findings(Path("/tmp"))) == []
+    (finding,) = doctor.socket_findings(Path("/" + "x" * 80))
+    assert finding.id == "socket.path"
+
+
+@pytest.mark.parametrize(
+    ("floor", "id", "severity", "fix"),
+    [
+        ({"status": "failed", "code": "probe_timeout"}, "engine.llama-cpu.probe_timeout", "failure", "--probe-floor"),
+        (
+            {"status": "refused", "code": "llama_missing"},
+            "engine.llama-cpu.llama_missing",
+            "warning",
+            "synapse-workers[llama]",
+        ),
+        (
+            {"status": "refused", "code": "cpu_unsupported"},
+            "engine.llama-cpu.cpu_unsupported",
+            "failure",
+            "--no-binary",
+        ),
+    ],
+)
+def test_engines_that_can_be_mended(floor: dict[str, object], id: str, severity: str, fix: str) -> None:
+    (finding,) = doctor.engine_findings(load(), [report("failed", floor, id="llama-cpu")])
+    assert (finding.id, finding.severity) == (id, severity)
+    assert fix in finding.fix
+
+
+def test_a_library_that_is_missing_is_named() -> None:
+    floor = {"status": "refused", "code": "cuda_runtime_missing:libcudnn.so.9"}
+    (finding,) = doctor.engine_findings(load(), [report("failed", floor, id="cuda")])
+    assert finding.fix == "pip install 'synapse-workers[cuda,cuda-libraries]'"
+    assert list(doctor.engine_findings(load(), [report("passed_over", id="cuda"), report("ok", id="onnx-cpu")])) == []
+
+
+def test_a_worker_of_another_version() -> None:
+    assert list(doctor.version_findings([report("ok", worker="synapse-worker-llama 0.3.0 protocol=3")], "0.3.0")) == []
+    (finding,) = doctor.version_findings([report("ok", worker="synapse-worker-llama 0.2.9 protocol=3")], "0.3.0")
+    assert finding.severity == "failure" and "0.2.9" in finding.what and "0.3.0" in finding.what
+
+
+def test_lanes_that_nothing_serves() -> None:
+    matrix = load()
+    some = [report("ok", id="llama-cpu"), report("passed_over", id="cuda")]
+    assert list(doctor.lane_findings(matrix, some)) == []
+    none = list(doctor.lane_findings(matrix, [report("failed", id="llama-cpu")]))
+    assert {finding.id for finding in none} == {f"lane.{lane}.no_engine" for lane in matrix.lanes}
+
+
+def test_bundles_are_hashed_again(tmp_path: Path) -> None:
+    write_bundle(tmp_path / "good")
+    write_bundle(tmp_path / "bad")
+    (tmp_path / "bad" / "model.gguf.f16").write_bytes(b"tampered with")
+    (tmp_path / "ugly").mkdir()
+    (tmp_path / "ugly" / "manifest.json").write_text("{")
+    found = {finding.id: finding for finding in doctor.bundle_findings(tmp_path)}
+    assert set(found) == {"model.good.ok", "model.bad.invalid", "model.ugly.invalid"}
+    assert "digest" in found["model.bad.invalid"].what
+    assert list(doctor.bundle_findings(tmp_path / "nothing")) == []
+
+
+@pytest.mark.process
+def test_a_probe_child_that_hangs_crashes_or_babbles_is_a_finding(tmp_path: Path) -> None:
+    bodies = {"hang": "import time; time.sleep(60)", "crash": "import os; os.abort()", "babble": "print('hello')"}
+    document = json.loads(write_matrix(tmp_path).read_text())
+    document["engines"] = {
+        name: {
+            "engine": "llama", "device": "cpu", "format": "gguf", "requires": "any",
+            "worker": {"command": [sys.executable, "-c", body]},
+        }
+        for name, body in bodies.items()
+    }  # fmt: skip
+    document["lanes"] = {"embed": {"task": "embed", "engines": list(bodies)}}
+    (tmp_path / "matrix.yaml").write_text(json.dumps(document))
+    found = doctor.examine(
+        load(tmp_path / "matrix.yaml"), host_version="0", models_dir=tmp_path, cache_dir=tmp_path, probe_limit=2.0
+    )
+    ids = {finding.id for finding in found.findings if finding.severity == "failure"}
+    assert ids == {
+        "engine.hang.probe_timeout", "engine.crash.probe_crashed", "engine.babble.probe_rubbish",
+        "lane.embed.no_engine",
+    }  # fmt: skip
+    assert found.worst() == "failure"
+    assert set(found.to_dict()) == {"findings", "engines", "host"}
+
+
+@pytest.mark.process
+def test_this_machine(tmp_path: Path) -> None:
+    found = doctor.examine(load(), host_version="0.3.0", models_dir=tmp_path, cache_dir=tmp_path / "probes")
+    assert {engine.id for engine in found.engines} == {"ane", "cuda", "onnx-cpu", "llama-metal", "llama-cpu"}
+    assert not [finding for finding in found.findings if "Traceback" in finding.what]
+    assert found.host["cores"] >= 1
