@@ -95,22 +95,20 @@ __all__ = [
 ]
 
 
-def _after_sending(role: Role, state: State) -> dict[type[Struct], State]:
-    """Return the state after each frame that *role* may send in *state*, its raw frame included."""
-    found = {}
-    for struct, kind in KINDS.items():
-        following = TRANSITIONS.get((state, role, kind))
-        if following is not None:
-            found[struct] = (
-                TRANSITIONS.get((following, role, Kind.PAYLOAD), following) if struct in _DTYPES else following
-            )
-    return found
-
-
 _DTYPES: Final[dict[type[Struct], Dtype]] = {
     kind: kind.payload for kind in KINDS if issubclass(kind, Message) and kind.payload is not None
 }
-_AFTER_SENDING: Final = {(role, state): _after_sending(role, state) for role in Role for state in State}
+
+
+def _steps(role: Role, state: State) -> dict[type[Struct], State]:
+    """Return the state after each control frame that *role* may send in *state*: the table, keyed for one look-up."""
+    found = {struct: TRANSITIONS.get((state, role, kind)) for struct, kind in KINDS.items()}
+    return {struct: following for struct, following in found.items() if following is not None}
+
+
+_STEPS: Final = {role: {state: _steps(role, state) for state in State} for role in Role}
+_PAYLOAD_STEPS: Final = {state: after for (state, _, kind), after in TRANSITIONS.items() if kind is Kind.PAYLOAD}
+"""The state after a raw frame; only the side that owes it is ever asked."""
 
 
 class Connection:
@@ -134,6 +132,8 @@ class Connection:
         self.request: AnyRequest | None = None
         self.completed = 0
         self._peer = role.peer
+        self._sending = _STEPS[role]
+        self._receiving = _STEPS[role.peer]
         self._phases: tuple[Phase, ...] = ()
         self._phase_index = 0
         self._header: Vectors | Scores | None = None
@@ -240,11 +240,11 @@ class Connection:
             return None
         raise RemoteProtocolError(f"data from the {self._peer.value} while {state.value}")
 
-    def _advance(self, kind: Kind) -> None:
-        """Move on a frame from the peer."""
-        following = TRANSITIONS.get((self.state, self._peer, kind))
+    def _advance(self, kind: type[Struct]) -> None:
+        """Move on a control frame from the peer."""
+        following = self._receiving[self.state].get(kind)
         if following is None:
-            raise RemoteProtocolError(f"{kind.value} from the {self._peer.value} while {self.state.value}")
+            raise RemoteProtocolError(f"{type_name(kind)} from the {self._peer.value} while {self.state.value}")
         self.state = following
 
     def _hello(self, hello: Hello) -> Event:
@@ -253,7 +253,7 @@ class Connection:
             raise VersionMismatch(hello.v, VERSION)
         if hello.max_frame == 0:
             raise RemoteProtocolError("HELLO offers a max_frame of 0")
-        self._advance(Kind.HELLO)
+        self._advance(Hello)
         self.engine = hello.engine.engine
         self.max_frame = min(self.max_frame, hello.max_frame)
         return HelloReceived(hello)
@@ -266,12 +266,12 @@ class Connection:
         # protocol-v3, 1: an ACK of 0 or above the worker's own maximum is refused.
         if not 1 <= ack.max_frame <= self.max_frame:
             raise RemoteProtocolError(f"HELLO_ACK names a max_frame of {ack.max_frame}, allowed 1 to {self.max_frame}")
-        self._advance(Kind.ACK)
+        self._advance(HelloAck)
         self.max_frame = self._reader.max_frame = ack.max_frame
         return AckReceived(ack)
 
     def _from_host(self, message: FromHost) -> Event | None:
-        self._advance(KINDS[type(message)])
+        self._advance(type(message))
         if isinstance(message, Shutdown):
             return ShutdownReceived()
         if message.payload is None:
@@ -287,12 +287,12 @@ class Connection:
             return None
         request = cast(AnyRequest, self._pending)
         self._pending = None
-        self._advance(Kind.PAYLOAD)
+        self.state = _PAYLOAD_STEPS[self.state]
         self._open(request)
         return RequestReceived(request, payload)
 
     def _from_worker(self, message: FromWorker) -> Event | None:
-        self._advance(KINDS[type(message)])
+        self._advance(type(message))
         if isinstance(message, Progress):
             index = self._check_progress(message, RemoteProtocolError)
             self._phase_index, self.completed = index, message.completed
@@ -316,7 +316,7 @@ class Connection:
             self._started = True
             return ReplyStarted(header)
         self._header = None
-        self._advance(Kind.PAYLOAD)
+        self.state = _PAYLOAD_STEPS[self.state]
         return self._answered(header, payload)
 
     def _answered(self, reply: AnyReply, payload: memoryview | None) -> Event:
@@ -334,7 +334,7 @@ class Connection:
         Raises LocalProtocolError before anything may be written; the state is then unchanged.
         """
         kind = type(message)
-        following = _AFTER_SENDING[self.role, self.state].get(kind)
+        following = self._sending[self.state].get(kind)
         if following is None:
             raise LocalProtocolError(f"{kind.__name__} can't be sent by the {self.role.value} while {self.state.value}")
         dtype = _DTYPES.get(kind)
@@ -364,6 +364,8 @@ class Connection:
         elif kind is not Shutdown:
             limit = self._check_handshake(message)
         head = encode_frame(body, max_frame=limit)
+        if raw is not None:
+            following = _PAYLOAD_STEPS[following]  # both frames leave together
         # Nothing can fail any more: from here on the state moves.
         self.state = following
         if kind in REPLY_TO:

@@ -452,7 +452,7 @@ def decode_from_host(data: Buffer) -> FromHost:
     if type(message) is EmbedBatch:
         text = bytes(data)
         # 256 ids one by one would cost more than the decoding; a plain frame has only plain ids.
-        if not text.isascii() or b"\\u" in text:
+        if not text.isascii() or b"\\" in text:
             for item in message.items:
                 if _too_long(item.id):
                     raise msgspec.ValidationError("item id must have 1 to 64 bytes")
@@ -529,18 +529,23 @@ def encode_checked(message: Hello | HelloAck | Message) -> bytes:
 
 def _check_batch(request: EmbedBatch | Rerank | RerankSequences, data: bytes) -> None:
     """Refuse what the worker's decoder would refuse, without decoding: wrong ids, negative counts, unknown pooling."""
-    if not 1 <= len(request.req_id.encode()) <= MAX_IDENTIFIER_BYTES:
-        raise msgspec.ValidationError("req_id must have 1 to 64 bytes")
-    suspicious = b":-" in data
+    # Without other than ASCII characters a length in characters is one in bytes. A minus sign behind the first bracket
+    # may be a negative count. (Searches for one byte: for two they cost as much as the encoding.)
+    suspicious = (
+        not data.isascii()
+        or not 1 <= len(request.req_id) <= MAX_IDENTIFIER_BYTES
+        or data.find(b"-", data.find(b"[")) >= 0
+    )
     if isinstance(request, EmbedBatch):
-        lengths = [len(item.id) for item in request.items]
+        lengths = {len(item.id) for item in request.items}
         suspicious = (
             suspicious
-            or not data.isascii()
             or request.packed_width is not UNSET
             or request.pooling not in _POOLINGS
             or bool(lengths and (min(lengths) < 1 or max(lengths) > MAX_IDENTIFIER_BYTES))
         )
+    elif isinstance(request, Rerank) and request.query_n_tokens < 0:
+        suspicious = True
     if suspicious:
         decode_from_host(data)
 

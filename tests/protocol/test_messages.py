@@ -228,7 +228,7 @@ def test_what_the_peer_would_refuse_is_not_encoded(message: m.Message) -> None:
 def test_unusual_but_legal_batches_are_encoded() -> None:
     made = m.EmbedBatch(
         req_id="é" * 32,
-        model_ref="a:-b",  # looks like a negative number to the quick check
+        model_ref="[-b",  # looks like a negative number to the quick check
         pooling=m.Pooling.CLS,
         normalize=True,
         items=[m.Item(id="日" * 21, n_tokens=1)],
@@ -266,6 +266,16 @@ def test_a_strangers_bytes_raise_only_the_declared_errors(data: bytes) -> None:
     for decode in (m.decode_from_host, m.decode_from_worker, m.decode_hello, m.decode_ack):
         with pytest.raises(m.DECODE_ERRORS):
             decode(data)
+
+
+def test_a_reply_to_nobody_is_measured_in_bytes_too() -> None:
+    for text, fits in (("é" * 32, True), ("é" * 33, False)):
+        data = m.encode(m.Err(req_id=text, code=ErrorCode.OOM, msg=""))
+        if fits:
+            assert m.decode_from_worker(data).req_id == text
+        else:
+            with pytest.raises(msgspec.ValidationError, match="req_id must have 1 to 64 bytes"):
+                m.decode_from_worker(data)
 
 
 PHASES = {
