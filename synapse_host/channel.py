@@ -101,12 +101,6 @@ class Channel(asyncio.BufferedProtocol):
 
         Raises LocalProtocolError before anything is written.
         """
-        if payload is not None and not isinstance(payload, bytes | bytearray):
-            payload = memoryview(payload)
-            if payload.nbytes == 0:
-                payload = b""
-            elif payload.format != "B" or payload.ndim != 1:
-                payload = payload.cast("B")
         buffers: list[Buffer] = self.connection.send(message, payload)
         transport = self._transport
         if transport is None or self.closed:
@@ -147,9 +141,9 @@ class Channel(asyncio.BufferedProtocol):
 
 
 def _allocate(size: int) -> memoryview:
-    """Return a fresh float32 array's memory: not zeroed, owned by whoever gets the reply."""
+    """Return fresh memory, owned by whoever gets the reply; a large one is a numpy array's, which nobody zeroes."""
+    if size <= SMALL:
+        return memoryview(bytearray(size))
     import numpy as np
 
-    if size == 0 or size % 4:
-        return np.empty(size, np.uint8).data
-    return np.empty(size // 4, np.float32).data.cast("B")
+    return np.empty(size, np.uint8).data

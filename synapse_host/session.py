@@ -80,7 +80,7 @@ class StartFailed(Exception):
 class Exchange:
     """One request on its way: who waits for it, and what it holds until the reply is drained."""
 
-    __slots__ = ("payload", "permit", "request", "stage", "turn", "waiter")
+    __slots__ = ("deadline", "payload", "permit", "request", "stage", "turn", "waiter")
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Exchange:
         payload: Any,
         waiter: asyncio.Future[Any],
         stage: str,
-        *,
+        deadline: float | None = None,
         permit: bool = False,
         turn: bool = True,
     ) -> None:
@@ -96,6 +96,8 @@ class Exchange:
         self.payload = payload
         self.waiter = waiter
         self.stage = stage
+        self.deadline = deadline
+        """When the caller stops waiting, in loop time; the exchange goes on."""
         self.permit = permit
         """It holds an execution permit."""
         self.turn = turn
@@ -107,6 +109,9 @@ class Sink(Protocol):
 
     def replied(self, session: Session, exchange: Exchange, reply: AnyReply, payload: memoryview | None) -> None:
         """The exchange is over and drained."""
+
+    def overdue(self, exchange: Exchange) -> None:
+        """The caller's deadline passed; the exchange goes on without it."""
 
     def alive(self, session: Session) -> None:
         """The worker sent validated progress."""
@@ -148,6 +153,7 @@ class Session:
         self._forwarder = forwarder
         self._watchdog = Watchdog(config.windows)
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
         self._engine = ""
         self._ended = False
         self._peer = Peer(None, None)
@@ -293,27 +299,35 @@ class Session:
         watchdog = self._watchdog
         now = self._loop.time()
         watchdog.start(type(request), self._engine, now)
-        # One timer for many exchanges: it is moved only when it would fire too late.
-        timer = self._timer
-        if timer is None or timer.when() > now + watchdog.window:
-            self._arm()
+        # One timer for watchdog and deadline of many exchanges: it is moved only when it would fire too late.
+        due = now + watchdog.window
+        deadline = exchange.deadline
+        if deadline is not None and deadline < due:
+            due = deadline
+        if self._timer is None or self._due > due:
+            self._arm(due)
 
-    def _arm(self) -> None:
+    def _arm(self, due: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if self._watchdog.deadline is not None:
-            self._timer = self._loop.call_at(self._watchdog.deadline, self._tick)
+        self._due = due
+        self._timer = self._loop.call_at(due, self._tick)
 
     def _tick(self) -> None:
-        timer, self._timer = self._timer, None
-        if self.dead or self.open is None or timer is None:
+        self._timer = None
+        exchange = self.open
+        if self.dead or exchange is None:
             return
         now = self._loop.time()
-        if self._watchdog.expired(now, late=now - timer.when()):
+        if exchange.deadline is not None and now >= exchange.deadline:
+            exchange.deadline = None
+            self._sink.overdue(exchange)
+        if self._watchdog.expired(now, late=now - self._due):
             self._fail("silence", f"the worker showed no completed work for {self._watchdog.window:g} s")
-        else:
-            self._arm()
+            return
+        due = self._watchdog.deadline
+        assert due is not None
+        self._arm(due if exchange.deadline is None else min(due, exchange.deadline))
 
     def _event(self, event: Event) -> None:
         if self.dead:
@@ -331,9 +345,10 @@ class Session:
                 self._sink.replied(self, exchange, event.reply, event.payload)
             case ProgressReceived():
                 self._watchdog.progress(event.progress.phase, self._loop.time())
-                timer, due = self._timer, self._watchdog.deadline
-                if timer is not None and due is not None and timer.when() > due:
-                    self._arm()
+                due = self._watchdog.deadline
+                if due is not None and self._due > due:
+                    # The switch from a long window to a short one.
+                    self._arm(due)
                 self._sink.alive(self)
             case ReplyStarted():
                 self._watchdog.header(self._loop.time())

@@ -27,7 +27,7 @@ class Watchdog:
     The caller has validated every progress frame; bytes alone never come here.
     """
 
-    __slots__ = ("_header", "_request", "_window", "_windows", "deadline")
+    __slots__ = ("_first", "_header", "_request", "_window", "_windows", "deadline")
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
@@ -35,6 +35,7 @@ class Watchdog:
         self._header = False
         self._request: type[Request] = Request
         self.deadline: float | None = None
+        self._first: dict[tuple[type[Request], str], float] = {}
 
     @property
     def window(self) -> float:
@@ -45,7 +46,10 @@ class Watchdog:
         """Start watching: the stream is owned, the permit is held and the request is about to be written."""
         self._request = request
         self._header = False
-        self._window = window(request, phases(request, engine)[0], self._windows)
+        first = self._first.get((request, engine))
+        if first is None:
+            first = self._first[request, engine] = window(request, phases(request, engine)[0], self._windows)
+        self._window = first
         self.deadline = now + self._window
 
     def progress(self, phase: Phase, now: float) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from engines.protocol.connection import Connection, Role
+from engines.protocol.errors import LocalProtocolError
 from engines.protocol.events import ReplyReceived, ReplyStarted, RequestReceived
 from engines.protocol.messages import EmbedBatch, EngineInfo, Hello, HelloAck, Item, Pooling, Vectors
 from synapse_host import channel as channel_module
@@ -164,7 +165,7 @@ def test_any_contiguous_buffer_is_a_payload(payload):
 
 def test_a_strided_array_is_refused_before_anything_is_written():
     async def scenario(host: Host) -> None:
-        with pytest.raises(TypeError):
+        with pytest.raises(LocalProtocolError):
             host.channel.send(request(4), np.arange(8, dtype=np.int32)[::2])
         assert host.channel.connection.request is None
 

@@ -1170,12 +1170,16 @@ def test_closing_during_the_start(lanes, script):
     lanes(scenario)
 
 
-def test_closing_during_a_death(lanes):
+def test_closing_during_a_death(lanes, tmp_path):
+    go = tmp_path / "go"
+
     async def scenario(make):
-        lane = make(KILLS)
+        lane = make(poison({"wait_for": str(go)}, {"signal": "SIGKILL"}))
         await lane.load()
         dying = asyncio.create_task(crash(lane))
         await until(lambda: lane.health()["state"] == "serving")
+        go.touch()
+        await asyncio.sleep(0.005)
         await lane.aclose()
         assert (await dying).code == "engine_crashed"
 
