@@ -1,0 +1,459 @@
+"""Which Core ML functions are resident: leases, budgets, queue, eviction order, recovery. Pure; see ane.md 4.
+
+Events go in (:meth:`Residency.request`, ``admitted``, ``evicted``, ``fault`` …), actions come out
+(:meth:`Residency.take`). The shell (``synapse_host.residency_shell``) does the exchanges; nothing here waits or reads a
+clock. A slot is charged from before its admission is sent until EVICTED or the confirmed exit of its process, through
+every state, also the failed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from synapse_host.slots import (
+    Action,
+    Admit,
+    Evict,
+    Granted,
+    Key,
+    Limits,
+    Model,
+    Refusal,
+    Refused,
+    Restart,
+    Revive,
+    Slot,
+    State,
+    Ticket,
+    Worker,
+)
+
+ADMISSION_WAIT_S: Final = 600.0
+"""A request that waits longer for budget is refused, transiently."""
+DRAIN_S: Final = 600.0
+"""How long a worker's leases may delay its recovery before it is forced."""
+
+
+class Residency:
+    """The state of all Neural Engine workers of this host."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.workers: dict[str, Worker] = {}
+        self.slots: dict[int, Slot] = {}
+        self.tickets: dict[int, Ticket] = {}
+        self._by_key: dict[Key, int] = {}
+        self._ids = 0
+        self._tick = 0
+        self._actions: list[Action] = []
+
+    # --- set-up ------------------------------------------------------------------------------------------------------
+
+    def open_worker(self, worker: str, models: Mapping[str, Model]) -> None:
+        """Announce a worker that is down: a Revive comes as soon as the smallest rungs of its models fit.
+
+        LOAD loads a model's smallest rung, so that is charged before the process starts, the first time as every time.
+        """
+        self.workers[worker] = Worker(0, dict(models))
+        self._pump()
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def request(self, key: Key, now: float) -> int:
+        """Ask for a lease on *key*; the answer comes as Granted or Refused. KeyError for an unknown worker or model."""
+        worker = self.workers[key.worker]
+        model = worker.models[key.model]
+        worker.dormant = False
+        self._ids += 1
+        ticket = Ticket(self._ids, key, now + ADMISSION_WAIT_S)
+        self.tickets[ticket.id] = ticket
+        limits = self.limits
+        if model.layers > limits.executables or (limits.nbytes is not None and model.nbytes > limits.nbytes):
+            self._refuse(ticket, Refusal.NEVER_FITS)
+        else:
+            self._pump()
+        return ticket.id
+
+    def release(self, ticket: int) -> None:
+        """End a lease, or withdraw a request that still waits. An admission that runs goes on. Idempotent."""
+        found = self.tickets.pop(ticket, None)
+        if found is None:
+            return
+        if found.slot is not None and found.slot in self.slots:
+            slot = self.slots[found.slot]
+            slot.leases -= 1
+            self._touch(slot)
+            self._drained(slot.key.worker)
+        self._pump()
+
+    def compiling(self, ticket: int) -> bool:
+        """True while the ticket waits for an admission of its own function (``shape_compiling``)."""
+        found = self.tickets.get(ticket)
+        slot = self._slot(found.key) if found is not None else None
+        return slot is not None and slot.state is State.ADMITTING
+
+    # --- replies -----------------------------------------------------------------------------------------------------
+
+    def admitted(self, slot: int, generation: int) -> None:
+        """ADMITTED came."""
+        found = self._current(slot, generation, State.ADMITTING)
+        if found is None:
+            return
+        found.state, found.in_flight = State.RESIDENT, False
+        self._touch(found)
+        self._drained(found.key.worker)
+        self._pump()
+
+    def admit_failed(self, slot: int, generation: int, now: float, *, exhausted: bool) -> None:
+        """ERR came instead of ADMITTED, or the exchange broke (*exhausted* False).
+
+        ``ane_resources_exhausted``: evict one unleased function of any worker and retry once; without a victim drop the
+        reservation, since the worker holds nothing; a second time, or any other failure, recovers the worker.
+        """
+        found = self._current(slot, generation, State.ADMITTING)
+        if found is None:
+            return
+        found.in_flight = False
+        if exhausted and self.workers[found.key.worker].recovering:
+            self._drop(found)  # refused by a worker that is about to restart: those who wait go on waiting
+        elif exhausted and not found.retried:
+            victim = self._victim(None)
+            if victim is not None:
+                found.retried, found.waits_for = True, victim.id
+                self._evict(victim)
+            else:
+                self._refuse_waiters(found, Refusal.EXHAUSTED)
+                self._drop(found)
+        else:
+            found.state = State.FAILED
+            self._refuse_waiters(found, Refusal.EXHAUSTED if exhausted else Refusal.FAILED)
+            self._recover(found.key.worker, now)
+        self._drained(found.key.worker)
+        self._pump()
+
+    def evicted(self, slot: int, generation: int) -> None:
+        """EVICTED came: the charge is refunded."""
+        found = self._current(slot, generation, State.EVICTING)
+        if found is None:
+            return
+        self._drop(found)
+        for waiting in self._waiting_for(found.id):
+            waiting.waits_for = None
+            if self.workers[waiting.key.worker].recovering:
+                self._drop(waiting)
+            else:
+                waiting.in_flight = True
+                self._actions.append(Admit(waiting.id, waiting.key, waiting.generation))
+        self._drained(found.key.worker)
+        self._pump()
+
+    def evict_failed(self, slot: int, generation: int, now: float) -> None:
+        """The eviction was refused or broke: nothing is refunded, the worker is recovered."""
+        found = self._current(slot, generation, State.EVICTING)
+        if found is None:
+            return
+        found.state, found.in_flight = State.FAILED, False
+        for waiting in self._waiting_for(found.id):
+            # Nothing of it is on the wire; waiting for a recovery that waits for it would never end.
+            self._refuse_waiters(waiting, Refusal.EXHAUSTED)
+            self._drop(waiting)
+        self._recover(found.key.worker, now)
+        self._pump()
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    def fault(self, worker: str, generation: int, now: float) -> None:
+        """A channel broke. One fault restarts once: stale generations and faults during recovery do nothing."""
+        found = self.workers.get(worker)
+        if found is None or found.generation != generation:
+            return
+        for slot in self._of(worker):
+            if slot.in_flight:
+                slot.state, slot.in_flight = State.FAILED, False
+                for waiting in self._waiting_for(slot.id):
+                    self._refuse_waiters(waiting, Refusal.EXHAUSTED)
+                    self._drop(waiting)
+        self._recover(worker, now)
+        self._pump()
+
+    def exited(self, worker: str, generation: int) -> None:
+        """The process is confirmed gone: its functions are refunded. A Revive follows when its LOADs fit."""
+        found = self.workers.get(worker)
+        if found is None or found.generation != generation:
+            return
+        for slot in list(self._of(worker)):
+            for waiting in self._waiting_for(slot.id):
+                waiting.waits_for = None
+                waiting.in_flight = not self.workers[waiting.key.worker].recovering
+                if waiting.in_flight:
+                    self._actions.append(Admit(waiting.id, waiting.key, waiting.generation))
+            self._drop(slot)
+        for ticket in self.tickets.values():
+            if ticket.key.worker == worker:
+                ticket.slot = None if ticket.slot is None else -1  # a lease on nothing: released by its holder
+        if found.closed:
+            del self.workers[worker]
+        else:
+            found.recovering = found.restarting = found.down = True
+        self._pump()
+
+    def restored(self, worker: str, generation: int) -> None:
+        """The replacement is up and its models are loaded: *generation* is the new one."""
+        found = self.workers[worker]
+        assert found.reviving and generation > found.generation, "restored without a Revive"
+        found.generation = generation
+        found.recovering = found.restarting = found.down = found.reviving = False
+        for slot in self._of(worker):
+            slot.generation, slot.state = generation, State.RESIDENT
+            self._touch(slot)
+        if found.closed:
+            self._restart(worker, forced=False)
+        self._pump()
+
+    def revive_failed(self, worker: str, generation: int) -> None:
+        """The worker didn't come up and no process is left: its reservations go, its waiters are refused.
+
+        The next :meth:`request` on it tries again.
+        """
+        found = self.workers.get(worker)
+        if found is None or found.generation != generation or not found.reviving:
+            return
+        found.reviving = False
+        for slot in list(self._of(worker)):
+            self._drop(slot)
+        for ticket in [t for t in self.tickets.values() if t.key.worker == worker and t.slot is None]:
+            self._refuse(ticket, Refusal.FAILED)
+        if found.closed:
+            del self.workers[worker]
+        else:
+            found.dormant = True
+        self._pump()
+
+    def unconfirmed(self, worker: str, generation: int) -> None:
+        """The exit could not be confirmed in time: everything stays charged, the lane stays shut."""
+        found = self.workers.get(worker)
+        if found is not None and found.generation == generation:
+            found.recovering = found.closed = True
+            self._pump()
+
+    def retire(self, worker: str, now: float) -> None:
+        """No new leases on *worker*, ever; its exit refunds what it holds. One without a process is gone at once."""
+        found = self.workers[worker]
+        found.closed = True
+        if found.down and not found.reviving:
+            for slot in list(self._of(worker)):
+                self._drop(slot)
+            del self.workers[worker]
+        else:
+            self._recover(worker, now)
+        self._pump()
+
+    def begin_unload(self, worker: str, model: str) -> bool:
+        """Stop new leases on a model; False (``model_in_use``) while leases, waiters or exchanges of it exist."""
+        owner = self.workers[worker]
+        busy = owner.reviving or (owner.recovering and not owner.down)
+        busy = busy or any(ticket.key[:2] == (worker, model) for ticket in self.tickets.values())
+        busy = busy or any(slot.in_flight for slot in self.slots.values() if slot.key[:2] == (worker, model))
+        if not busy:
+            self.workers[worker].models[model].closing = True
+        return not busy
+
+    def unloaded(self, worker: str, model: str) -> None:
+        """UNLOADED came: everything of the model is released."""
+        for slot in [slot for slot in self.slots.values() if slot.key[:2] == (worker, model)]:
+            self._drop(slot)
+        del self.workers[worker].models[model]
+        self._pump()
+
+    def expire(self, now: float) -> None:
+        """Refuse what waited too long, and force recoveries that leases delay too long."""
+        for ticket in [t for t in self.tickets.values() if t.slot is None and now >= t.expires]:
+            self._refuse(ticket, Refusal.EXHAUSTED)
+        for name, worker in self.workers.items():
+            if worker.recovering and not worker.restarting and now >= worker.drain_until:
+                self._restart(name, forced=True)
+        self._pump()
+
+    def next_expiry(self) -> float | None:
+        """Return when :meth:`expire` has something to do, None for never."""
+        times = [ticket.expires for ticket in self.tickets.values() if ticket.slot is None]
+        times += [w.drain_until for w in self.workers.values() if w.recovering and not w.restarting]
+        return min(times, default=None)
+
+    # --- views -------------------------------------------------------------------------------------------------------
+
+    def take(self) -> list[Action]:
+        """Return and forget the actions that became due, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def charged(self) -> tuple[int, int, int]:
+        """Return (slots, executables, bytes) charged now."""
+        slots = self.slots.values()
+        return len(slots), sum(slot.layers for slot in slots), sum(slot.nbytes for slot in slots)
+
+    def resident(self, worker: str) -> set[Key]:
+        """Return what is resident in *worker*."""
+        return {slot.key for slot in self._of(worker) if slot.state is State.RESIDENT}
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Serve tickets in arrival order, as far as budget and leases allow.
+
+        Only the first ticket that needs budget may reserve or evict (strict FIFO). A ticket whose function is resident
+        leases at once, one whose function is being admitted joins; but while that first ticket waits for somebody's
+        lease to end, those behind it wait too: short leases that follow each other could starve it for ever.
+        """
+        blocked, starved = self._revive()
+        for ticket in [t for t in self.tickets.values() if t.slot is None]:
+            worker = self.workers.get(ticket.key.worker)
+            model = worker.models.get(ticket.key.model) if worker is not None else None
+            if worker is None or worker.closed or model is None or model.closing:
+                self._refuse(ticket, Refusal.CLOSED)
+                continue
+            if worker.recovering:
+                continue
+            slot = self._slot(ticket.key)
+            if slot is not None and slot.state is State.RESIDENT:
+                if not starved:
+                    self._grant(ticket, slot)
+            elif blocked or (slot is not None and slot.state is State.ADMITTING):
+                continue
+            elif slot is not None:
+                blocked = True  # leaving: its place comes back with EVICTED
+            elif self._fits(ticket.key):
+                self._actions.append(Admit((made := self._reserve(ticket.key)).id, made.key, made.generation))
+            else:
+                blocked = True
+                starved = not self._make_room(ticket.key)
+
+    def _revive(self) -> tuple[bool, bool]:
+        """Charge the smallest rungs of workers that are down and start them: they go before every ticket.
+
+        Return (one waits for room, and it waits for somebody's lease).
+        """
+        for name, worker in self.workers.items():
+            if not worker.down or worker.reviving or worker.closed or worker.dormant:
+                continue
+            for ref, model in worker.models.items():
+                key = Key(name, ref, "shape", model.smallest)
+                if key in self._by_key:
+                    continue
+                if not self._fits(key):
+                    return True, not self._make_room(key)
+                slot = self._reserve(key)
+                slot.state, slot.in_flight = State.ADMITTING, False
+            worker.reviving = True
+            self._actions.append(Revive(name, worker.generation))
+        return False, False
+
+    def _make_room(self, key: Key) -> bool:
+        """Evict until what leaves suffices for *key*; False when only somebody's lease stands in the way."""
+        while not self._fits(key, leaving=True):
+            victim = self._victim(key)
+            if victim is None:
+                return not any(self._eligible(slot, key) for slot in self.slots.values() if slot.leases)
+            self._evict(victim)
+        return True
+
+    def _fits(self, key: Key, *, leaving: bool = False) -> bool:
+        """Whether *key* fits the budget; *leaving*: as if everything on its way out were gone."""
+        kept = [slot for slot in self.slots.values() if not (leaving and slot.state is State.EVICTING)]
+        model = self.workers[key.worker].models[key.model]
+        limits = self.limits
+        return (
+            len(kept) < limits.total
+            and sum(slot.key[:2] == key[:2] for slot in kept) < limits.per_model
+            and sum(slot.layers for slot in kept) + model.layers <= limits.executables
+            and (limits.nbytes is None or sum(slot.nbytes for slot in kept) + model.nbytes <= limits.nbytes)
+        )
+
+    def _eligible(self, slot: Slot, key: Key | None) -> bool:
+        if slot.state is not State.RESIDENT or self.workers[slot.key.worker].recovering:
+            return False
+        if key is None:
+            return True
+        # At its own cap a model makes room itself.
+        own = [one for one in self.slots.values() if one.key[:2] == key[:2] and one.state is not State.EVICTING]
+        return len(own) < self.limits.per_model or slot.key[:2] == key[:2]
+
+    def _victim(self, key: Key | None) -> Slot | None:
+        """The least recently used unleased function; a model's smallest rung only when nothing else will do."""
+
+        def order(slot: Slot) -> tuple[bool, int]:
+            model = self.workers[slot.key.worker].models[slot.key.model]
+            return slot.key.kind == "shape" and slot.key.tokens == model.smallest, slot.last_used
+
+        free = [slot for slot in self.slots.values() if not slot.leases and self._eligible(slot, key)]
+        return min(free, key=order, default=None)
+
+    def _reserve(self, key: Key) -> Slot:
+        model = self.workers[key.worker].models[key.model]
+        self._ids += 1
+        slot = Slot(self._ids, key, self.workers[key.worker].generation, model.layers, model.nbytes)
+        self.slots[slot.id] = slot
+        self._by_key[key] = slot.id
+        return slot
+
+    def _drop(self, slot: Slot) -> None:
+        del self.slots[slot.id]
+        del self._by_key[slot.key]
+
+    def _evict(self, slot: Slot) -> None:
+        slot.state, slot.in_flight = State.EVICTING, True
+        self._actions.append(Evict(slot.id, slot.key, slot.generation))
+
+    def _grant(self, ticket: Ticket, slot: Slot) -> None:
+        ticket.slot = slot.id
+        slot.leases += 1
+        self._touch(slot)
+        self._actions.append(Granted(ticket.id))
+
+    def _refuse(self, ticket: Ticket, why: Refusal, slot: int | None = None) -> None:
+        del self.tickets[ticket.id]
+        self._actions.append(Refused(ticket.id, why, slot))
+
+    def _refuse_waiters(self, slot: Slot, why: Refusal) -> None:
+        for ticket in [t for t in self.tickets.values() if t.slot is None and t.key == slot.key]:
+            self._refuse(ticket, why, slot.id)
+
+    def _recover(self, worker: str, now: float) -> None:
+        found = self.workers[worker]
+        if not found.recovering:
+            found.recovering = True
+            found.drain_until = now + DRAIN_S
+        self._drained(worker)
+
+    def _drained(self, worker: str) -> None:
+        """Restart a recovering worker once nothing of it is leased or on the wire."""
+        found = self.workers[worker]
+        busy = any(slot.leases or slot.in_flight for slot in self._of(worker))
+        if found.recovering and not found.restarting and not busy:
+            self._restart(worker, forced=False)
+
+    def _restart(self, worker: str, *, forced: bool) -> None:
+        found = self.workers[worker]
+        found.restarting = True
+        self._actions.append(Restart(worker, found.generation, forced))
+
+    def _current(self, slot: int, generation: int, state: State) -> Slot | None:
+        """The slot a reply is about; None for a reply of another generation, or one that comes too late."""
+        found = self.slots.get(slot)
+        current = found is not None and found.generation == generation and found.state is state and found.in_flight
+        return found if current else None
+
+    def _touch(self, slot: Slot) -> None:
+        self._tick += 1
+        slot.last_used = self._tick
+
+    def _slot(self, key: Key) -> Slot | None:
+        found = self._by_key.get(key)
+        return self.slots[found] if found is not None else None
+
+    def _of(self, worker: str) -> Iterator[Slot]:
+        return (slot for slot in list(self.slots.values()) if slot.key.worker == worker)
+
+    def _waiting_for(self, victim: int) -> list[Slot]:
+        return [slot for slot in self.slots.values() if slot.waits_for == victim]

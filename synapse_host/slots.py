@@ -1,0 +1,162 @@
+"""The nouns of residency: keys, slots, workers, tickets, and the actions that come out (see
+``synapse_host.residency``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, NamedTuple, TypeAlias
+
+
+class Key(NamedTuple):
+    """One function of one model in one worker; identical models in two workers have two keys."""
+
+    worker: str
+    model: str
+    kind: Literal["shape", "packed"]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budgets over all workers. The executable limit was measured to fail at 115 to 118 system-wide (ane.md 4)."""
+
+    per_model: int = 4
+    total: int = 8
+    executables: int = 100
+    nbytes: int | None = None
+
+
+class State(Enum):
+    """Where a slot stands; it is charged in every one of these."""
+
+    ADMITTING = "admitting"
+    RESIDENT = "resident"
+    EVICTING = "evicting"
+    FAILED = "failed"
+
+
+class Refusal(Enum):
+    """Why a request was refused."""
+
+    EXHAUSTED = "exhausted"
+    """Transient: no budget in time, or the device is full."""
+    NEVER_FITS = "never fits"
+    FAILED = "failed"
+    """The admission failed; the shell knows the error."""
+    CLOSED = "closed"
+    """The worker is gone for good, or the model is being unloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Send ANE_ADMIT_*, in a task of its own, and report with ``admitted`` or ``admit_failed``."""
+
+    slot: int
+    key: Key
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Send ANE_EVICT_* and report with ``evicted`` or ``evict_failed``."""
+
+    slot: int
+    key: Key
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The ticket holds a lease now, until ``release``."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The ticket is gone."""
+
+    ticket: int
+    why: Refusal
+    slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Kill and confirm the exit (``exited``, or ``unconfirmed``); ``forced``: leases are still out."""
+
+    worker: str
+    generation: int
+    forced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Revive:
+    """Start the worker and LOAD its models, whose smallest rungs are charged already; report with ``restored``."""
+
+    worker: str
+    generation: int
+
+
+Action: TypeAlias = Admit | Evict | Granted | Refused | Restart | Revive
+
+
+@dataclass(slots=True)
+class Slot:
+    """A charged place."""
+
+    id: int
+    key: Key
+    generation: int
+    layers: int
+    nbytes: int
+    state: State = State.ADMITTING
+    in_flight: bool = True
+    """An exchange about this slot is on the wire."""
+    leases: int = 0
+    last_used: int = 0
+    retried: bool = False
+    waits_for: int | None = None
+    """The victim whose eviction this admission waits for, after the worker said that it is out of resources."""
+
+
+@dataclass(slots=True)
+class Model:
+    """What a function of a model costs."""
+
+    layers: int
+    nbytes: int
+    smallest: int
+    closing: bool = False
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker process."""
+
+    generation: int
+    models: dict[str, Model] = field(default_factory=dict)
+    recovering: bool = True
+    """No new leases and no evictions: it is draining, down or coming up."""
+    restarting: bool = True
+    """Its Restart was issued, or it is down."""
+    down: bool = True
+    """No process: the last exit is confirmed, or it never ran."""
+    reviving: bool = False
+    """Its Revive was issued."""
+    dormant: bool = False
+    """It failed to come up; the next request tries again."""
+    drain_until: float = 0.0
+    closed: bool = False
+    """No new leases, ever."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A request that waits, or holds its one lease."""
+
+    id: int
+    key: Key
+    expires: float
+    slot: int | None = None
