@@ -16,16 +16,19 @@ import pytest
 from engines.bundle import manifest, safetensors
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import Bundle
+from engines.cuda import binding, settings
 from engines.cuda import engine as engine_module
-from engines.cuda import settings
+from engines.cuda.devices import CudaDevice
 from engines.cuda.engine import CudaEngine, kernel_revision, runtime_version
+from engines.cuda.graph import Graph
 from engines.cuda.model import OwnedModel
 from engines.cuda.revision import source_revision
 from engines.protocol.errors import EngineError, ErrorCode
-from engines.protocol.messages import EmbedBatch, Load, RerankSequences
+from engines.protocol.messages import EmbedBatch, Load, Phase, RerankSequences
 from engines.runtime.engine import Probe, WorkerOptions
-from engines.runtime.progress import silent
-from tests.cuda.conftest import Bundles
+from engines.runtime.progress import ProgressReporter, silent
+from tests.cuda.conftest import Bundles, batch_of, case, cosines
+from tests.cuda.host_cuda import HostCuda
 from tests.support.owned_bundle import load_request
 
 REFUSED = Probe("refused", "cuda_no_driver", {}, None)
@@ -244,3 +247,56 @@ def test_cores_respect_the_quota(tmp_path: Path) -> None:
     for text, expected in (("max 100000", cores), ("100000 100000", 1), ("50000 100000", 1), ("150000 100000", 1)):
         file.write_text(text)
         assert settings.usable_cores(file) == expected
+
+
+# --- the CUDA lane's assembly, over host memory and the CPU provider --------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert-mean", "bert-rerank", "modernbert-mean"])
+@pytest.mark.parametrize("graphs", ["1", "0"])
+def test_cuda_assembly(
+    name: str, graphs: str, bundles: Bundles, goldens: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What LOAD builds for the GPU, warms and records: only the stream, the memory and the provider are replaced."""
+    asked: list[dict[str, str]] = []
+    original = binding.session
+
+    def session(graph: Graph, *, threads: int, cuda: dict[str, str] | None = None) -> Any:
+        assert cuda is not None
+        asked.append(cuda)
+        return original(graph, threads=threads)
+
+    host = HostCuda()
+    host.memory_info = lambda: (3 << 30, 4 << 30)  # type: ignore[attr-defined]
+    monkeypatch.setattr(binding, "session", session)
+    monkeypatch.setattr(binding, "Cuda", lambda index: host)
+    monkeypatch.setenv(engine_module.PRECISION_VARIABLE, "f32")
+    engine = engine_for(bundles(name), "cuda:0")
+    monkeypatch.setattr(engine, "probe_floor", lambda: Probe("ok", "ok", {}, None))
+    request = load_request(
+        bundles(name), attention="fused", cuda_graphs=graphs, gpu_mem_limit_mb="100", call_tokens="512"
+    )
+    frames: list[int] = []
+    ticks = iter(range(100_000))
+    progress = ProgressReporter(
+        lambda completed, phase: frames.append(completed), phase=Phase.SETUP, clock=lambda: float(next(ticks))
+    )
+    model = engine.load(request, progress=progress)
+    assert isinstance(model, OwnedModel) and isinstance(model.device, CudaDevice)
+    windowed = name.startswith("modernbert")
+    assert len(asked) == (2 if windowed else 1)
+    for options in asked:
+        assert options["user_compute_stream"] == "0" and options["device_id"] == "0" and options["use_tf32"] == "0"
+        assert options["gpu_mem_limit"] == str(100 * 2**20)
+        assert options["enable_cuda_graph"] == graphs and options["arena_extend_strategy"] == "kSameAsRequested"
+    assert model.buckets == model.policy.ladder and model.buckets[-1] == (256 if windowed else 64)
+    recorded = len(model.device._recorded)
+    assert recorded == (0 if graphs == "0" else 4 * len({16, 32, 64, 128} & set(model.buckets)))
+    assert len(frames) > len(model.buckets) + recorded
+    output = model.forward(batch_of(case(name).rows()), silent())
+    if case(name).task == "rerank":
+        assert np.abs(output[:, 0] - goldens[name]).max() <= 1e-4
+    else:
+        assert cosines(output, goldens[name]).min() >= 0.99999
+    model.close()
+    assert not host.live and host.events == 0
