@@ -130,7 +130,7 @@ class WorkerProcess:
             return True
         if sys.platform != "win32":
             # Only a descendant can be in our child's session, even when its parent has gone.
-            with suppress(OSError):
+            with suppress(OSError, OverflowError):
                 if os.getsid(pid) == self.pid:
                     return True
         return self.pid in _ancestors(pid)

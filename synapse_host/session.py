@@ -220,8 +220,8 @@ class Session:
         except OSError as exc:
             if exc.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):
                 raise BackendMissing(
-                    f"lane {spec.lane_id}: the worker program {spec.command[0]} can't be started: "
-                    f"{exc.strerror or exc}; install it or correct the matrix",
+                    f"lane {spec.lane_id}: the worker program {spec.command[0]} can't be started: {exc}; install it or "
+                    "correct the matrix",
                     details={"lane_id": spec.lane_id, "command": list(spec.command)},
                 ) from exc
             raise
@@ -389,8 +389,15 @@ class Session:
         self._burial = self._loop.create_task(self._die(cause, message))
 
     async def _die(self, cause: Cause, message: str) -> None:
+        exchange = self.open
+        timer = None
+        if exchange is not None and exchange.deadline is not None:
+            # A burial may take seconds; the caller's deadline holds all the same.
+            timer = self._loop.call_at(exchange.deadline, self._sink.overdue, exchange)
         death = await self._bury(cause, message)
-        exchange, self.open = self.open, None
+        if timer is not None:
+            timer.cancel()
+        self.open = None
         self._sink.died(self, death, exchange)
 
     async def _bury(self, cause: Cause, message: str) -> Death:
@@ -461,6 +468,11 @@ class Session:
         """Wait until an unplanned death is complete and charged, at most *timeout* seconds."""
         if self._burial is not None:
             await asyncio.wait({self._burial}, timeout=timeout)
+
+    @property
+    def buried_now(self) -> bool:
+        """True once an unplanned death is charged; the process may still be unconfirmed (``Death.reaped``)."""
+        return self._burial is not None and self._burial.done()
 
     def _shut(self) -> None:
         self.dead = True

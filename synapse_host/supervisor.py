@@ -81,7 +81,8 @@ class Supervisor:
         self._last_crash: EngineCrashed | None = None
         self._generation = 0
         self._revision: str | None = None
-        self._dims: int | None = None
+        self.loaded: Loaded | None = None
+        """The last LOADED of this lane, with its dims and buckets."""
         self._held = False
         self._turns: deque[asyncio.Future[None]] = deque()
         self._closing = False
@@ -127,8 +128,8 @@ class Supervisor:
             await self._ready(deadline, "load")
         finally:
             self._pass_turn()
-        assert self._dims is not None
-        return self._dims
+        assert self.loaded is not None
+        return self.loaded.dims
 
     async def unload(self) -> None:
         """Unload the model and clear quarantine and refusal; ModelInUse while requests run, wait or drain."""
@@ -138,7 +139,7 @@ class Supervisor:
                 details={"lane_id": self.spec.lane_id, "model": self.spec.model, "waiting": len(self._turns)},
             )
         if self._held:
-            await self._wait_turn(None, "unload")
+            await self._wait_turn(None, "unload", probing=True)
         else:
             self._held = True
         self._refusal = None
@@ -301,7 +302,7 @@ class Supervisor:
             self._pass_turn()
 
     def _admit(self, *, probing: bool = False) -> None:
-        """Raise what a closed, refused or quarantined lane answers; a probe asks only whether it is closed."""
+        """Raise what a closed, refused or quarantined lane answers; a probe or unload asks only if it is closed."""
         if self._closing:
             raise self._stopping()
         if probing:
@@ -358,6 +359,8 @@ class Supervisor:
             if session is not None and session.dead:
                 # Never a new worker before the old one is reaped, and its strike may have shut the lane.
                 await session.buried(timeout)
+                if session.buried_now and self._session is session:
+                    self._session = None
                 self._admit(probing=probing)
                 continue
             task = self._starting
@@ -384,6 +387,7 @@ class Supervisor:
         if session.dead:
             # It died between its ACK and now; that is charged by its burial.
             await session.buried()
+            self._session = None
             assert self._last_crash is not None
             raise self._last_crash
         spec = self.spec
@@ -405,7 +409,7 @@ class Supervisor:
             raise
         assert isinstance(reply, Loaded)
         session.model_ref = reply.model_ref
-        self._dims = reply.dims
+        self.loaded = reply
         return session
 
     async def _spawn(self) -> Session:

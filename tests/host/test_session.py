@@ -173,6 +173,7 @@ NONSENSE = {
     "wrong nonce": [{"hello": {"nonce": "0" * 16}}],
     "wrong pid": [{"hello": {"pid": 1}}],
     "the parent's pid": [{"hello": {"pid": os.getpid()}}],
+    "a pid beyond every pid": [{"hello": {"pid": 2**32 - 1}}],
     "v as text": [{"hello": {"v": "3"}}],
     "v as float": [{"hello": {"v": 3.0}}, {"text": ""}],
     "v as bool": [{"hello": {"v": True}}],

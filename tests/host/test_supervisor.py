@@ -1072,6 +1072,23 @@ def test_no_replacement_before_the_old_process_is_reaped(lanes, tmp_path, monkey
     lanes(scenario)
 
 
+def test_a_deadline_holds_while_a_worker_is_being_buried(lanes, monkeypatch):
+    async def scenario(make):
+        lane = make(poison({"sleep": 600}) | {"ignore": ["EOF"]}, config=SHORT, own_worker=False)
+        await lane.load()
+        pid = lane.health()["worker_pid"]
+        with monkeypatch.context() as patch:
+            patch.setattr(process_module, "REAP_LIMIT", 600)
+            patch.setattr(WorkerProcess, "kill", lambda self: None)
+            # The window ends first; then nothing moves until the deadline.
+            with pytest.raises(DeadlineExceeded):
+                await serve(lane, POISON, deadline=soon(0.8))
+        os.kill(pid, signal.SIGKILL)
+        await serve(lane)
+
+    lanes(scenario)
+
+
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
