@@ -33,9 +33,13 @@ def check_lengths(lengths: Sequence[int], *, max_tokens: int, model: str, noun: 
 
 def too_long(index: int, tokens: int, max_tokens: int, *, model: str, noun: str = "text") -> SequenceTooLong:
     """Return the error that names the row, its length and the way out."""
+    if noun == "prompt":
+        what, hint = "the prompt", "Shorten it"
+    else:
+        what = f"{noun} {index}"
+        hint = "Shorten it or pass --truncate (truncated texts are listed in the result)."
     return SequenceTooLong(
-        f"{noun} {index} has {tokens} tokens, {model} takes {max_tokens}. "
-        "Shorten it or pass --truncate (truncated texts are listed in the result).",
+        f"{what} has {tokens} tokens, {model} takes {max_tokens}. {hint}",
         details={"index": index, "tokens": tokens, "max_tokens": max_tokens},
     )
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 MAX_TEXT_BYTES: Final = 16 * 1024 * 1024
 """A text beyond this is refused before it is tokenised: no model takes a thousandth of it."""
 
+_ALONE: Final = ("query", "prompt")
+"""What a request has one of, so that an index would only confuse."""
+
 # Source: the model card of Qwen3-Reranker, "Transformers Usage".
 _JUDGE_PREFIX: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -76,7 +79,7 @@ class TextTokenizer:
         self._instructed = manifest.task == "rerank" and manifest.family == "qwen3"
         self.pair = _pair_frame(self._plain, special) if manifest.task == "rerank" else Frame()
 
-    def rows(self, texts: Sequence[str], *, truncate: bool = False, offset: int = 0) -> Rows:
+    def rows(self, texts: Sequence[str], *, truncate: bool = False, offset: int = 0, noun: str = "text") -> Rows:
         """Return the texts' rows with their special tokens.
 
         Raises InvalidRequest {index} for an empty text and SequenceTooLong {index, tokens, max_tokens}; *offset* is the
@@ -85,10 +88,10 @@ class TextTokenizer:
         room = self.max_tokens - len(self.single)
         rows: list[Sequence[int]] = []
         truncated: list[int] = []
-        for index, ids in enumerate(self._encode(texts, "text", offset), offset):
+        for index, ids in enumerate(self._encode(texts, noun, offset), offset):
             if len(ids) > room:
                 if not truncate:
-                    raise too_long(index, len(ids) + len(self.single), self.max_tokens, model=self.model)
+                    raise too_long(index, len(ids) + len(self.single), self.max_tokens, model=self.model, noun=noun)
                 truncated.append(index)
                 ids = ids[:room]
             rows.append((*self.single.prefix, *ids, *self.single.suffix) if len(self.single) else ids)
@@ -152,7 +155,7 @@ class TextTokenizer:
 
     def prompt(self, text: str) -> Rows:
         """Return a prompt's row for generation."""
-        return self.rows([text])
+        return self.rows([text], noun="prompt")
 
     def template(self, text: str) -> list[int]:
         """Return the ids of text that a chat template wrote: here ``<|im_start|>`` means the special token."""
@@ -174,7 +177,7 @@ class TextTokenizer:
 
     def _encode(self, texts: Sequence[str], noun: str, offset: int) -> list[list[int]]:
         for index, text in enumerate(texts, offset):
-            name = noun if noun == "query" else f"{noun} {index}"
+            name = noun if noun in _ALONE else f"{noun} {index}"
             if not isinstance(text, str):
                 raise InvalidRequest(f"{name} is {type(text).__name__}, not text", details={"index": index})
             if not text.strip():
@@ -191,7 +194,7 @@ class TextTokenizer:
         encoded: list[list[int]] = [item.ids for item in encode(list(texts), add_special_tokens=False)]
         for index, ids in enumerate(encoded, offset):
             if not ids:
-                name = noun if noun == "query" else f"{noun} {index}"
+                name = noun if noun in _ALONE else f"{noun} {index}"
                 raise InvalidRequest(f"{name} has no tokens: the tokenizer drops all of it", details={"index": index})
         return encoded
 

@@ -142,7 +142,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
 
 
 def _configure_logging() -> None:
-    """Logs go to stderr. What a command has to say it says itself, so logs show only where SYNAPSE_LOG asks (info, warning, …)."""
+    """Logs go to stderr. A command says itself what it has to say: logs show only where SYNAPSE_LOG asks (info …)."""
     import logging
 
     level = logging.getLevelName(os.environ.get("SYNAPSE_LOG", "critical").upper())

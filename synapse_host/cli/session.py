@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -51,10 +53,22 @@ def run_host(
     async def body() -> T:
         from synapse_host.host import Host
 
+        _stop_on_sigterm()
         async with Host.open(matrix, paths, config_of(args)) as host:
             return await work(host)
 
-    return asyncio.run(body())
+    try:
+        return asyncio.run(body())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+def _stop_on_sigterm() -> None:
+    """Let SIGTERM end a command as Ctrl-C does: workers stopped, private runtime directory removed."""
+    task = asyncio.current_task()
+    assert task is not None
+    with contextlib.suppress(NotImplementedError, RuntimeError):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def model_name(source: str) -> str:

@@ -161,7 +161,8 @@ def test_two_commands_at_once_both_work(cli: Command) -> None:
     cli.check_clean(mark)
 
 
-def test_an_interrupt_ends_with_130_and_no_orphan(cli: Command) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_with_130_and_no_orphan(cli: Command, number: signal.Signals) -> None:
     started = cli.root / "started"
     cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"sleep": 60}]}]})
     environment, mark = cli.env()
@@ -172,7 +173,7 @@ def test_an_interrupt_ends_with_130_and_no_orphan(cli: Command) -> None:
     deadline = time.monotonic() + 60
     while not started.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err == "synapse: interrupted\n"
