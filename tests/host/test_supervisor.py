@@ -9,11 +9,13 @@ import signal
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engines.protocol.errors import ErrorCode
 from engines.protocol.messages import Generate, Rerank, RerankSequences, Segment
 from synapse_host import process as process_module
+from synapse_host import supervisor as supervisor_module
 from synapse_host.config import Windows
 from synapse_host.errors import (
     WORKER_ERRORS,
@@ -1201,3 +1203,15 @@ def test_closing_during_a_death(lanes, tmp_path):
         assert (await dying).code == "engine_crashed"
 
     lanes(scenario)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 4097, 100_000])
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), float("-inf")])
+def test_any_value_that_is_not_finite_is_seen_wherever_it_stands(size, bad):
+    values = np.full(size, 3e38, np.float32)
+    for index in {0, size // 2, size - 1} & set(range(size)):
+        probe = values.copy()
+        if bad is not None:
+            probe[index] = bad
+        array, finite = supervisor_module._floats(memoryview(bytearray(probe.tobytes())))
+        assert finite is (bad is None) and len(array) == size and array.flags.writeable
