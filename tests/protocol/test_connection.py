@@ -371,6 +371,14 @@ def test_the_message_names_the_state_and_keeps_the_cause() -> None:
     assert caught.value.__cause__ is not None
 
 
+def test_a_fault_does_not_quote_a_whole_frame() -> None:
+    host = ready(Role.HOST)
+    host.send(m.Ping(req_id="p"))
+    with pytest.raises(RemoteProtocolError) as caught:
+        host.receive(framed(b'{"type":"ERR","code":"' + b"x" * 50_000 + b'","msg":""}'))
+    assert len(str(caught.value)) < 300
+
+
 def test_a_torn_frame_and_an_orderly_end() -> None:
     for data, torn in ((b"", False), (b"\1", True), (framed(b"{}")[:5], True)):
         host = ready(Role.HOST)
