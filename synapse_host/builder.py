@@ -30,6 +30,7 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 FORMATS: Final = ("gguf", "safetensors-package", "coreml")
 TOKENIZER: Final = "tokenizer.json"
+FIXTURES: Final = "fixtures.npz"
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -109,14 +110,15 @@ def build(
     model_id: str,
     task: str | None = None,
     overrides: Mapping[str, Any] | None = None,
-    extra_files: Mapping[str, Path] | None = None,
+    fixtures: Path | None = None,
+    reference: bool = False,
     progress: Progress = silent,
 ) -> Bundle:
     """Build a bundle folder from a checkpoint folder and return it.
 
     ``dtypes``: format -> the dtypes to write, in order of preference. ``overrides``: manifest fields that the
-    checkpoint doesn't say (license, source, max_tokens, score). ``extra_files``: manifest key (``fixtures``) -> a file
-    to take along. Raises BundleInvalid or InvalidRequest; *out* is untouched then.
+    checkpoint doesn't say (license, source, max_tokens, score). ``fixtures``: reference fixtures to take along;
+    ``reference``: compute them (extra ``reference``). Raises BundleInvalid or InvalidRequest; *out* is untouched then.
     """
     unknown = [name for name in formats if name not in FORMATS]
     if unknown or not formats:
@@ -132,8 +134,8 @@ def build(
                     options = ["--pooling", pooling] if pooling and name == "gguf" else []
                     artifacts.append(_artifact(name, dtype, checkpoint, folder, model_id, options, progress))
             fields: dict[str, Any] = {
-                "tokenizer": _take(checkpoint_folder / TOKENIZER, folder / TOKENIZER),
-                **{key: _take(file, folder / file.name) for key, file in (extra_files or {}).items()},
+                "tokenizer": take(checkpoint_folder / TOKENIZER, folder / TOKENIZER),
+                "fixtures": _fixtures(checkpoint, known, folder, fixtures, reference, overrides or {}, progress),
                 **_described(checkpoint, known),
                 **(overrides or {}),
             }
@@ -169,7 +171,25 @@ def _described(checkpoint: Checkpoint, known: facts.Facts) -> dict[str, Any]:
     }
 
 
-def _take(source: Path, target: Path) -> FileRef | None:
+def _fixtures(
+    checkpoint: Checkpoint,
+    known: facts.Facts,
+    folder: Path,
+    given: Path | None,
+    reference: bool,
+    overrides: Mapping[str, Any],
+    progress: Progress,
+) -> FileRef | None:
+    target = folder / FIXTURES
+    if reference:
+        limit = str(overrides.get("max_tokens", known.max_tokens))
+        argv = ["engines.bundle.reference", str(checkpoint.folder), str(target), "--task", checkpoint.task]
+        run_tool([*argv, "--max-tokens", limit], stage="reference", progress=progress)
+        return FileRef(target.name, digest.PREFIX + digest.file_digest(target))
+    return take(given, target) if given is not None else None
+
+
+def take(source: Path, target: Path) -> FileRef | None:
     """Copy a file into the bundle and return its reference; None where the checkpoint has none."""
     if not source.exists():
         return None

@@ -21,13 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import UNSET
+
 from engines.bundle import archive, digest, manifest
 from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Manifest
 from synapse_host import builder
 from synapse_host.builder import Progress, silent
 from synapse_host.errors import BundleInvalid, SynapseError, UnknownModel
 
-RECIPE: Final = 1
+RECIPE: Final = 2
 """Raised when a recipe changes what it builds: an older bundle is then made anew."""
 
 
@@ -142,8 +144,17 @@ def unknown(name: str, folder: Path | None = None) -> UnknownModel:
     )
 
 
-def install(name: str, folder: Path | None = None, *, force: bool = False, progress: Progress = silent) -> Bundle:
+def install(
+    name: str,
+    folder: Path | None = None,
+    *,
+    force: bool = False,
+    keep: Path | None = None,
+    progress: Progress = silent,
+) -> Bundle:
     """Make a default bundle and return it; one that is there already is returned as it is, unless *force*.
+
+    ``keep``: a folder that doesn't exist yet; the plain checkpoint is left there too (the bundle is made anew for it).
 
     ``progress(stage, done, total)`` counts bytes: fetched, unpacked, converted. Raises UnknownModel where the package
     can't be fetched, BundleInvalid where something fetched or built is not what it should be.
@@ -156,17 +167,25 @@ def install(name: str, folder: Path | None = None, *, force: bool = False, progr
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f".{name}.lock", lambda: progress("waiting for another process", 0, 0)):
             path = root / name
-            if not force and not _outdated(name, path):
+            if not force and keep is None and not _outdated(name, path):
                 return manifest.read(path)
             _sweep(root, name)
             with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".fetching", dir=root) as scratch:
                 files = _fetch(recipe.package, Path(scratch), progress)
                 recipe.make(name, recipe, files, path, progress)
+                if keep is not None:
+                    shutil.copytree(files, keep)
             return manifest.read(path)
     except BundleError as exc:
         raise BundleInvalid(f"model {name}: {exc}", details={"model": name}) from exc
     except OSError as exc:
         raise BundleInvalid(f"model {name}: {exc.filename or root}: {exc.strerror or exc}") from exc
+
+
+def shipped_fixtures(name: str) -> Path | None:
+    """Return the reference fixtures that come with this distribution for a default model."""
+    path = Path(__file__).parent / "fixtures" / f"{name}.npz"
+    return path if path.exists() else None
 
 
 def _outdated(name: str, path: Path) -> bool:
@@ -333,16 +352,25 @@ def _bytes_below(folder: Path) -> int:
     return total
 
 
+def _formats() -> tuple[str, ...]:
+    """Return what default encoders are built as: Core ML only where it can run and its tools are installed."""
+    from importlib.util import find_spec
+
+    core_ml = sys.platform == "darwin" and find_spec("coremltools") is not None
+    return ("gguf", "safetensors-package", *(("coreml",) if core_ml else ()))
+
+
 def _make_embedder(name: str, recipe: Recipe, files: Path, out: Path, progress: Progress) -> None:
     builder.build(
         files,
         out,
-        formats=("gguf", "safetensors-package"),
+        formats=_formats(),
         # The placement takes bf16 only where the processor multiplies it itself, f16 elsewhere.
         dtypes={"gguf": ("f16", "bf16"), "safetensors-package": ("f32",)},
         model_id=name,
         task=recipe.task,
         overrides={"license": recipe.license, "source": recipe.source, **recipe.overrides},
+        fixtures=shipped_fixtures(name),
         progress=progress,
     )
 
@@ -353,11 +381,12 @@ def _make_reranker(name: str, recipe: Recipe, files: Path, out: Path, progress: 
     builder.build(
         files,
         out,
-        formats=("gguf", "safetensors-package"),
+        formats=_formats(),
         dtypes={"gguf": ("f16",), "safetensors-package": ("f32",)},
         model_id=name,
         task=recipe.task,
         overrides={"license": recipe.license, "source": recipe.source, **recipe.overrides},
+        fixtures=shipped_fixtures(name),
         progress=progress,
     )
 
@@ -375,6 +404,8 @@ def _make_generator(name: str, recipe: Recipe, files: Path, out: Path, progress:
         artifact = Artifact(
             "gguf", gguf.name, digest.PREFIX + recipe.package.files[_SMOLLM2_GGUF][1], "q4_1", bytes=gguf.stat().st_size
         )
+        shipped = shipped_fixtures(name)
+        fixtures = builder.take(shipped, folder / builder.FIXTURES) if shipped is not None else None
         built = Manifest(
             manifest_version=1,
             model_id=name,
@@ -384,6 +415,7 @@ def _make_generator(name: str, recipe: Recipe, files: Path, out: Path, progress:
             max_tokens=known["config"]["max_position_embeddings"],
             artifacts=[artifact],
             tokenizer=FileRef(builder.TOKENIZER, result["digest"]),
+            fixtures=UNSET if fixtures is None else fixtures,
             special_ids=known["special_ids"],
             config=known["config"],
             chat_template=known["chat_template"],

@@ -44,6 +44,9 @@ def configure(parser: Parser) -> None:
     parser.add_argument("--pooling", choices=("mean", "cls", "last"), help="where 1_Pooling/config.json is missing")
     parser.add_argument("--max-tokens", type=count, default=None, help="longest row served, at most the position table")
     parser.add_argument("--score", choices=("sigmoid", "identity"), help="what the host applies to rerank logits")
+    parser.add_argument(
+        "--fixtures", action="store_true", help="compute reference fixtures with transformers (extra 'reference')"
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle already")
     parser.examples(
         """
@@ -76,6 +79,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             model_id=args.name or _model_id(out),
             task=checkpoint.task,
             overrides=_overrides(args, checkpoint),
+            reference=args.fixtures,
             progress=bars,
         )
     console.document(

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid
+from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid, InvalidRequest
 
 if TYPE_CHECKING:
     import argparse
@@ -65,6 +65,9 @@ def configure(parser: Parser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "path", "verify", "install"), default="list")
     parser.add_argument("name", nargs="*", help="a bundle's name, or a folder; verify without a name checks all")
     parser.add_argument("--force", action="store_true", help="install: make it again although it is there")
+    parser.add_argument(
+        "--keep-checkpoint", type=Path, metavar="DIR", help="install: also leave the plain checkpoint in DIR, for build"
+    )
     parser.examples(
         """
         synapse models
@@ -150,9 +153,12 @@ def _install(args: argparse.Namespace, console: Console) -> int:
     from synapse_host import catalogue
 
     entries = []
+    keep = args.keep_checkpoint
+    if keep is not None and (len(args.name) != 1 or keep.exists()):
+        raise InvalidRequest("--keep-checkpoint takes one model and a folder that doesn't exist yet")
     for name in args.name:
         with StageBars(console, name) as bars:
-            bundle = catalogue.install(name, args.models_dir, force=args.force, progress=bars)
+            bundle = catalogue.install(name, args.models_dir, force=args.force, keep=keep, progress=bars)
         entries.append(describe(name, bundle))
         console.line(f"{name:<12} {bundle.digest[:12]}  {bundle.root}")
     console.document({"models": entries})

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.bundle import manifest
+from engines.bundle import fixtures, manifest
 from synapse_host import builder, catalogue
 from synapse_host.catalogue import Package, Recipe
 from synapse_host.errors import BundleInvalid, UnknownModel
@@ -183,6 +183,33 @@ def test_a_failing_build_leaves_nothing_and_the_old_bundle_stays(
     assert manifest.read(tmp_path / "toy").digest == before
 
 
+def test_shipped_fixtures_travel_with_the_bundle(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, make=catalogue._make_embedder)})
+    monkeypatch.setattr(catalogue, "_formats", lambda: ("safetensors-package",))
+    monkeypatch.setattr(catalogue, "shipped_fixtures", lambda name: Path(__file__))
+    bundle = catalogue.install("toy", tmp_path)
+    assert bundle.manifest.fixtures is not manifest.UNSET
+    assert bundle.path(bundle.manifest.fixtures.path).read_bytes() == Path(__file__).read_bytes()
+    assert builder.verify(bundle) == []
+    bundle.path(bundle.manifest.fixtures.path).write_bytes(b"")
+    assert len(builder.verify(bundle)) == 1
+
+
+def test_the_plain_checkpoint_can_be_kept(toy: Recipe, tmp_path: Path) -> None:
+    first = catalogue.install("toy", tmp_path / "models")
+    again = catalogue.install("toy", tmp_path / "models", keep=tmp_path / "checkpoint")
+    assert again.digest == first.digest
+    longer = builder.build(
+        tmp_path / "checkpoint",
+        tmp_path / "longer",
+        formats=["safetensors-package"],
+        dtypes={},
+        model_id="longer",
+        overrides={"max_tokens": 32},
+    )
+    assert longer.manifest.max_tokens == 32
+
+
 def test_force_makes_the_same_bundle_again(toy: Recipe, tmp_path: Path) -> None:
     first = catalogue.install("toy", tmp_path)
     stamp = first.path("manifest.json").stat().st_ino
@@ -340,6 +367,8 @@ def test_the_default_bundles_are_what_their_manifests_say(
     assert [(a.format, a.dtype) for a in bundle.manifest.artifacts] == artifacts
     assert bundle.manifest.license == "Apache-2.0"
     assert bundle.manifest.tokenizer is not manifest.UNSET
+    assert bundle.manifest.fixtures is not manifest.UNSET
+    assert len(fixtures.read(bundle.path(bundle.manifest.fixtures.path))) >= 256
     assert builder.verify(bundle) == []
     if name == "smollm2":
         assert "<|im_start|>" in str(bundle.manifest.chat_template)

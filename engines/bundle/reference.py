@@ -1,0 +1,217 @@
+"""Reference fixtures by ``transformers`` (extra ``reference``), independent of every engine here.
+
+``python -m engines.bundle.reference CHECKPOINT OUT.npz [--max-tokens N] [--gguf FILE]``
+
+The probes of ``engines.bundle.probes`` are tokenised, run through the Hugging Face model of the checkpoint one at a
+time in float64 (generation: float32, where argmax ties don't matter), and stored as ``engines.bundle.fixtures`` says.
+``--gguf`` takes a generator's weights from a GGUF, dequantised by transformers; CHECKPOINT then only holds its
+tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from engines.bundle import facts, fixtures, probes
+from engines.bundle.checkpoint import Checkpoint, CheckpointError
+from engines.bundle.manifest import BundleError
+
+STEPS: Final = 8
+
+Progress = Callable[[int, int], None]
+
+
+def compute(
+    folder: Path,
+    out: Path,
+    *,
+    task: str | None = None,
+    max_tokens: int | None = None,
+    gguf: Path | None = None,
+    progress: Progress = lambda done, total: None,
+) -> int:
+    """Write the fixtures of a checkpoint and return how many probes they hold.
+
+    Raises CheckpointError for a model whose inputs the host composes by a template (a Qwen3 reranker).
+    """
+    if gguf is not None:
+        return _generate(folder, out, _from_gguf(gguf), max_tokens or 2048, progress)
+    checkpoint = Checkpoint.open(folder, task=task)  # type: ignore[arg-type]
+    known = facts.of_checkpoint(checkpoint)
+    limit = min(max_tokens or known.max_tokens, checkpoint.config["max_position_embeddings"])
+    if checkpoint.task == "embed":
+        return _embed(checkpoint, known, out, limit, progress)
+    if checkpoint.task == "rerank":
+        if checkpoint.family == "qwen3":
+            raise CheckpointError("no fixtures for Qwen3 rerankers: their pairs go through a template")
+        return _rerank(checkpoint, known, out, limit, progress)
+    return _generate(folder, out, _model("AutoModelForCausalLM", folder, "float32"), limit, progress)
+
+
+def _tokenizer(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        raise CheckpointError(f"{file} is missing: fixtures start from texts")
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _model(kind: str, folder: Path, dtype: str) -> Any:
+    torch, transformers = import_module("torch"), import_module("transformers")
+    model = getattr(transformers, kind).from_pretrained(folder, dtype=getattr(torch, dtype))
+    return model.eval()
+
+
+def _from_gguf(file: Path) -> Any:
+    torch, transformers = import_module("torch"), import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    return model.eval()
+
+
+def _by(dtype: str) -> str:
+    torch, transformers = import_module("torch"), import_module("transformers")
+    return f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}, {dtype}"
+
+
+def _cut(bare: list[int], frame: tuple[list[int], list[int]], limit: int) -> list[int]:
+    prefix, suffix = frame
+    return [*prefix, *bare[: limit - len(prefix) - len(suffix)], *suffix]
+
+
+def _frame(tokenizer: Any, special: dict[str, int], encoder: bool) -> tuple[list[int], list[int]]:
+    """Return the special ids around a row, read off the tokenizer's own post-processor."""
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    if whole == bare:
+        return ([special["cls"]], [special["sep"]]) if encoder else ([], [])
+    at = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    return whole[:at], whole[at + len(bare) :]
+
+
+def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, limit: int, progress: Progress) -> int:
+    import numpy as np
+
+    torch = import_module("torch")
+    tokenizer = _tokenizer(checkpoint.folder)
+    frame = _frame(tokenizer, known.special_ids, checkpoint.family != "qwen3")
+    texts = probes.texts()
+    rows = [_cut(tokenizer.encode(text, add_special_tokens=False).ids, frame, limit) for text in texts]
+    kept = [i for i, row in enumerate(rows) if len(row) > len(frame[0]) + len(frame[1])]
+    model = _model("AutoModel", checkpoint.folder, "float64")
+    vectors = []
+    with torch.no_grad():
+        for done, i in enumerate(kept, 1):
+            states = model(torch.tensor([rows[i]])).last_hidden_state[0]
+            vector = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[str(known.pooling)]
+            vectors.append((vector / vector.norm() if known.normalize else vector).numpy())
+            progress(done, len(kept))
+    ids, cu = fixtures.flatten([rows[i] for i in kept])
+    quantised, scale = fixtures.quantize(np.array(vectors))
+    arrays = {"input_ids": ids, "cu_seqlens": cu, "vectors_q": quantised, "vectors_scale": scale}
+    fixtures.write(out, task="embed", texts=[texts[i] for i in kept], computed_by=_by("float64"), arrays=arrays)
+    return len(kept)
+
+
+def _rerank(checkpoint: Checkpoint, known: facts.Facts, out: Path, limit: int, progress: Progress) -> int:
+    import numpy as np
+
+    torch = import_module("torch")
+    tokenizer = _tokenizer(checkpoint.folder)
+    cls, sep = known.special_ids["cls"], known.special_ids["sep"]
+    pairs = probes.pairs()
+    bare = {text: tokenizer.encode(text, add_special_tokens=False).ids for pair in pairs for text in pair}
+    room = {query: limit - 3 - len(bare[query]) for query, _ in pairs}
+    pairs = [(query, document) for query, document in pairs if bare[query] and bare[document] and room[query] > 0]
+    queries = list(dict.fromkeys(query for query, _ in pairs))
+    candidates = [bare[document][: room[query]] for query, document in pairs]
+    model = _model("AutoModelForSequenceClassification", checkpoint.folder, "float64")
+    logits = []
+    with torch.no_grad():
+        for done, ((query, _), candidate) in enumerate(zip(pairs, candidates, strict=True), 1):
+            head = [cls, *bare[query], sep]
+            row = torch.tensor([[*head, *candidate, sep]])
+            options = {}
+            if known.token_types:
+                options["token_type_ids"] = torch.tensor([[0] * len(head) + [1] * (len(candidate) + 1)])
+            logits.append(model(row, **options).logits.item())
+            progress(done, len(pairs))
+    query_ids, query_cu = fixtures.flatten([bare[query] for query in queries])
+    candidate_ids, candidate_cu = fixtures.flatten(candidates)
+    arrays = {
+        "query_ids": query_ids,
+        "query_cu": query_cu,
+        "candidate_ids": candidate_ids,
+        "candidate_cu": candidate_cu,
+        "query_of": np.array([queries.index(query) for query, _ in pairs], np.int32),
+        "logits": np.array(logits, np.float32),
+    }
+    fixtures.write(out, task="rerank", texts=[list(p) for p in pairs], computed_by=_by("float64"), arrays=arrays)
+    return len(pairs)
+
+
+def _generate(folder: Path, out: Path, model: Any, limit: int, progress: Progress) -> int:
+    import numpy as np
+
+    torch = import_module("torch")
+    tokenizer = _tokenizer(folder)
+    prompts = probes.prompts()
+    rows = [tokenizer.encode(prompt, add_special_tokens=False).ids[: limit - STEPS] for prompt in prompts]
+    kept = [i for i, row in enumerate(rows) if row]
+    greedy = []
+    with torch.no_grad():
+        for done, i in enumerate(kept, 1):
+            made = []
+            state = model(torch.tensor([rows[i]]), use_cache=True)
+            for _ in range(STEPS):
+                made.append(int(state.logits[0, -1].argmax()))
+                if len(made) < STEPS:
+                    state = model(torch.tensor([made[-1:]]), past_key_values=state.past_key_values, use_cache=True)
+            greedy.append(made)
+            progress(done, len(kept))
+    ids, cu = fixtures.flatten([rows[i] for i in kept])
+    arrays = {"input_ids": ids, "cu_seqlens": cu, "greedy": np.array(greedy, np.int32)}
+    fixtures.write(out, task="generate", texts=[prompts[i] for i in kept], computed_by=_by("float32"), arrays=arrays)
+    return len(kept)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run as a program; progress as JSON lines on stdout, a failure as one line on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m engines.bundle.reference", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--task", choices=("embed", "rerank", "generate"), default=None)
+    parser.add_argument("--max-tokens", type=int, default=None)
+    parser.add_argument("--gguf", type=Path, default=None)
+    args = parser.parse_args(argv)
+
+    def report(done: int, total: int) -> None:
+        sys.stdout.write(json.dumps({"stage": "reference", "done": done, "total": total}) + "\n")
+        sys.stdout.flush()
+
+    try:
+        count = compute(
+            args.checkpoint, args.out, task=args.task, max_tokens=args.max_tokens, gguf=args.gguf, progress=report
+        )
+    except ModuleNotFoundError as exc:
+        sys.stderr.write(f"reference: the Python package {exc.name!r} is missing: install the extra 'reference'\n")
+        return 1
+    except (BundleError, OSError) as exc:
+        sys.stderr.write(f"reference: {' '.join(str(exc).split())}\n")
+        return 1
+    sys.stdout.write(json.dumps({"stage": "result", "path": str(args.out), "probes": count}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,115 @@
+"""Reference fixtures: the format, what it loses, and that the shipped ones belong to the default models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from engines.bundle import fixtures, probes
+from engines.bundle.manifest import BundleError
+
+SHIPPED = Path(__file__).parents[2] / "synapse_host" / "fixtures"
+
+
+def sample(**changes: Any) -> dict[str, Any]:
+    ids, cu = fixtures.flatten([[1, 2], [3]])
+    quantised, scale = fixtures.quantize(np.eye(2, 4))
+    return {"input_ids": ids, "cu_seqlens": cu, "vectors_q": quantised, "vectors_scale": scale, **changes}
+
+
+def put(path: Path, found: dict[str, Any], texts: list[str] | None = None) -> Path:
+    fixtures.write(path, task="embed", texts=texts or ["a", "b"], computed_by="test", arrays=found)
+    return path
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    found = fixtures.read(put(tmp_path / "f.npz", sample()))
+    assert (found.task, found.computed_by, found.texts, len(found)) == ("embed", "test", ["a", "b"], 2)
+    assert [row.tolist() for row in found.rows()] == [[1, 2], [3]]
+    np.testing.assert_allclose(found.vectors, np.eye(2, 4), atol=1e-7)
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    one, two = put(tmp_path / "1.npz", sample()), put(tmp_path / "2.npz", sample())
+    assert one.read_bytes() == two.read_bytes()
+
+
+@given(arrays(np.float64, (3, 24), elements=st.floats(-1, 1)))
+def test_quantising_moves_a_cosine_by_less_than_a_tenth_of_a_millionth(vectors: np.ndarray) -> None:
+    norms = np.linalg.norm(vectors, axis=1)
+    vectors = vectors[norms > 1e-3] / norms[norms > 1e-3, None]
+    if not len(vectors):
+        return
+    quantised, scale = fixtures.quantize(vectors)
+    back = quantised.astype(np.float64) * scale[:, None]
+    cosine = (back * vectors).sum(axis=1) / np.linalg.norm(back, axis=1)
+    assert (1 - cosine).max() < 1e-7
+
+
+def test_a_zero_vector_stays_zero() -> None:
+    quantised, scale = fixtures.quantize(np.zeros((1, 4)))
+    assert not quantised.any()
+    assert np.isfinite(scale).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        ({"cu_seqlens": np.array([0, 2], np.int32)}, None),
+        ({"cu_seqlens": np.array([0, 2, 2], np.int32)}, None),
+        ({"cu_seqlens": np.array([1, 2, 3], np.int32)}, None),
+        ({"cu_seqlens": np.array([0, 2, 9], np.int32)}, None),
+        ({"input_ids": np.array([1, 2, 3], np.int64)}, None),
+        ({"vectors_q": np.zeros((3, 4), np.int16)}, None),
+        ({"vectors_scale": np.array([1, np.nan], np.float32)}, None),
+        ({}, ["a", "b", "c"]),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], texts: list[str] | None) -> None:
+    with pytest.raises(BundleError, match="don't fit"):
+        fixtures.read(put(tmp_path / "f.npz", sample(**changes), texts))
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"no zip")
+    np.savez(tmp_path / "y.npz", a=np.zeros(2))
+    np.savez(tmp_path / "z.npz", meta=np.array([{"a": 1}], dtype=object), texts=np.zeros(1, np.uint8))
+    for name in ("x", "y.npz", "z.npz", "nowhere"):
+        with pytest.raises(BundleError, match="not readable"):
+            fixtures.read(tmp_path / name)
+    with pytest.raises(BundleError, match="hold"):
+        put(tmp_path / "f.npz", {"input_ids": np.zeros(1, np.int32)})
+
+
+def test_there_are_enough_different_probes() -> None:
+    for found in (probes.texts(), probes.pairs(), probes.prompts()):
+        assert len(found) >= 256
+        assert len(set(found)) == len(found)
+    assert all(text.strip() for text in probes.texts())
+
+
+@pytest.mark.parametrize(("name", "task"), [("minilm", "embed"), ("ms-marco", "rerank"), ("smollm2", "generate")])
+def test_the_shipped_fixtures_hold_256_probes_within_the_vocabulary(name: str, task: str) -> None:
+    found = fixtures.read(SHIPPED / f"{name}.npz")
+    assert found.task == task
+    assert len(found) >= 256
+    assert "transformers" in found.computed_by
+    if task == "embed":
+        assert found.arrays["vectors_q"].shape == (len(found), 384)
+        np.testing.assert_allclose(np.linalg.norm(found.vectors, axis=1), 1, atol=1e-4)
+        assert max(map(len, found.rows())) == 256
+        assert all(row[0] == 101 and row[-1] == 102 for row in found.rows())
+    elif task == "rerank":
+        logits = found.arrays["logits"]
+        assert logits.min() < -10
+        assert logits.max() > 8
+        assert len(found.rows("candidate")) == len(found)
+    else:
+        assert found.arrays["greedy"].shape == (len(found), 8)
+        assert found.arrays["greedy"].max() < 49152
