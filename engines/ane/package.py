@@ -24,12 +24,6 @@ NAMESPACE: Final = uuid.UUID("6f0d3d2e-5f0a-5b58-9d5e-0c6b8b1f7a10")
 VOLATILE: Final = "com.github.apple.coremltools.conversion_date"
 MAX_SPEC: Final = 256 * 1024 * 1024
 
-_DROPPED_PASSES: Final = (
-    "common::add_int16_cast",  # reuses a stale unsigned type for negative constants (apple/coremltools#2626)
-    "common::guard_negative_gather_indices",  # ids are checked before they are sent; the guard costs CPU operations
-    "common::add_fp16_cast",  # the graph is written in fp16 already
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -57,20 +51,23 @@ class PackageSpec:
 
 
 def convert(function: Any, *, target: Target) -> Any:
-    """Return an unsaved coremltools model of one MIL function; nothing is loaded into a framework."""
+    """Return an unsaved coremltools model of one MIL function; nothing is loaded into a framework.
+
+    Only the clean-up passes run (dead code, constants folded and shared): the graph is written in the form it should
+    have, and the default pipeline leaves the very same operations in twice the time. So neither the int16 pass can
+    reuse a stale unsigned type (apple/coremltools#2626) nor a guard of gather indices cost operations on the CPU.
+    """
     import coremltools as ct
     from coremltools.converters.mil.mil import Program
 
     program = Program()
     program.add_function(MAIN, function)
-    pipeline = ct.PassPipeline()
-    pipeline.remove_passes(_DROPPED_PASSES)
     return ct.convert(
         program,
         convert_to="mlprogram",
         minimum_deployment_target=ct.target.macOS14 if target == "macos14" else ct.target.macOS15,
         compute_units=ct.ComputeUnit.CPU_AND_NE,
-        pass_pipeline=pipeline,
+        pass_pipeline=ct.PassPipeline.CLEANUP,
         skip_model_load=True,
     )
 

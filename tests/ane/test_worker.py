@@ -1,0 +1,246 @@
+"""The whole path over a real socket with real packages, and the production worker where there is no Mac."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.bundle.manifest import Bundle
+from engines.protocol.messages import (
+    ANE_ENGINE,
+    UNSET,
+    Admitted,
+    AneAdmitPacked,
+    AneAdmitShape,
+    AneEvictPacked,
+    AneEvictShape,
+    EmbedBatch,
+    Evicted,
+    Generate,
+    Item,
+    Phase,
+    Pooling,
+    Rerank,
+    RerankSequences,
+    Scores,
+    Segment,
+)
+from tests.ane.make_goldens import GOLDENS, rows
+from tests.support.mil_reference import ENGINE
+from tests.support.worker_client import ROOT, Exchange, WorkerClient, ids_bytes, require_loaded
+
+pytestmark = pytest.mark.process
+Bundles = Callable[[str], Bundle]
+PRODUCTION = [sys.executable, "-m", "engines.ane"]
+REFERENCE = [sys.executable, "-m", "tests.support.ane_worker"]
+ON_MAC = sys.platform == "darwin"
+
+
+@contextmanager
+def worker(bundle: Bundle, *, command: list[str] = REFERENCE, packed: str | None = "64") -> Iterator[WorkerClient]:
+    arguments = ["--manifest", str(bundle.root / "manifest.json"), *(["--packed", packed] if packed else [])]
+    with WorkerClient(command, device="ane", arguments=arguments) as client:
+        yield client
+
+
+def load(client: WorkerClient, bundle: Bundle, **config: str) -> str:
+    (artifact,) = bundle.artifacts("coreml")
+    exchange = client.load(bundle.path(artifact.path), artifact.digest, format="mlpackage", **config)
+    assert all(progress.phase is Phase.SETUP for progress in exchange.progress)
+    return require_loaded(exchange).model_ref
+
+
+def embed(client: WorkerClient, ref: str, found: list[Any], pooling: Pooling, width: int | None = None) -> Exchange:
+    request = EmbedBatch(
+        req_id=client.next_id(),
+        model_ref=ref,
+        pooling=pooling,
+        normalize=True,
+        items=[Item(id=str(n), n_tokens=len(row)) for n, row in enumerate(found)],
+        packed_width=UNSET if width is None else width,
+    )
+    return client.call(request, ids_bytes(found))
+
+
+def sequences(client: WorkerClient, ref: str, found: list[Any]) -> Exchange:
+    request = RerankSequences(
+        req_id=client.next_id(), model_ref=ref, sequences=[Segment(n_tokens=len(row)) for row in found]
+    )
+    return client.call(request, ids_bytes(found))
+
+
+def test_load_admit_embed_evict_over_the_socket(bundles: Bundles) -> None:
+    bundle = bundles("bert")
+    with worker(bundle) as client:
+        hello = client.hello
+        assert hello.engine.engine == ENGINE and hello.manifest_digest == bundle.digest
+        assert hello.packed is not UNSET and hello.packed.widths == [64] and hello.packed.layout == "tight-v1"
+        assert client.ping().models_loaded == 0
+        ref = load(client, bundle)
+        assert ref == "ane:0"
+        for shape in (32, 64):
+            reply = client.call(AneAdmitShape(req_id=client.next_id(), model_ref=ref, shape=shape)).reply
+            assert isinstance(reply, Admitted) and reply.inventory.executables[0].layers == [0, 1]
+        reply = client.call(AneAdmitPacked(req_id=client.next_id(), model_ref=ref, width=64)).reply
+        assert isinstance(reply, Admitted)
+        found, expected = rows("bert"), np.load(GOLDENS)["bert"]
+        for width in (None, 64):
+            exchange = embed(client, ref, found, Pooling.MEAN, width)
+            assert all(progress.phase is Phase.INFERENCE for progress in exchange.progress)
+            cosine = (exchange.floats.astype(np.float64) * expected).sum(1)
+            assert cosine.min() >= 0.999
+        pong = client.ping()
+        assert pong.placement_share is UNSET, "the evaluator never has a share"
+        assert pong.buckets == [16, 32, 64] and pong.rss_mb > 50
+        assert pong.ane_resident_shapes == {ref: [16, 32, 64]} and pong.ane_resident_packed == {ref: [64]}
+        assert isinstance(client.call(AneEvictShape(req_id=client.next_id(), model_ref=ref, shape=32)).reply, Evicted)
+        assert isinstance(client.call(AneEvictPacked(req_id=client.next_id(), model_ref=ref, width=64)).reply, Evicted)
+        assert embed(client, ref, [found[-1]], Pooling.MEAN).code == "shape_not_admitted"
+        assert embed(client, ref, [found[0]], Pooling.MEAN, 64).code == "shape_not_admitted"
+        assert client.ping().ane_resident_shapes == {ref: [16, 64]}
+        client.unload(ref)
+        assert client.ping().ane_resident_shapes is UNSET
+
+
+def test_rerank_sequences_over_the_socket(bundles: Bundles) -> None:
+    bundle = bundles("cross")
+    with worker(bundle, packed=None) as client:
+        assert client.hello.packed is UNSET
+        ref = load(client, bundle)
+        client.call(AneAdmitShape(req_id=client.next_id(), model_ref=ref, shape=64))
+        exchange = sequences(client, ref, rows("cross"))
+        assert isinstance(exchange.reply, Scores)
+        assert np.abs(exchange.floats - np.load(GOLDENS)["cross"][:, 0]).max() <= 0.05
+        assert embed(client, ref, [[5, 6]], Pooling.MEAN).code == "operation_mismatch"
+
+
+def test_every_refusal_leaves_the_same_process_answering(bundles: Bundles) -> None:
+    bundle = bundles("bert")
+    with worker(bundle) as client:
+        ref = load(client, bundle)
+
+        def code(exchange: Exchange) -> str:
+            assert isinstance(client.ping().models_loaded, int)
+            return exchange.code
+
+        good = [[5, 6, 7]]
+        assert code(embed(client, "ane:9", good, Pooling.MEAN)) == "model_not_loaded"
+        assert code(embed(client, ref, [[5, 128]], Pooling.MEAN)) == "invalid_request"
+        assert code(embed(client, ref, [[5, -1]], Pooling.MEAN)) == "invalid_request"
+        assert code(embed(client, ref, [list(range(5, 70))], Pooling.MEAN)) == "invalid_request"
+        assert code(embed(client, ref, good, Pooling.MEAN, 32)) == "unsupported_packed_width"
+        assert code(sequences(client, ref, good)) == "operation_mismatch"
+        assert code(client.load("/nowhere", "0" * 64, format="mlpackage")) == "config_invalid", "one model a worker"
+        assert code(client.call(AneAdmitShape(req_id="x", model_ref=ref, shape=48))) == "invalid_shape"
+        assert code(client.call(AneAdmitPacked(req_id="y", model_ref=ref, width=48))) == "unsupported_packed_width"
+        for foreign, raw in (
+            (Rerank(req_id="r", model_ref=ref, query_n_tokens=1, candidates=[Segment(n_tokens=1)]), [[5], [6]]),
+            (Generate(req_id="g", model_ref=ref, max_tokens=1), [[5]]),
+        ):
+            assert code(client.call(foreign, ids_bytes(raw))) == "unsupported_request"
+        assert embed(client, ref, good, Pooling.MEAN).floats.shape == (1, 64)
+
+
+def test_the_real_minilm_over_the_socket(minilm: Bundle) -> None:
+    with worker(minilm, packed="128") as client:
+        ref = load(client, minilm)
+        client.call(AneAdmitPacked(req_id=client.next_id(), model_ref=ref, width=128))
+        found, expected = rows("minilm"), np.load(GOLDENS)["minilm"]
+        alone = embed(client, ref, found, Pooling.MEAN).floats
+        assert (alone.astype(np.float64) * expected).sum(1).min() >= 0.999
+        packed = embed(client, ref, found, Pooling.MEAN, 128).floats
+        assert (packed.astype(np.float64) * expected).sum(1).min() >= 0.999
+        single = np.concatenate([embed(client, ref, [row], Pooling.MEAN, 128).floats for row in found[:4]])
+        assert np.array_equal(packed[:4], single), "neighbours change nothing, to the last bit"
+
+
+def test_the_real_cross_encoder_over_the_socket(ms_marco: Bundle) -> None:
+    with worker(ms_marco, packed=None) as client:
+        ref = load(client, ms_marco)
+        got = sequences(client, ref, rows("ms-marco")).floats
+        assert np.abs(got - np.load(GOLDENS)["ms-marco"][:, 0]).max() <= 0.05
+
+
+# --- the production worker -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(ON_MAC, reason="a Mac's answers are the hardware run's")
+def test_without_a_mac_hello_and_ping_work_and_load_is_a_typed_refusal(bundles: Bundles) -> None:
+    bundle = bundles("bert")
+    with worker(bundle, command=PRODUCTION) as client:
+        assert client.hello.engine.engine == ANE_ENGINE and client.hello.manifest_digest == bundle.digest
+        assert client.hello.engine.build_flags is not UNSET and client.hello.engine.build_flags["device"] == "ane"
+        assert client.hello.kernel_revision is not UNSET
+        assert client.ping().placement_share is UNSET
+        (artifact,) = bundle.artifacts("coreml")
+        refused = client.load(bundle.path(artifact.path), artifact.digest, format="coreml")
+        assert refused.code == "backend_missing" and "os_unsupported" in refused.reply.msg  # type: ignore[attr-defined]
+        assert client.load(bundle.path(artifact.path), artifact.digest, format="gguf").code == "artifact_invalid"
+        assert client.load(bundle.path(artifact.path), "", format="coreml").code == "artifact_invalid"
+        # Raw frames of requests it can't serve are drained: the stream stays in step.
+        assert embed(client, "ane:0", [[5, 6, 7]], Pooling.MEAN).code == "model_not_loaded"
+        assert sequences(client, "ane:0", [[5, 6, 7]]).code == "model_not_loaded"
+        foreign = Rerank(req_id="r", model_ref="ane:0", query_n_tokens=1, candidates=[Segment(n_tokens=2)])
+        assert client.call(foreign, ids_bytes([[5], [6, 7]])).code == "unsupported_request"
+        assert client.ping().models_loaded == 0
+
+
+def test_hello_and_ping_import_neither_numpy_nor_the_framework(bundles: Bundles) -> None:
+    code = (
+        "import sys\n"
+        "from engines.ane.__main__ import main\n"
+        "from engines.ane.engine import AneEngine\n"
+        "from engines.runtime.engine import WorkerOptions\n"
+        "from pathlib import Path\n"
+        f"engine = AneEngine(WorkerOptions(device='ane', manifest=Path({str(bundles('bert').root)!r}), packed=(64,)))\n"
+        "assert engine.identity().packed.widths == [64]\n"
+        "heavy = {'numpy', 'coremltools', 'CoreML', 'objc', 'torch'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.skipif(ON_MAC, reason="a Mac's verdict is its own")
+def test_probe_floor_is_one_line_and_exit_2() -> None:
+    import json
+
+    run = subprocess.run([*PRODUCTION, "--probe-floor"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 2 and run.stdout.count("\n") == 1 and len(run.stdout) <= 4096
+    verdict = json.loads(run.stdout)
+    assert verdict["status"] == "refused" and verdict["code"] == "os_unsupported"
+    assert set(verdict) == {"status", "code", "required", "observed"}
+
+
+@pytest.mark.parametrize(
+    ("system", "version", "machine", "code"),
+    [
+        ("Linux", "", "x86_64", "os_unsupported"),
+        ("Darwin", "13.6", "arm64", "os_too_old"),
+        ("Darwin", "14.3.1", "arm64", "os_too_old"),
+        ("Darwin", "14.4", "x86_64", "arch_unsupported"),
+        ("Darwin", "15.0", "arm64", "bindings_missing"),
+    ],
+)
+def test_floor_codes(system: str, version: str, machine: str, code: str) -> None:
+    if ON_MAC and code == "bindings_missing":
+        pytest.skip("they may be installed here")
+    from engines.ane.floor import floor
+
+    assert floor(system, version, machine) == code
+
+
+def test_no_configuration_reaches_the_evaluator() -> None:
+    """Its name and module live under tests/ only."""
+    for folder in ("engines", "synapse_host"):
+        for file in (ROOT / folder).rglob("*.py"):
+            text = file.read_text()
+            assert "mil_reference" not in text and "ane_worker" not in text, file
+            assert ENGINE not in text, file
+    assert ENGINE not in (ROOT / "hw_matrix.yaml").read_text()
