@@ -26,6 +26,8 @@ MAX_STRING_BYTES: Final = 16 * 1024 * 1024
 MAX_ARRAY_ITEMS: Final = 16 * 1024 * 1024
 MAX_DIMENSIONS: Final = 4
 MAX_ELEMENTS: Final = 2**48
+MAX_LAYERS: Final = 512
+"""llama.cpp's own ceiling; beyond it, it aborts."""
 KEPT_ITEMS: Final = 4096
 """Numeric arrays up to this length are kept; of longer ones and of string arrays only the length."""
 WINDOW_BYTES: Final = 1024 * 1024
@@ -216,6 +218,7 @@ def read_header(descriptor: int) -> Header:
     parts = header.integer("split.count")
     if parts is not None and parts > 1:
         refuse(f"it is one of {parts} parts: merge them into one file")
+    _check_sizes(header)
     _check_split(header)
     return header
 
@@ -370,6 +373,14 @@ def _tensor(cursor: _Cursor, index: int, alignment: int) -> TensorInfo:
     if offset + nbytes > cursor.size:
         refuse(f"truncated: {what} ends beyond the file's {cursor.size} bytes")
     return TensorInfo(name, shape, kind, offset, nbytes)
+
+
+def _check_sizes(header: Header) -> None:
+    """Refuse sizes on which llama.cpp asserts instead of returning (seen with 0.3.36)."""
+    for key, limit in (("block_count", MAX_LAYERS), ("context_length", 2**31 - 1)):
+        name = f"{header.architecture}.{key}"
+        if name in header.metadata and not 1 <= (header.integer(key, scoped=True) or 0) <= limit:
+            refuse(f"{name} is {header.metadata[name]!r}, 1 to {limit} are accepted")
 
 
 def _check_split(header: Header) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -35,7 +36,10 @@ from engines.protocol.messages import (
 from tests.conformance.registry import EngineUnderTest, Subject, engines
 from tests.support.worker_client import ROOT, WorkerClient, WorkerEnded, ids_bytes, require_loaded
 
-pytestmark = pytest.mark.process
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="the suite's client speaks Unix sockets"),
+]
 
 Start = Callable[..., WorkerClient]
 

@@ -146,6 +146,16 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "beyond the end": (head([ARCHITECTURE], [tensor("t", (4096,))]), "truncated"),
     "tensor twice": (head([ARCHITECTURE], [tensor("t", (1,)), tensor("t", (1,))]) + bytes(64), "twice"),
     "long tensor name": (head([ARCHITECTURE], [tensor("t" * 65, (1,))]), "claims"),
+    **{
+        f"{key} {value}": (head([ARCHITECTURE, pair(f"bert.{key}", U32, struct.pack("<I", value))], []), key)
+        for key, value in (
+            ("block_count", 0),
+            ("block_count", 513),
+            ("context_length", 0),
+            ("context_length", 2**32 - 1),
+        )
+    },
+    "layers that are no number": (head([ARCHITECTURE, pair("bert.block_count", F32, bytes(4))], []), "block_count"),
     "one part of three": (head([ARCHITECTURE, pair("split.count", 2, struct.pack("<H", 3))], []), "3 parts"),
     "split without a vocabulary for it": (
         head(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from engines.bundle.checkpoint import Checkpoint
-from engines.protocol.messages import Generate, Phase, Pooling, RerankSequences, Segment, Text, encode
+from engines.protocol.messages import Err, Generate, Phase, Pooling, RerankSequences, Segment, Text, encode
 from tests.llama import reference
 from tests.support.toy_gguf import ToyGguf, rewrite, sha256
 from tests.support.toy_models import toy_rows
@@ -281,3 +281,34 @@ def test_one_backend_library_is_mapped() -> None:
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True).stdout
     assert out.count("libggml-base") == 1, out
+
+
+@pytest.mark.parametrize("toy", ["bert", "cross", "llama"])
+def test_no_single_wrong_number_in_the_metadata_kills_the_worker(
+    worker: WorkerClient, toys: Toys, tmp_path: Path, toy: str
+) -> None:
+    """Each integer of the header in turn 0, huge or absent: LOAD refuses, or what is served is served or refused."""
+    import gguf
+
+    source = toys(toy).path
+    fields = gguf.GGUFReader(source).fields
+    keys = [
+        key
+        for key, entry in fields.items()
+        if not key.startswith("GGUF.") and entry.types[0] in (gguf.GGUFValueType.UINT32, gguf.GGUFValueType.UINT64)
+    ]
+    assert len(keys) >= 8
+    for key in keys:
+        for value in (0, 2**31, -1):
+            wrong = rewrite(source, tmp_path / "wrong.gguf", **{key.replace(".", "__"): value})
+            answer = worker.load(wrong.path, wrong.digest)
+            if isinstance(answer.reply, Err):
+                assert answer.code in ("artifact_invalid", "model_unsupported", "oom"), (key, value, answer.reply)
+                continue
+            ref = require_loaded(answer).model_ref
+            worker.embed(ref, [[5, 6, 7], [8]])
+            worker.rerank(ref, [5], [[6, 7]])
+            generate(worker, ref, [5, 6, 7])
+            worker.unload(ref)
+    assert worker.ping().models_loaded == 0
+    assert worker.shutdown() == 0
