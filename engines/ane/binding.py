@@ -2,11 +2,11 @@
 
 Sources, named at each call: [A] Apple's CoreML headers (developer.apple.com/documentation/coreml, macOS 14.4 and 15
 SDK); [P] PyObjC 12 (pyobjc-framework-CoreML/Lib/CoreML/_metadata.py for out-arguments and blocks,
-pyobjc-core/Modules/objc/ varlist.m for buffers). PyObjC turns ``selector:with:error:`` into ``selector_with_error_``
-and returns an error out-argument beside the result [P: "type_modifier": b"o"]. It releases the GIL around every message
-[P: ffi call in method-imp], so the peer watcher and progress run during a long load. Arrays belong to Objective-C: no
-Python object is inside them, so Core ML may drop them on any thread (apple/coremltools#2827 crashes otherwise). Every
-use sits in an autorelease pool.
+pyobjc-core/Modules/objc/varlist.m for buffers). PyObjC turns ``selector:with:error:`` into ``selector_with_error_``
+and returns an error out-argument beside the result [P]. It releases the GIL around every message [P: ffi_call in
+pyobjc-core/Modules/objc/libffi_support.m], so the peer watcher and progress run during a long load. Arrays belong to
+Objective-C: no Python object is inside them, so Core ML may drop them on any thread (apple/coremltools#2827 crashes
+otherwise). Every use sits in an autorelease pool.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from engines.ane.backend import Source
-from engines.ane.floor import floor, mac_version, os_build
-from engines.ane.package import FunctionSpec, PackageSpec, Tensor
+from engines.ane.package import FunctionSpec, Tensor
 from engines.protocol.errors import EngineError, ErrorCode
-from engines.protocol.messages import ANE_ENGINE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,36 +64,6 @@ def compile_package(package: Path) -> Path:
         if compiled is None:
             raise _fail(ErrorCode.ARTIFACT_INVALID, f"compiling {package.name}", error)
         return Path(str(compiled.path()))  # [A] NSURL.path
-
-
-class CoreML:
-    """Opens compiled bundles with MLModel; see :class:`engines.ane.backend.Backend`."""
-
-    engine = ANE_ENGINE
-    formats = frozenset({"mlmodelc", "coreml"})
-    reads_packages = False
-
-    def __init__(self) -> None:
-        self.runtime = f"coreml-macos-{mac_version() or 'none'}"
-
-    def require(self) -> None:
-        """Raise EngineError backend_missing where the floor isn't met."""
-        code = floor()
-        if code != "ok":
-            raise EngineError(ErrorCode.BACKEND_MISSING, f"Core ML on the Neural Engine can't run here: {code}")
-
-    def os_build(self) -> str:
-        """Return the OS build that specialisation belongs to."""
-        return os_build()
-
-    def specs(self, path: Path) -> PackageSpec | None:
-        """Compiled bundles don't carry their signature in a documented form: the preparer's record does."""
-        return None
-
-    def open(self, source: Source, *, units: str) -> Handle:
-        """Load one function with the configuration that its plan is made with too."""
-        self.require()
-        return Handle(source, units)
 
 
 class Handle:

@@ -53,7 +53,7 @@ class AneEngine(Engine):
 
     def __init__(self, options: WorkerOptions, backend: Backend | None = None) -> None:
         if backend is None:
-            from engines.ane.binding import CoreML
+            from engines.ane.coreml import CoreML
 
             backend = CoreML()
         self._options = options

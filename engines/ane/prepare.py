@@ -48,7 +48,8 @@ def prepare(
     *backend* and *compiler* are the two calls into the framework; tests pass others.
     """
     if backend is None or compiler is None:
-        from engines.ane.binding import CoreML, compile_package
+        from engines.ane.binding import compile_package
+        from engines.ane.coreml import CoreML
 
         backend, compiler = backend or CoreML(), compiler or compile_package
     backend.require()

@@ -66,7 +66,8 @@ def test_the_manifest_entry_is_what_lies_on_disk(bundles: Bundles) -> None:
     found = tree_digest(bundle.path(artifact.path))
     assert artifact.digest == f"sha256:{found.compatible}" and artifact.tree == f"sha256:{found.injective}"
     assert artifact.layers == 2 and artifact.dtype == "f16"
-    assert [function.name for function in artifact.functions] == ["s16", "s32", "s64", "packed64"]  # type: ignore[union-attr]
+    assert [function.name for function in artifact.functions] == ["s16", "s32", "s64", "packed64"]  # type:
+    # ignore[union-attr]
     assert manifest.read(bundle.root).digest == bundle.digest
 
 

@@ -462,7 +462,8 @@ def test_one_missing_rung_refuses_before_any_row_runs(bundles: Bundles, fake: Fa
     bundle = bundles("bert")
     model = engine(bundle, fake).load(load_request(bundle), progress=silent())
     progress, sent = counting()
-    assert refusal(lambda: embed(model, 3, 60, progress=progress)) is ErrorCode.SHAPE_NOT_ADMITTED  # type: ignore[arg-type]
+    assert refusal(lambda: embed(model, 3, 60, progress=progress)) is ErrorCode.SHAPE_NOT_ADMITTED  # type:
+    # ignore[arg-type]
     assert sent == []
     model.close()
 
