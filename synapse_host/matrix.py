@@ -17,7 +17,7 @@ from msgspec import Struct
 from engines.protocol.messages import ANE_ENGINE, CUDA_ENGINE, LLAMA_ENGINE
 from synapse_host.errors import MatrixInvalid
 from synapse_host.matrix_schema import MATRIX
-from synapse_host.matrix_yaml import Mapping, Mark, Node, Source, read
+from synapse_host.matrix_yaml import Mapping, Mark, Node, Sequence, Source, read
 
 Task: TypeAlias = Literal["embed", "rerank", "generate"]
 
@@ -135,27 +135,28 @@ def _engine(id: str, fields: dict[str, Any], mark: Mark) -> Engine:
     return Engine(id=id, command=worker["command"] if worker else None, line=mark.line, **fields)
 
 
-def _mark(node: Node, *keys: str | int) -> Mark:
-    """Return where a key (or list entry) stands; for a mapping's member that is the key itself."""
+def _mark(node: Node, *keys: str) -> Mark:
+    """Return where a key stands."""
     mark = node.mark
     for key in keys:
-        if isinstance(node, Mapping) and isinstance(key, str) and key in node.items:
-            mark, node = node.items[key]
-        elif isinstance(key, int) and hasattr(node, "items") and not isinstance(node, Mapping):
-            node = node.items[key]
-            mark = node.mark
+        assert isinstance(node, Mapping)
+        mark, node = node.items[key]
     return mark
 
 
 def _value_mark(node: Node, *keys: str | int) -> Mark:
+    """Return where the value of a key (or list entry) stands."""
     for key in keys:
-        if isinstance(node, Mapping) and isinstance(key, str):
+        if isinstance(key, str):
+            assert isinstance(node, Mapping)
             node = node.items[key][1]
-        elif isinstance(key, int) and hasattr(node, "items") and not isinstance(node, Mapping):
+        else:
+            assert isinstance(node, Sequence)
             node = node.items[key]
     return node.mark
 
 
+_ENCODERS: Final = ("ane", "cuda")
 _FITTING: Final = {
     "llama": ({"gguf"}, {"cpu", "metal", "cuda"}),
     "cuda": ({"safetensors-package"}, {"cpu", "cuda"}),
@@ -192,13 +193,7 @@ def _check(matrix: HardwareMatrix, node: Node, source: Source) -> None:
         for i, id in enumerate(lane.engines):
             if id not in matrix.engines:
                 raise unknown("engine", id, matrix.engines, "lanes", lane.id, "engines", i)
-            if matrix.engines[id].engine == "ane" and lane.task == "generate":
-                raise source.error(
-                    _value_mark(node, "lanes", lane.id, "engines", i),
-                    f"lanes.{lane.id}.engines[{i}]",
-                    f"engine {id} can't generate; it serves embed and rerank",
-                )
-            if matrix.engines[id].engine == "cuda" and lane.task == "generate":
+            if matrix.engines[id].engine in _ENCODERS and lane.task == "generate":
                 raise source.error(
                     _value_mark(node, "lanes", lane.id, "engines", i),
                     f"lanes.{lane.id}.engines[{i}]",

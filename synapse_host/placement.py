@@ -6,6 +6,7 @@ the bundle has an artifact of its format (and dtype list).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -210,14 +211,9 @@ def dtype_order(engine: Engine, profile: HostProfile, dtypes: list[str]) -> list
 
 
 def _version(text: str) -> tuple[int, ...]:
-    numbers = []
-    for part in text.split("."):
-        digits = "".join(char for char in part if char.isdigit())
-        if not digits:
-            break
-        numbers.append(int(digits))
-        if not part.isdigit():
-            break
+    """Return a version's leading numbers without trailing zeros: ``6.1.0-rc1`` is (6, 1)."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    numbers = [int(part) for part in match.group().split(".")] if match else []
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.session import DEFAULT_MODELS, run_host
 from synapse_host.errors import EXIT_FAILED, EXIT_OK
+from synapse_host.matrix import load as load_matrix
 
 if TYPE_CHECKING:
     import argparse
@@ -44,6 +45,7 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
+    load_matrix(args.matrix)  # Before minutes of downloads, not after.
     _bundles(args, console)
     document = run_host(
         args, console, dict(zip(DEFAULT_MODELS.values(), DEFAULT_MODELS.values(), strict=True)), _Demo(console)

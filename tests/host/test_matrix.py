@@ -91,6 +91,30 @@ ERRORS = [
     ("any: {}", "any: &x {}\n  more: *x", "&x", ["anchors and aliases are not supported"]),
     ("any: {}", "any: !!python/object/apply:os.system ['x']", "!!", ["is not supported"]),
     ("any: {}", "any: {", "engines:\n", ["not valid YAML"]),
+    ("task: embed, engines: [toy]", "task: generate, engines: [odd]", "odd]", ["no engine 'odd'"]),
+    (
+        'format: gguf, requires: any, runtime_config: {threads: "2"}}',
+        "format: gguf, requires: any, env: {A: on}}",
+        "on}}",
+        ["YAML reads on as a boolean", '"on"'],
+    ),
+    ("engines: [toy]", "engines: [{}]", "{}]", ["lanes.embed.engines[0]: must be a word, not a mapping"]),
+    ("engines: [toy]", "engines: [[]]", "[]]", ["lanes.embed.engines[0]: must be a word, not a list"]),
+    ("engines: [toy]", "engines: [~]", "~]", ["lanes.embed.engines[0]: must be a word, not nothing"]),
+    ("min_driver_api: 13000", "min_driver_api: 1.5", "1.5", ["must be a whole number, not '1.5'"]),
+    ("min_driver_api: 13000", "min_driver_api: true", "true", ["must be a whole number"]),
+    ("min_driver_api: 13000", "min_driver_api: .inf", ".inf", ["not a plain decimal number"]),
+    ("min_driver_api: 13000", "min_driver_api: 1:30.5", "1:30.5", ["not a plain decimal number"]),
+    ("any: {}", "any: []", "[]", ["hardware.any: must be a mapping, not a list"]),
+    ("any: {}", "1: {}", "1: {}", ["hardware.1", "is not a word", '"1"']),
+    ("any: {}", "[a]: {}", "[a]", ["hardware: a key must be a word"]),
+    ("any: {}", "<<: {}", "<<", ["merge keys (<<) are not supported"]),
+    ("any: {}", "any: !!set {}", "!!set", ["the tag", "is not supported"]),
+    ("engines: [toy]", "engines: !!omap [a: b]", "!!omap", ["the tag", "is not supported"]),
+    ("engines: [toy]", "engines: [!!binary aGk=]", "!!binary", ["the tag", "is not supported"]),
+    ("kind: legacy", "kind: 2026-01-01", "2026-01-01", ["unknown value '2026-01-01'; known: catalog, legacy"]),
+    ("any: {}", "any: {qwertz: 1}", "qwertz", ["unknown key; known: os, arch"]),
+    ("any: {}", "a b: {}", "a b: {}", ["the name 'a b' must match"]),
     ("min_driver_api: 13000", "min_driver_api: 0x10", "0x10", ["not a plain decimal number"]),
     ("min_driver_api: 13000", "min_driver_api: 1:30", "1:30", ["not a plain decimal number"]),
 ]
@@ -120,6 +144,24 @@ def test_what_is_no_matrix_at_all_is_refused_with_a_place(tmp_path: Path, text: 
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(MatrixInvalid, match=r"m\.yaml:\d+:\d+: "):
         load(path)
+
+
+def test_an_encoder_engine_on_a_generating_lane_is_refused(tmp_path: Path) -> None:
+    text = VALID.replace(
+        "engine: llama, device: cpu, format: gguf", "engine: cuda, device: cpu, format: safetensors-package"
+    )
+    with pytest.raises(MatrixInvalid, match="engine toy can't generate; it serves embed and rerank"):
+        load(write(tmp_path, text.replace("task: embed", "task: generate")))
+
+
+def test_an_engine_overrides_single_thresholds(tmp_path: Path) -> None:
+    text = VALID.replace('runtime_config: {threads: "2"}', "thresholds: {embed: {min_cosine: 0.9}}")
+    matrix = load(write(tmp_path, text + "thresholds: {embed: {min_cosine: 0.99, mean_cosine: 0.999}}\n"))
+    assert matrix.threshold("toy", "embed", "min_cosine") == 0.9
+    assert matrix.threshold("toy", "embed", "mean_cosine") == 0.999
+    assert matrix.threshold("scripted", "embed", "min_cosine") == 0.99
+    assert matrix.threshold("toy", "rerank", "pearson") is None
+    assert matrix.engines["toy"].worker_engine == "llama.cpp-worker" and matrix.engines["toy"].device_kind == "cpu"
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:

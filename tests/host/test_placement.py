@@ -10,7 +10,7 @@ from engines.bundle.manifest import Bundle, read
 from synapse_host.floor import Floor
 from synapse_host.hardware import HostProfile, floor_keys
 from synapse_host.matrix import Hardware, HardwareMatrix, load
-from synapse_host.placement import dtype_order, hardware_reason, select
+from synapse_host.placement import dtype_order, floor_text, hardware_reason, select
 from tests.support.small_bundle import write_bundle
 
 OK = Floor("ok", "ok")
@@ -35,6 +35,8 @@ OLD_CPU = dataclasses.replace(LINUX, cpu_features=frozenset({"avx2"}))
 MAC = dataclasses.replace(
     LINUX, os="darwin", arch="arm64", os_version="15.1", floors={"llama:cpu": OK, "llama:metal": OK, "ane:ane": OK}
 )
+BROKEN = dataclasses.replace(LINUX, floors={"cuda:cuda": Floor("failed", "probe_timeout", why="its probe hung")})
+NO_DEVICE = dataclasses.replace(LINUX, floors={"cuda:cuda": Floor("ok", "ok", observed={"driver_api": 13000})})
 H200 = dataclasses.replace(LINUX, floors={**LINUX.floors, "cuda:cuda": CUDA_OK})
 
 
@@ -155,6 +157,14 @@ def test_an_engine_whose_own_probe_says_no_is_passed_over(
         (Hardware("h", min_compute_capability="9.0"), H200, None),
         (Hardware("h", min_compute_capability="10.0"), H200, "hardware h: compute capability is 9.0, needs 10.0"),
         (Hardware("h", min_compute_capability="7.5"), LINUX, "hardware h: no NVIDIA driver"),
+        (Hardware("h", min_driver_api=1), BROKEN, "hardware h: its probe hung"),
+        (Hardware("h", min_compute_capability="7.5"), NO_DEVICE, "hardware h: no device"),
+        (Hardware("h", min_os="6.1"), dataclasses.replace(LINUX, os_version="6.1.0-rc12"), None),
+        (
+            Hardware("h", min_os="6.2"),
+            dataclasses.replace(LINUX, os_version="odd"),
+            "hardware h: Linux is odd, needs 6.2",
+        ),
     ],
 )
 def test_hardware_conditions(hardware: Hardware, profile: HostProfile, reason: str | None) -> None:
@@ -197,3 +207,39 @@ def test_foreign_workers_are_not_probed(tmp_path: Path) -> None:
     assert floor_keys(matrix, matrix.engines) == set()
     bare = dataclasses.replace(LINUX, floors={})
     assert select(matrix, lane_id="embed", profile=bare).engine == "scripted"
+
+
+NEEDED = {"compute_capability": {"major": 7, "minor": 5}}
+CAPABILITY = {"compute_capability": {"major": 6, "minor": 1}}
+
+
+@pytest.mark.parametrize(
+    ("floor", "text"),
+    [
+        (Floor("refused", "cuda_driver_too_old", {"driver_api": 13000}, {"driver_api": 12040}),
+         "the NVIDIA driver is too old: API 12040, needs 13000"),
+        (Floor("refused", "cuda_compute_capability_too_low", NEEDED, CAPABILITY),
+         "the NVIDIA device is too old: 6.1, needs 7.5"),
+        (Floor("refused", "cuda_compute_capability_too_low"), "the NVIDIA device is too old: unknown, needs unknown"),
+        (Floor("refused", "cuda_runtime_missing:libcudnn.so.9"), "a library is missing: libcudnn.so.9"),
+        (Floor("refused", "no_neural_engine"), "no Neural Engine"),
+    ],
+)  # fmt: skip
+def test_a_floors_answer_in_words(floor: Floor, text: str) -> None:
+    assert floor_text(floor) == text
+
+
+def test_explaining_without_a_bundle_looks_at_hardware_only(matrix: HardwareMatrix) -> None:
+    placement = select(matrix, lane_id="embed", profile=LINUX)
+    assert placement.engine == "llama-cpu" and placement.artifact is None
+    (yes,) = [item for item in placement.considered if item.verdict == "yes"]
+    assert yes.to_dict() == {
+        "engine": "llama-cpu", "verdict": "yes", "reason": "cpu is usable; the bundle needs format gguf",
+    }  # fmt: skip
+
+
+def test_bf16_says_why_it_was_taken(matrix: HardwareMatrix, tmp_path: Path) -> None:
+    bundle = read(write_bundle(tmp_path / "bf", formats={"gguf": "bf16"}))
+    fast = select(matrix, lane_id="embed", profile=LINUX, bundle=bundle).considered[3].reason
+    assert fast == "bundle toy has format gguf (bf16); cpu has avx512-bf16"
+    assert select(matrix, lane_id="embed", profile=OLD_CPU, bundle=bundle).considered[3].reason.endswith("(bf16)")

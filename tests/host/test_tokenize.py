@@ -122,6 +122,31 @@ def test_a_qwen3_reranker_gets_its_question_around_the_pair(tmp_path: Path) -> N
     assert start not in tokenizer.literal("<|im_start|>")
 
 
+def test_a_qwen3_rerankers_query_may_leave_no_room(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path, task="rerank", family="qwen3", frame=False, max_tokens=60))
+    with pytest.raises(InvalidRequest, match="leaves no room"):
+        tokenizer.pairs("query " * 60, ["a"], truncate=True)
+
+
+def test_segments_refuse_what_is_too_long_as_a_pair(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path, task="rerank", max_tokens=7))
+    with pytest.raises(SequenceTooLong) as caught:
+        tokenizer.segments("query", ["a", "a b c d"])
+    assert caught.value.details == {"index": 1, "tokens": 8, "max_tokens": 7}
+
+
+def test_a_prompt_has_no_index(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path, task="generate", frame=False, max_tokens=4))
+    with pytest.raises(SequenceTooLong, match=r"^the prompt has 5 tokens, toy takes 4\. Shorten it$"):
+        tokenizer.prompt("a b c d e")
+
+
+def test_an_enormous_text_is_refused_before_it_is_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("synapse_host.tokenize.MAX_TEXT_BYTES", 10)
+    with pytest.raises(InvalidRequest, match="has 11 characters, at most 10"):
+        TextTokenizer(bundle(tmp_path)).rows(["a" * 11])
+
+
 def test_a_bundle_without_a_tokenizer_says_why(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="has no tokenizer: send token ids"):
         TextTokenizer(bundle(tmp_path, tokenizer=False))
