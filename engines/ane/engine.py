@@ -155,22 +155,20 @@ class AneEngine(Engine):
         from engines.ane.model import AneModel
         from engines.ane.shapes import Occupancy, check_signature, expected
 
+        chosen = None
+        if self._backend.reads_packages:
+            # Before the folder is opened: a package that isn't this bundle's is not worth hashing.
+            chosen = _artifact(artifacts, request.artifact_digest, bundle.manifest.model_id)
         root = files.verify(request.artifact_path, request.artifact_digest, progress)
         record = None
-        if not self._backend.reads_packages:
+        if chosen is None:
             record = files.prepared(
                 root,
                 source_digests=[one.digest for one in artifacts],
                 os_build=self._backend.os_build(),
                 allow_cold=settings.prepare == "allow_cold",
             )
-        source_digest = request.artifact_digest if record is None else record.source_digest
-        chosen = next((a for a in artifacts if _bare(a.digest) == _bare(source_digest)), None)
-        if chosen is None:
-            raise EngineError(
-                ErrorCode.PACKAGE_DIGEST_MISMATCH,
-                f"{source_digest} is no coreml artifact of {bundle.manifest.model_id}",
-            )
+            chosen = _artifact(artifacts, record.source_digest, bundle.manifest.model_id)
         rules, hidden, layers = _rules(bundle.manifest, chosen)
         keys: dict[Key, str] = {}
         for function in chosen.functions if chosen.functions is not UNSET else []:
@@ -204,8 +202,15 @@ class AneEngine(Engine):
         )
 
 
-def _bare(digest: str) -> str:
-    return digest.lower().removeprefix("sha256:")
+def _artifact(artifacts: list[Artifact], digest: str, model_id: str) -> Artifact:
+    """Return the artifact with that digest; EngineError artifact_invalid for no digest, package_digest_mismatch."""
+    from engines.runtime.artifact import expected_digest
+
+    wanted = expected_digest(digest)
+    for artifact in artifacts:
+        if expected_digest(artifact.digest) == wanted:
+            return artifact
+    raise EngineError(ErrorCode.PACKAGE_DIGEST_MISMATCH, f"sha256:{wanted} is no coreml artifact of {model_id}")
 
 
 def _cross_check(described: Manifest, settings: Settings) -> None:

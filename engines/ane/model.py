@@ -104,9 +104,10 @@ class AneModel(Model):
 
     def _open(self, key: Key) -> Resident:
         name, source, spec = self._functions[key]
-        with StderrScan() as scan:
-            program = self._backend.open(source, units=self._settings.units)
-            try:
+        program: Program | None = None
+        try:
+            with StderrScan() as scan:
+                program = self._backend.open(source, units=self._settings.units)
                 self._progress.advance()
                 loaded = program.signature()
                 if loaded is not None:
@@ -115,10 +116,11 @@ class AneModel(Model):
                 self._progress.advance()
                 share, stages = self._placement(name, source, program)
                 self._progress.advance()
-                scan.check(f"function {name}")
-            except BaseException:
+            scan.check(f"function {name}")  # behind the block: only there has everything been read
+        except BaseException:
+            if program is not None:
                 program.close()
-                raise
+            raise
         inventory = placement.inventory(
             bundle_digest=self._bundle_digest,
             function=name,

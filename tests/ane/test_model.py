@@ -155,12 +155,22 @@ def test_unknown_keys_are_ignored_and_functions_can_be_left_out(load: LoadModel)
     assert model.buckets == (16, 64)
 
 
-@pytest.mark.parametrize("digest", ["sha256:" + "0" * 64, "0" * 63, "zz"])
-def test_a_wrong_digest_is_refused_before_anything_is_read(digest: str, bundles: Bundles, fake: FakeBackend) -> None:
+@pytest.mark.parametrize(
+    ("digest", "code"),
+    [
+        ("sha256:" + "0" * 64, ErrorCode.PACKAGE_DIGEST_MISMATCH),
+        ("0" * 63, ErrorCode.ARTIFACT_INVALID),
+        ("zz", ErrorCode.ARTIFACT_INVALID),
+        ("", ErrorCode.ARTIFACT_INVALID),
+    ],
+)
+def test_a_wrong_digest_is_refused_before_anything_is_read(
+    digest: str, code: ErrorCode, bundles: Bundles, fake: FakeBackend
+) -> None:
     bundle = bundles("bert")
-    request = msgspec.structs.replace(load_request(bundle), artifact_digest=digest)
-    code = refusal(lambda: engine(bundle, fake).load(request, progress=silent()))
-    assert code is ErrorCode.ARTIFACT_INVALID and fake.opened == []
+    request = msgspec.structs.replace(load_request(bundle), artifact_digest=digest, artifact_path="/nowhere")
+    assert refusal(lambda: engine(bundle, fake).load(request, progress=silent())) is code
+    assert fake.opened == []
 
 
 def test_a_bare_upper_case_digest_is_the_same_digest(bundles: Bundles, fake: FakeBackend) -> None:
