@@ -354,7 +354,7 @@ def test_the_gil_is_released_during_load_and_prediction(
         gaps[name] = worst[0]
 
     watch("load_and_plan", lambda: load(bundle, prepared).close())
-    watch("predict", lambda: [embed(model, rows([128])) for _ in range(200)])
+    watch("predict", lambda: [embed(model, rows([BUCKETS[0]])) for _ in range(200)])
     document.data["gil_longest_gap_s"] = gaps
     document.gate("gil_gap", max(gaps.values()), max(gaps.values()) <= THRESHOLDS["gil_gap_s"], THRESHOLDS["gil_gap_s"])
 
@@ -381,7 +381,7 @@ def test_residency_limits(model: AneModel, document: Document) -> None:
 
 
 def test_nothing_leaks_over_10_000_predictions(model: AneModel, document: Document) -> None:
-    process, row = psutil.Process(), rows([64])
+    process, row = psutil.Process(), rows([BUCKETS[0] // 2])
     for _ in range(500):
         embed(model, row)
     before, first = process.memory_info().rss, embed(model, row)

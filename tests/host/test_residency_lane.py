@@ -1,0 +1,209 @@
+"""Neural Engine lanes over real worker processes: what callers see when they are late, leave, or their worker dies."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.bundle.manifest import Artifact, Function
+from engines.protocol.messages import ANE_ENGINE
+from synapse_host.ane_lane import AneFleet, cost, rungs
+from synapse_host.config import Windows
+from synapse_host.errors import DeadlineExceeded, EngineCrashed, SequenceTooLong, ShapeCompiling
+from synapse_host.slots import Key
+from tests.host.conftest import FAST, Lanes, Scenario, embed
+
+pytestmark = pytest.mark.process
+
+ARTIFACT = Artifact(
+    format="coreml",
+    path="m.mlpackage",
+    digest="sha256:" + "0" * 64,
+    dtype="f16",
+    bytes=1000,
+    layers=22,
+    functions=[Function(f"s{n}", bucket=n) for n in (128, 256, 512)] + [Function("packed256", packed_width=256)],
+)
+
+
+def fleet(made: Lanes, script: dict[str, Any], **changes: Any) -> tuple[AneFleet, Any]:
+    supervisor = made(
+        {"engine": ANE_ENGINE, "buckets": [128, 256, 512], **script},
+        expected_engine=ANE_ENGINE,
+        device="ane",
+        **changes,
+    )
+    return AneFleet({"ane": supervisor}, {"ane": ARTIFACT}), supervisor
+
+
+def run(lanes: Callable[[Scenario], None], script: dict[str, Any], body: Callable[[AneFleet, Any], Any]) -> None:
+    async def scenario(made: Lanes) -> None:
+        one, supervisor = fleet(made, script)
+        try:
+            await body(one, supervisor)
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+def test_rungs_ascend_and_a_row_beyond_the_ladder_is_named() -> None:
+    assert rungs([300, 5, 128, 129], [512, 128, 256]) == [(128, (1, 2)), (256, (3,)), (512, (0,))]
+    with pytest.raises(SequenceTooLong) as refused:
+        rungs([5, 513], [128, 512])
+    assert refused.value.details == {"index": 1, "tokens": 513, "max_tokens": 512}
+
+
+def test_a_function_is_charged_the_manifest_s_layers_and_all_bytes() -> None:
+    assert cost(ARTIFACT).layers == 22 and cost(ARTIFACT).nbytes == 1000 and cost(ARTIFACT).smallest == 128
+
+
+def test_rungs_are_admitted_once_and_served(lanes: Callable[[Scenario], None]) -> None:
+    async def body(one: AneFleet, supervisor: Any) -> None:
+        replies = [await one.serve("ane", bucket, embed([7, 8])) for bucket in (128, 256, 256, 512)]
+        assert len({bytes(memoryview(raw)) for _, raw in replies}) == 1
+        assert one.shell.core.resident("ane") == {Key("ane", "m", "shape", n) for n in (128, 256, 512)}
+        assert supervisor.generation == 1
+
+    run(lanes, {}, body)
+
+
+def test_serving_caller_cancellation_drains_reply_without_restart(lanes: Callable[[Scenario], None]) -> None:
+    async def body(one: AneFleet, supervisor: Any) -> None:
+        await one.serve("ane", 128, embed([1]))
+        caller = asyncio.ensure_future(one.serve("ane", 128, embed([66])))
+        await asyncio.sleep(0.1)
+        caller.cancel()
+        _, raw = await one.serve("ane", 128, embed([7, 8]))
+        assert raw is not None and supervisor.generation == 1, "the next reply belongs to the next request"
+
+    run(lanes, {"rules": [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"sleep": 0.4}]}]}, body)
+
+
+def test_cancelled_direct_ane_keeps_module_permit_and_inflight_until_reply_drains(
+    lanes: Callable[[Scenario], None],
+) -> None:
+    async def body(one: AneFleet, supervisor: Any) -> None:
+        await one.serve("ane", 128, embed([1]))
+        caller = asyncio.ensure_future(one.serve("ane", 128, embed([66])))
+        await asyncio.sleep(0.1)
+        caller.cancel()
+        await asyncio.sleep(0)
+        slot = next(iter(one.shell.core.slots.values()))
+        assert slot.leases == 1, "still leased: its reply is on the way"
+        assert supervisor.health()["state"] == "serving"
+        while slot.leases:
+            await asyncio.sleep(0.01)
+        assert supervisor.generation == 1
+
+    run(lanes, {"rules": [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"sleep": 0.4}]}]}, body)
+
+
+def test_direct_ane_warm_reply_after_absolute_deadline_is_discarded(lanes: Callable[[Scenario], None]) -> None:
+    async def body(one: AneFleet, supervisor: Any) -> None:
+        await one.serve("ane", 128, embed([1]))
+        loop = asyncio.get_running_loop()
+        with pytest.raises(DeadlineExceeded):
+            await one.serve("ane", 128, embed([66]), deadline=loop.time() + 0.1)
+        _, first = await one.serve("ane", 128, embed([7, 8]))
+        _, second = await one.serve("ane", 128, embed([7, 8]))
+        assert bytes(memoryview(first)) == bytes(memoryview(second)) and supervisor.generation == 1
+
+    run(lanes, {"rules": [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"sleep": 0.4}]}]}, body)
+
+
+def test_direct_ane_cold_admission_after_absolute_deadline_is_drained_without_inference(
+    lanes: Callable[[Scenario], None], tmp_path: Any
+) -> None:
+    mark = tmp_path / "embedded"
+
+    async def body(one: AneFleet, supervisor: Any) -> None:
+        await one.serve("ane", 128, embed([1]))
+        loop = asyncio.get_running_loop()
+        with pytest.raises(ShapeCompiling) as late:
+            await one.serve("ane", 256, embed([66]), deadline=loop.time() + 0.1)
+        assert late.value.details["shape"] == 256
+        await one.serve("ane", 256, embed([5]))
+        assert not mark.exists(), "the late request never reached inference"
+        assert Key("ane", "m", "shape", 256) in one.shell.core.resident("ane") and supervisor.generation == 1
+
+    rules = [
+        {"on": "ANE_ADMIT_SHAPE", "do": [{"sleep": 0.4}]},
+        {"on": "EMBED_BATCH", "first_id": 66, "do": [{"touch": str(mark)}]},
+    ]
+    run(lanes, {"rules": rules}, body)
+
+
+def test_a_worker_that_dies_while_serving_is_restarted_once_and_serves_again(lanes: Callable[[Scenario], None]) -> None:
+    async def body(one: AneFleet, supervisor: Any) -> None:
+        await one.serve("ane", 256, embed([1]))
+        with pytest.raises(EngineCrashed):
+            await one.serve("ane", 256, embed([66]))
+        _, raw = await one.serve("ane", 256, embed([7]))
+        assert raw is not None and supervisor.generation == 2
+        assert one.shell.generation("ane") == 2
+
+    run(lanes, {"rules": [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"signal": "SIGKILL"}]}]}, body)
+
+
+def test_err_ack_restarts_the_worker_drops_its_shapes_and_resumes_waiters(
+    lanes: Callable[[Scenario], None], tmp_path: Path
+) -> None:
+    async def body(one: AneFleet, supervisor: Any) -> None:
+        await one.serve("ane", 256, embed([1]))
+        with pytest.raises(Exception) as refused:
+            await one.serve("ane", 512, embed([1]))
+        assert refused.value.code == "invalid_placement"  # type: ignore[attr-defined]
+        await one.serve("ane", 256, embed([1]))
+        assert supervisor.generation == 2
+        assert one.shell.core.resident("ane") == {Key("ane", "m", "shape", n) for n in (128, 256)}
+
+    err = {
+        "on": "ANE_ADMIT_SHAPE",
+        "nth": 2,
+        "do": [{"err": {"code": "invalid_placement", "msg": "matmul on the CPU"}}],
+    }
+    run(lanes, {"state": str(tmp_path / "spawns"), "generations": [{"rules": [err]}, {}]}, body)
+
+
+def test_a_silent_admission_ends_with_its_process_and_is_refunded_then(
+    lanes: Callable[[Scenario], None], tmp_path: Path
+) -> None:
+    silent = {"on": "ANE_ADMIT_SHAPE", "do": [{"sleep": 30}]}
+    windows = Windows(setup=1.0, control=20.0, ping=20.0, inference=20.0)
+
+    async def scenario(made: Lanes) -> None:
+        script = {"state": str(tmp_path / "spawns"), "generations": [{"rules": [silent]}, {}]}
+        one, supervisor = fleet(made, script, config=dataclasses.replace(FAST, windows=windows))
+        try:
+            with pytest.raises(EngineCrashed) as crashed:
+                await one.serve("ane", 256, embed([1]))
+            assert crashed.value.details["cause"] == "silence"
+            await one.serve("ane", 256, embed([1]))
+            assert supervisor.generation == 2 and one.shell.core.charged()[0] == 2
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+def test_identical_models_in_two_lanes_compile_independently(lanes: Callable[[Scenario], None]) -> None:
+    async def scenario(made: Lanes) -> None:
+        script = {"engine": ANE_ENGINE, "rules": [{"on": "ANE_ADMIT_SHAPE", "do": [{"sleep": 0.5}]}]}
+        slow = made(script, expected_engine=ANE_ENGINE, device="ane")
+        quick = made({"engine": ANE_ENGINE}, expected_engine=ANE_ENGINE, device="ane")
+        one = AneFleet({"slow": slow, "quick": quick}, {"slow": ARTIFACT, "quick": ARTIFACT})
+        try:
+            compiling = asyncio.ensure_future(one.serve("slow", 256, embed([1])))
+            await one.serve("quick", 256, embed([1]))
+            assert not compiling.done(), "compilation holds no permit: the other lane serves meanwhile"
+            await compiling
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
