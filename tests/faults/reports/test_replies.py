@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 
@@ -35,7 +36,7 @@ pytestmark = [pytest.mark.process, pytest.mark.fault]
 
 
 def test_report_24_a_cancelled_command_leaves_its_reply(lanes, tmp_path):
-    """redis/redis-py#2624 (also 2665): the next caller read a cancelled one's reply; ours is drained before the turn."""
+    """redis/redis-py#2624 (also 2665): the next caller read a cancelled one's reply; ours is drained first."""
     go = tmp_path / "go"
 
     async def scenario(make):
@@ -51,12 +52,10 @@ def test_report_24_a_cancelled_command_leaves_its_reply(lanes, tmp_path):
         await asyncio.gather(*following)
 
         async def impatient(n: int) -> None:
-            try:
+            with contextlib.suppress(DeadlineExceeded):
                 await serve(lane, n, deadline=soon(0.0001 * (n % 40)))
-            except DeadlineExceeded:
-                pass
 
-        await asyncio.gather(*(impatient(n) for n in range(300)))
+        await asyncio.gather(*(impatient(n) for n in range(200)))
         await serve(lane)
         assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
 
@@ -64,7 +63,7 @@ def test_report_24_a_cancelled_command_leaves_its_reply(lanes, tmp_path):
 
 
 def test_report_25_two_callers_share_a_pool(lanes):
-    """huggingface/sentence-transformers#2955: batches of 100 came back as 98 and 102; replies belong to their req_id."""
+    """huggingface/sentence-transformers#2955: 100 came back as 98 and 102; replies belong to their req_id."""
 
     async def scenario(make):
         lane = make()
