@@ -7,23 +7,29 @@ that serves a rung keeps lease, turn and permit until the reply is drained, whet
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
+import msgspec
 from msgspec import UNSET
 
 from engines.bundle.manifest import Artifact
+from engines.protocol.errors import ErrorCode
 from engines.protocol.messages import (
     AneAdmitPacked,
     AneAdmitShape,
     AneEvictPacked,
     AneEvictShape,
     AnyRequest,
+    EmbedBatch,
     Ping,
+    RerankSequences,
+    Vectors,
 )
-from synapse_host.errors import DeadlineExceeded, EngineCrashed, SequenceTooLong
+from synapse_host.errors import DeadlineExceeded, EngineCrashed, SequenceTooLong, SynapseError
 from synapse_host.residency_shell import ResidencyShell
-from synapse_host.slots import Key, Model
+from synapse_host.slots import Key, Limits, Model
 from synapse_host.supervisor import Build, Outcome, Supervisor
 
 Rung: TypeAlias = tuple[int, tuple[int, ...]]
@@ -104,6 +110,68 @@ class AneLane:
         return await self._supervisor.submit(build, stage=f"{stage}_{key.kind}")
 
 
+def _subset(request: AnyRequest, payload: Any, rows: Sequence[int]) -> tuple[AnyRequest, memoryview]:
+    """Return the request for some of its rows, and their ids out of the whole payload (int32)."""
+    view = memoryview(payload).cast("B")
+    lengths = _lengths(request)
+    starts = [0, *accumulate(lengths)]
+    part = b"".join(view[4 * starts[row] : 4 * starts[row + 1]] for row in rows)
+    if isinstance(request, EmbedBatch):
+        return msgspec.structs.replace(request, items=[request.items[row] for row in rows]), memoryview(part)
+    assert isinstance(request, RerankSequences)
+    return msgspec.structs.replace(request, sequences=[request.sequences[row] for row in rows]), memoryview(part)
+
+
+def _lengths(request: AnyRequest) -> list[int]:
+    if isinstance(request, EmbedBatch):
+        return [item.n_tokens for item in request.items]
+    return [segment.n_tokens for segment in request.sequences] if isinstance(request, RerankSequences) else []
+
+
+class RungedLane:
+    """Serves a lane's EMBED_BATCH and RERANK_SEQUENCES rung by rung, with Supervisor's ``submit``.
+
+    Rows come back in request order, whatever rungs they ran on. Everything else is the supervisor's own.
+    """
+
+    def __init__(self, fleet: AneFleet, supervisor: Supervisor, ladder: tuple[int, ...]) -> None:
+        self._fleet = fleet
+        self.supervisor = supervisor
+        self._ladder = ladder
+
+    async def submit(self, build: Build, *, deadline: float | None = None, stage: str) -> Outcome:
+        """Run one request as one exchange for each rung it needs, ascending; the reply describes all rows."""
+        request, payload = build("rungs", "rungs")
+        groups = rungs(_lengths(request), self._ladder)
+        if len(groups) == 1:
+            return await self._serve(groups[0][0], build, deadline, stage)
+        import numpy as np
+
+        rows = sum(len(members) for _, members in groups)
+        merged: Any = None
+        reply: Any = None
+        for bucket, members in groups:
+
+            def part(req_id: str, model_ref: str, members: Sequence[int] = members) -> tuple[AnyRequest, Any]:
+                return _subset(build(req_id, model_ref)[0], payload, members)
+
+            reply, raw = await self._serve(bucket, part, deadline, stage)
+            if merged is None:
+                merged = np.empty((rows, len(raw) // len(members)), np.float32)
+            merged[list(members)] = np.asarray(raw).reshape(len(members), -1)
+        if isinstance(reply, Vectors):
+            reply = msgspec.structs.replace(reply, n=rows)
+        return reply, merged.reshape(-1)
+
+    async def unload(self) -> None:
+        """Unload the model and take the worker down: every function it held goes with it. ModelInUse while in use."""
+        await self.supervisor.unload()
+        self._fleet.shell.park(self.supervisor.spec.lane_id)
+
+    async def _serve(self, bucket: int, build: Build, deadline: float | None, stage: str) -> Outcome:
+        return await self._fleet.serve(self.supervisor.spec.lane_id, bucket, build, deadline=deadline, stage=stage)
+
+
 def lost(lane_id: str, stage: str) -> EngineCrashed:
     """The worker that held the function was replaced; what it held is gone."""
     return EngineCrashed(
@@ -113,14 +181,19 @@ def lost(lane_id: str, stage: str) -> EngineCrashed:
 
 
 class AneFleet:
-    """All Neural Engine lanes of a host. Use it from one event loop."""
+    """All Neural Engine lanes of a host: one budget. Use it from one event loop."""
 
-    def __init__(self, supervisors: Mapping[str, Supervisor], artifacts: Mapping[str, Artifact]) -> None:
-        self._supervisors = dict(supervisors)
-        models = {lane: {self._supervisors[lane].spec.model: cost(artifacts[lane])} for lane in supervisors}
-        lanes = {lane: AneLane(supervisor) for lane, supervisor in supervisors.items()}
-        self.shell = ResidencyShell(lanes, models)
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._supervisors: dict[str, Supervisor] = {}
+        self.shell = ResidencyShell({}, {}, limits=limits)
         self._tasks: set[asyncio.Task[Outcome]] = set()
+
+    def add(self, supervisor: Supervisor, artifact: Artifact) -> RungedLane:
+        """Take a lane in and return what serves its requests; its worker starts when its first function fits."""
+        lane = supervisor.spec.lane_id
+        self._supervisors[lane] = supervisor
+        self.shell.add(lane, AneLane(supervisor), {supervisor.spec.model: cost(artifact)})
+        return RungedLane(self, supervisor, buckets(artifact))
 
     async def serve(
         self, lane: str, bucket: int, build: Build, *, deadline: float | None = None, stage: str = "embed"
@@ -169,8 +242,10 @@ class AneFleet:
 
             try:
                 return await supervisor.submit(guarded, stage=stage)
-            except EngineCrashed:
-                self.shell.fault(lane, held)
+            except SynapseError as exc:
+                # A function that should be there and isn't: the books are wrong, so they are closed with the process.
+                if isinstance(exc, EngineCrashed) or exc.code == ErrorCode.SHAPE_NOT_ADMITTED:
+                    self.shell.fault(lane, held)
                 raise
 
     def _late(self, lane: str, stage: str) -> DeadlineExceeded:

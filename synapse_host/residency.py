@@ -50,12 +50,22 @@ class Residency:
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
-    def open_worker(self, worker: str, models: Mapping[str, Model]) -> None:
+    def open_worker(self, worker: str, models: Mapping[str, Model], *, dormant: bool = False) -> None:
         """Announce a worker that is down: a Revive comes as soon as the smallest rungs of its models fit.
+
+        *dormant*: not before the first request for it.
 
         LOAD loads a model's smallest rung, so that is charged before the process starts, the first time as every time.
         """
-        self.workers[worker] = Worker(0, dict(models))
+        self.workers[worker] = Worker(0, dict(models), dormant=dormant)
+        self._pump()
+
+    def park(self, worker: str, now: float) -> None:
+        """Take a worker down and leave it down until the next request for it (its model was unloaded)."""
+        found = self.workers[worker]
+        found.dormant = True
+        if not found.down:
+            self._recover(worker, now)
         self._pump()
 
     # --- requests ----------------------------------------------------------------------------------------------------

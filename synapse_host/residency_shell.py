@@ -79,6 +79,12 @@ class ResidencyShell:
             self.core.open_worker(name, described)
         self._act()
 
+    def add(self, worker: str, lane: Lane, models: Mapping[str, Model]) -> None:
+        """Announce another worker; it starts with the first request, once what its LOAD brings fits the budget."""
+        self._lanes[worker] = lane
+        self.core.open_worker(worker, models, dormant=True)
+        self._act()
+
     @asynccontextmanager
     async def lease(self, key: Key, *, deadline: float | None = None) -> AsyncIterator[None]:
         """Hold *key* resident. One lease at a time: take the next rung's after this one ended.
@@ -104,6 +110,11 @@ class ResidencyShell:
     def fault(self, worker: str, generation: int) -> None:
         """Tell that an exchange outside (serving, idle death) broke the channel of one generation."""
         self.core.fault(worker, generation, self._loop.time())
+        self._act()
+
+    def park(self, worker: str) -> None:
+        """Take a worker down until the next request for it."""
+        self.core.park(worker, self._loop.time())
         self._act()
 
     def generation(self, worker: str) -> int:

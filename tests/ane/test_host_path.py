@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from engines.bundle.manifest import Bundle
-from synapse_host.ane_lane import AneFleet, buckets, rungs
+from engines.protocol.messages import Vectors
+from synapse_host.ane_lane import AneFleet
 from synapse_host.errors import LaneRefused
 from tests.ane.make_goldens import GOLDENS, rows
 from tests.host.conftest import embed, lanes_in
@@ -43,23 +44,28 @@ def test_mixed_rows_through_the_host(bundles: Callable[[str], Bundle], tmp_path:
     bundle = bundles("bert")
     (artifact,) = bundle.artifacts("coreml")
     found = [row.tolist() for row in rows("bert")]
-    vectors = np.empty((len(found), 64), np.float32)
+    done: dict[str, object] = {}
 
     async def main() -> dict[str, object]:
         async with lanes_in(tmp_path / "rt") as made:
             supervisor = made(**lane_fields(bundle, ENGINE))  # type: ignore[arg-type]
-            fleet = AneFleet({"ane": supervisor}, {"ane": artifact})
+            fleet = AneFleet()
+            lane = fleet.add(supervisor, artifact)
             try:
-                for bucket, members in rungs([len(row) for row in found], buckets(artifact)):
-                    build = embed(*(found[row] for row in members), normalize=True)
-                    _, raw = await fleet.serve("ane", bucket, build)
-                    vectors[list(members)] = np.asarray(raw).reshape(len(members), 64)
+                # One request over three rungs, as the host makes it; and one row of it alone.
+                reply, raw = await lane.submit(embed(*found, normalize=True), stage="embed")
+                done["reply"], done["vectors"] = reply, np.asarray(raw).reshape(len(found), 64)
+                _, alone = await lane.submit(embed(found[5], normalize=True), stage="embed")
+                done["alone"] = np.asarray(alone)
                 await supervisor.ping()
                 return supervisor.health()
             finally:
                 await fleet.aclose()
 
     health = asyncio.run(main())
+    reply, vectors = done["reply"], done["vectors"]
+    assert isinstance(reply, Vectors) and (reply.n, reply.dims) == (len(found), 64)
+    assert isinstance(vectors, np.ndarray) and np.array_equal(vectors[5], done["alone"])  # type: ignore[arg-type]
     assert (vectors.astype(np.float64) * np.load(GOLDENS)["bert"]).sum(1).min() >= 0.999
     assert health["generation"] == 1
     assert health.get("placement_share") is None, "no share, so certification can't pass with it"

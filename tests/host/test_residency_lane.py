@@ -36,9 +36,12 @@ def fleet(made: Lanes, script: dict[str, Any], **changes: Any) -> tuple[AneFleet
         {"engine": ANE_ENGINE, "buckets": [128, 256, 512], **script},
         expected_engine=ANE_ENGINE,
         device="ane",
+        lane_id="ane",
         **changes,
     )
-    return AneFleet({"ane": supervisor}, {"ane": ARTIFACT}), supervisor
+    one = AneFleet()
+    one.add(supervisor, ARTIFACT)
+    return one, supervisor
 
 
 def run(lanes: Callable[[Scenario], None], script: dict[str, Any], body: Callable[[AneFleet, Any], Any]) -> None:
@@ -195,14 +198,49 @@ def test_a_silent_admission_ends_with_its_process_and_is_refunded_then(
 def test_identical_models_in_two_lanes_compile_independently(lanes: Callable[[Scenario], None]) -> None:
     async def scenario(made: Lanes) -> None:
         script = {"engine": ANE_ENGINE, "rules": [{"on": "ANE_ADMIT_SHAPE", "do": [{"sleep": 0.5}]}]}
-        slow = made(script, expected_engine=ANE_ENGINE, device="ane")
-        quick = made({"engine": ANE_ENGINE}, expected_engine=ANE_ENGINE, device="ane")
-        one = AneFleet({"slow": slow, "quick": quick}, {"slow": ARTIFACT, "quick": ARTIFACT})
+        one = AneFleet()
+        one.add(made(script, expected_engine=ANE_ENGINE, device="ane", lane_id="slow"), ARTIFACT)
+        one.add(made({"engine": ANE_ENGINE}, expected_engine=ANE_ENGINE, device="ane", lane_id="quick"), ARTIFACT)
         try:
             compiling = asyncio.ensure_future(one.serve("slow", 256, embed([1])))
             await one.serve("quick", 256, embed([1]))
             assert not compiling.done(), "compilation holds no permit: the other lane serves meanwhile"
             await compiling
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+def test_unload_takes_the_worker_down_and_the_next_request_brings_it_back(lanes: Callable[[Scenario], None]) -> None:
+    async def scenario(made: Lanes) -> None:
+        one = AneFleet()
+        supervisor = made({"engine": ANE_ENGINE}, expected_engine=ANE_ENGINE, device="ane", lane_id="ane")
+        lane = one.add(supervisor, ARTIFACT)
+        try:
+            assert supervisor.generation == 0, "nothing starts before the first request"
+            await lane.submit(embed([1] * 200), stage="embed")
+            await lane.unload()
+            while one.shell.core.charged() != (0, 0, 0):
+                await asyncio.sleep(0.01)
+            await lane.submit(embed([1] * 200), stage="embed")
+            assert supervisor.generation == 2
+            assert one.shell.core.resident("ane") == {Key("ane", "m", "shape", n) for n in (128, 256)}
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+def test_one_request_over_several_rungs_keeps_its_order(lanes: Callable[[Scenario], None]) -> None:
+    async def scenario(made: Lanes) -> None:
+        one = AneFleet()
+        script = {"engine": ANE_ENGINE, "vectors": "echo", "dims": 2}
+        lane = one.add(made(script, expected_engine=ANE_ENGINE, device="ane", lane_id="ane"), ARTIFACT)
+        try:
+            rows = [[9] * 300, [1, 2], [7] * 130, [3, 4]]
+            reply, raw = await lane.submit(embed(*rows), stage="embed")
+            assert reply.n == 4 and list(raw) == [9, 9, 1, 2, 7, 7, 3, 4]
         finally:
             await one.aclose()
 
