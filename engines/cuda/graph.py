@@ -323,7 +323,12 @@ class GraphBuilder:
     def embedding(self, pooled: str) -> Graph:
         """Finish an embedding graph, with L2 where the manifest asks: norm in float64, at least 1e-12 (6.6)."""
         if self.spec.normalize:
-            norm = self.op("ReduceL2", self.cast(pooled, "f64"), self.ints(-1), keepdims=1)
+            # v·v as a product: the GPU's reductions would need cuDNN, which nothing else here does.
+            wide = self.cast(pooled, "f64")
+            square = self.op(
+                "MatMul", self.op("Unsqueeze", wide, self.ints(1)), self.op("Unsqueeze", wide, self.ints(2))
+            )
+            norm = self.op("Sqrt", self.op("Squeeze", square, self.ints(2)))
             norm = self.cast(self.op("Max", norm, self.scalar(1e-12, "f64")), "f32")
             pooled = self.op("Div", pooled, norm)
         return self.finish(pooled, "embedding", ["B", self.spec.dims])
@@ -406,11 +411,16 @@ def cuda_variants(spec: ModelSpec, attention: str, precision: Precision) -> list
     """Return the graphs of a model on the GPU: packed for BERT, fused for the others, unless *attention* says which."""
     if attention == "auto":
         attention = "packed" if spec.family == "bert" else "fused"
-    return _by_width(spec, Variant(precision, attention, fused_qk_norm=spec.family == "qwen3"))  # type: ignore[arg-type]
+    if attention == "fused":
+        return recorded_variants(spec, precision)
+    return _by_width(spec, Variant(precision, attention))  # type: ignore[arg-type]
 
 
 def recorded_variants(spec: ModelSpec, precision: Precision) -> list[tuple[Variant, int]]:
     """Return the graphs whose launches are recorded for latency: padded rows, since a recording's shapes are fixed."""
+    if precision == "f32" and spec.family != "bert":
+        # onnxruntime's GroupQueryAttention has CUDA kernels for 16-bit types only; the oracle takes standard operators.
+        return _by_width(spec, Variant(precision, "plain"))
     return _by_width(spec, Variant(precision, "fused", fused_qk_norm=spec.family == "qwen3"))
 
 

@@ -39,8 +39,11 @@ def build(b: GraphBuilder) -> Graph:
     if spec.task == "rerank":
         return b.logit(_classify(b, b.pool(states, real, lens, "cls")))
     if packed and spec.pooling == "mean":
-        total = b.op("ReduceSum", b.float32(states), b.ints(1), keepdims=0)
-        return b.embedding(b.op("Div", total, b.op("Unsqueeze", b.cast(lens, "f32"), b.ints(1))))
+        # A row of ones times the states: a sum over S that doesn't need cuDNN. The ones come from any (B, S) input.
+        ones = b.cast(b.op("GreaterOrEqual", offsets, b.scalar(0, "i32")), "f32")
+        total = b.op("MatMul", b.op("Unsqueeze", ones, b.ints(1)), b.float32(states))
+        count = b.op("Unsqueeze", b.cast(lens, "f32"), b.ints(1))
+        return b.embedding(b.op("Div", b.op("Squeeze", total, b.ints(1)), count))
     return b.embedding(b.pool(states, real, lens, spec.pooling))
 
 

@@ -307,6 +307,7 @@ class _Assembly:
             "do_copy_in_default_stream": "1",
             "arena_extend_strategy": "kSameAsRequested",
             "use_tf32": "0",
+            "enable_cudnn": "0",  # no operator here needs it, and without this a machine lacking it is refused
             "enable_skip_layer_norm_strict_mode": "1",
             "enable_cuda_graph": "1" if self.chosen.cuda_graphs else "0",
         }

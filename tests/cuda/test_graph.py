@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -230,6 +230,20 @@ def test_gpu_variants_use_the_runtimes_attention(checkpoints: Checkpoints) -> No
     assert {"MultiHeadAttention", "SkipLayerNormalization", "BiasGelu"} <= kinds("bert-mean", "fused")
     assert {"GroupQueryAttention", "SkipLayerNormalization"} <= kinds("modernbert-cls")
     assert {"GroupQueryAttention", "SkipSimplifiedLayerNormalization", "QuickGelu"} <= kinds("qwen3-last")
+
+
+@pytest.mark.parametrize("name", ["bert-mean", "modernbert-mean", "qwen3-last"])
+@pytest.mark.parametrize("precision", ["f16", "f32"])
+def test_gpu_graphs_hold_only_what_the_cuda_provider_has(
+    name: str, precision: Literal["f16", "f32"], checkpoints: Checkpoints
+) -> None:
+    """Without cuDNN there is no reduction, and GroupQueryAttention has no float32 kernel on the GPU."""
+    spec = spec_of(checkpoints(name))
+    for variant, _ in [*cuda_variants(spec, "auto", precision), *recorded_variants(spec, precision)]:
+        model = onnx.load_model_from_string(graph_of(checkpoints(name), variant).model)
+        kinds = {node.op_type for node in model.graph.node}
+        assert not (precision == "f32" and "GroupQueryAttention" in kinds)
+        assert precision == "f32" or not any(kind.startswith("Reduce") for kind in kinds)
 
 
 def test_packed_graph_takes_rows_end_to_end(checkpoints: Checkpoints) -> None:

@@ -287,6 +287,7 @@ def test_cuda_assembly(
     assert len(asked) == (2 if windowed else 1)
     for options in asked:
         assert options["user_compute_stream"] == "0" and options["device_id"] == "0" and options["use_tf32"] == "0"
+        assert options["enable_cudnn"] == "0"
         assert options["gpu_mem_limit"] == str(100 * 2**20)
         assert options["enable_cuda_graph"] == graphs and options["arena_extend_strategy"] == "kSameAsRequested"
     assert model.buckets == model.policy.ladder and model.buckets[-1] == (256 if windowed else 64)
