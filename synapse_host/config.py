@@ -35,6 +35,8 @@ class HostConfig:
     runtime_dir: Path | None = None
     """None: a private one, removed at exit."""
     models_dir: Path | None = None
+    data_dir: Path | None = None
+    """Certificates lie below it, in ``synapse/certificates``; None: the user's data directory."""
     log_ring_bytes: int = 8192
     log_lines_per_s: int = 50
     max_frame: int = DEFAULT_MAX_FRAME

@@ -21,6 +21,8 @@ class LaneHealth:
     __slots__ = (
         "age_from",
         "buckets",
+        "build_flags",
+        "engine",
         "first_rss_mb",
         "kernel_revision",
         "last_fault",
@@ -37,6 +39,8 @@ class LaneHealth:
         self.last_fault: dict[str, Any] | None = None
         self.kernel_revision: str | None = None
         self.version: str | None = None
+        self.engine: str | None = None
+        self.build_flags: dict[str, str] = {}
         self.packed_widths: list[int] = []
         self.forget()
 
@@ -56,6 +60,8 @@ class LaneHealth:
         self.forget()
         self.age_from = now
         self.version = hello.engine.version
+        self.engine = hello.engine.engine
+        self.build_flags = {} if hello.engine.build_flags is UNSET else dict(hello.engine.build_flags)
         self.kernel_revision = None if hello.kernel_revision is UNSET else hello.kernel_revision
         self.packed_widths = [] if hello.packed is UNSET else list(hello.packed.widths)
 
@@ -90,6 +96,8 @@ class LaneHealth:
             "resident_shapes": self.resident_shapes,
             "resident_packed": self.resident_packed,
             "worker_version": self.version,
+            "worker_engine": self.engine,
+            "build_flags": self.build_flags,
             "last_fault": self.last_fault,
         }
 

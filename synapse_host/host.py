@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -29,10 +30,12 @@ from engines.protocol.messages import (
     Text,
     Vectors,
 )
-from synapse_host import admission, hardware
+from synapse_host import admission, certificates, hardware
 from synapse_host.assignment import Assignment, assign, find
+from synapse_host.certificates import Standing
 from synapse_host.config import HostConfig
 from synapse_host.errors import BundleInvalid, DeadlineExceeded, InvalidRequest, NotCertified, SequenceTooLong
+from synapse_host.lane import LaneSpec
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.matrix import HardwareMatrix
 from synapse_host.matrix import load as load_matrix
@@ -81,6 +84,8 @@ class Host:
         self._permits = Permits(config.permits)
         self._supervisors: dict[str, Supervisor] = {}
         self._tokenizers: dict[str, TextTokenizer] = {}
+        self._standings: dict[str, Standing] = {}
+        """Lanes that need a certificate, by id, with how they stand; looked up when the host opens."""
         self._closed = False
 
     @classmethod
@@ -107,6 +112,7 @@ class Host:
         try:
             host = cls(matrix=loaded, bundles=bundles, profile=profile, config=config, runtime=runtime)
             try:
+                await host._look_up_certificates()
                 yield host
             finally:
                 await host.aclose()
@@ -505,6 +511,12 @@ class Host:
         if supervisor is not None:
             await supervisor.unload()
 
+    async def ping(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> dict[str, Any]:
+        """PING the lane's worker now, in turn, and return its refreshed health; spawns nothing."""
+        assignment = self._any(model, lane)
+        supervisor = self._supervisors.get(assignment.lane_id)
+        return _resting(assignment) if supervisor is None else await supervisor.ping(_absolute(deadline))
+
     async def probe(self, lane_id: str) -> None:
         """Prove a quarantined legacy lane with a fresh worker, LOAD and one served request, and open it again."""
         assignment = self._by_id(lane_id)
@@ -588,18 +600,55 @@ class Host:
         if supervisor is None:
             if self._closed:
                 raise InvalidRequest("this host is closed")
-            spec = assignment.require()
-            self._check_certificate(assignment)
+            spec = self._certified(assignment, assignment.require())
             supervisor = Supervisor(spec, config=self.config, runtime=self._runtime, permits=self._permits)
             self._supervisors[assignment.lane_id] = supervisor
         return supervisor
 
-    def _check_certificate(self, assignment: Assignment) -> None:
-        if self.config.require_certificate or self.matrix.lanes[assignment.lane].require_certificate:
-            raise NotCertified(
-                f"lane {assignment.lane_id} needs a certificate for {assignment.model} on this machine and has none",
-                details={"lane_id": assignment.lane_id, "model": assignment.model},
+    def _needs_certificate(self, assignment: Assignment) -> bool:
+        # The configuration may only strengthen what the matrix says.
+        return self.config.require_certificate or self.matrix.lanes[assignment.lane].require_certificate
+
+    async def _look_up_certificates(self) -> None:
+        """Find out how the lanes stand that need a certificate; their workers are asked who they are (--version)."""
+        placed = [item for item in self.assignments.values() if item.spec is not None]
+        needing = [item for item in placed if self._needs_certificate(item)]
+        if not needing:
+            return
+        engines = {item.spec.engine_id for item in needing if item.spec is not None}
+        identities = await asyncio.to_thread(certificates.identities, self.matrix, engines)
+        for item in needing:
+            assert item.spec is not None and item.placement.artifact is not None
+            self._standings[item.lane_id] = certificates.standing(
+                matrix=self.matrix,
+                engine_id=item.spec.engine_id,
+                bundle=item.bundle,
+                artifact=item.placement.artifact,
+                profile=self.profile,
+                identity=identities[item.spec.engine_id],
+                data_dir=self.config.data_dir,
             )
+
+    def _certified(self, assignment: Assignment, spec: LaneSpec) -> LaneSpec:
+        """Return the spec that may run: NotCertified says why not; a certificate pins the kernel revision it names."""
+        if not self._needs_certificate(assignment):
+            return spec
+        standing = self._standings.get(assignment.lane_id, certificates.Standing(None, "it has none on this machine"))
+        if standing.why:
+            raise NotCertified(
+                f"lane {assignment.lane_id} needs a certificate for {assignment.model} on {spec.engine_id}: "
+                f"{standing.why}. Run: synapse certify {assignment.lane} --model {assignment.model} "
+                f"--engine {spec.engine_id}",
+                details={
+                    "lane_id": assignment.lane_id,
+                    "model": assignment.model,
+                    "engine": spec.engine_id,
+                    "reason": standing.why,
+                },
+            )
+        assert standing.certificate is not None
+        revision = standing.certificate.binding.kernel_revision
+        return spec if spec.kernel_revision is not None else replace(spec, kernel_revision=revision)
 
     def _tokenizer(self, model: str) -> TextTokenizer:
         tokenizer = self._tokenizers.get(model)

@@ -50,6 +50,9 @@ VERBS: Final[dict[str, Verb]] = {
     "doctor": Verb(
         "synapse_host.cli.doctor", "what this machine can run, what is wrong, and the line that fixes it", "machine"
     ),
+    "certify": Verb(
+        "synapse_host.cli.certify", "does a lane give the right numbers here, and run where it should", "machine"
+    ),
     "demo": Verb("synapse_host.cli.demo", "embed, rerank, generate, and kill a worker on purpose", "machine"),
 }
 """A verb is listed here when it works."""

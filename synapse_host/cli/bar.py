@@ -9,6 +9,7 @@ from rich.console import Console as RichConsole
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     TaskID,
     TaskProgressColumn,
@@ -50,6 +51,19 @@ def terminal_bar(label: str, total: int | None, *, unit: str) -> Iterator[Termin
 def terminal_stages(label: str) -> Iterator[Callable[[str, int, int], None]]:
     """Show one bar that each stage of a job starts anew: ``report(stage, done, total)``, in bytes."""
     columns = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=RichConsole(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=None)
+
+        def report(stage: str, done: int, total: int) -> None:
+            progress.update(task, description=f"{label}: {stage}", completed=done, total=total or None)
+
+        yield report
+
+
+@contextmanager
+def terminal_rows(label: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show one bar that each stage of a job starts anew: ``report(stage, done, total)``, in rows."""
+    columns = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), MofNCompleteColumn())
     with Progress(*columns, console=RichConsole(stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=None)
 

@@ -89,6 +89,17 @@ class Console:
         with terminal_stages(label) as report:
             yield report
 
+    @contextmanager
+    def rows(self, label: str) -> Iterator[Callable[[str, int, int], None]]:
+        """Show the progress of a job that reports ``(stage, done, total)`` in rows; silent off a terminal."""
+        if not self.bars:
+            yield lambda stage, done, total: None
+            return
+        from synapse_host.cli.bar import terminal_rows
+
+        with terminal_rows(label) as report:
+            yield report
+
     def fail(self, error: SynapseError) -> int:
         """Report a typed error and return its exit code."""
         if self.json:

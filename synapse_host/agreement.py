@@ -1,0 +1,181 @@
+"""How well two sets of numbers agree: cosines, neighbour ranks, correlation, order. Pure numpy, float64 inside.
+
+Nothing here knows about thresholds, lanes or files. "Not finite" never enters: callers take such rows out first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+    Floats = npt.NDArray[np.float64]
+
+MISPLACED: Final = 1e-3
+"""A row of a batch stands in another row's place when another single answer is nearer to it than its own by more than
+this. Rounding moves a cosine or a logit by far less; another text's answer differs by more, or can't be told apart."""
+
+
+def cosines(one: Array, other: Array) -> Floats:
+    """Return the cosine of each row of *one* (n, dims) with the same row of *other*, float64 (n,); 0 for a zero row."""
+    import numpy as np
+
+    a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    found: Floats = np.divide((a * b).sum(axis=1), norms, out=np.zeros(len(a)), where=norms > 0)
+    return np.clip(found, -1.0, 1.0)
+
+
+def similarities(vectors: Array) -> Floats:
+    """Return the cosine of every row with every row, float64 (n, n)."""
+    import numpy as np
+
+    unit = np.asarray(vectors, np.float64)
+    norms = np.linalg.norm(unit, axis=1, keepdims=True)
+    unit = np.divide(unit, norms, out=np.zeros_like(unit), where=norms > 0)
+    found: Floats = unit @ unit.T
+    return found
+
+
+def rank_overlaps(reference: Array, vectors: Array) -> Floats:
+    """Return per row the share of its nearest neighbours that it keeps, float64 (n,).
+
+    k = max(1, n // 10), at most n - 1; neighbours by cosine without the row itself, equal ones by index (ane.md 8.1).
+    With n <= 2 there is nothing to rank: 1.0.
+    """
+    import numpy as np
+
+    n = len(reference)
+    if n <= 2:
+        return np.ones(n)
+    k = min(max(1, n // 10), n - 1)
+
+    def neighbours(rows: Array) -> Array:
+        near = similarities(rows)
+        np.fill_diagonal(near, -np.inf)
+        # Rounded, so that ties of equal texts are ties in both spaces and go by index.
+        return (-near.round(9)).argsort(axis=1, kind="stable")[:, :k]
+
+    ours, theirs = neighbours(vectors), neighbours(reference)
+    shared = [len(np.intersect1d(a, b, assume_unique=True)) for a, b in zip(ours, theirs, strict=True)]
+    return np.array(shared, np.float64) / k
+
+
+def worst_decile(overlaps: Sequence[float]) -> float:
+    """Return the mean of the lowest tenth, ceil(n / 10) values; 1.0 for none."""
+    if not overlaps:
+        return 1.0
+    lowest = sorted(overlaps)[: -(-len(overlaps) // 10)]
+    return sum(lowest) / len(lowest)
+
+
+def neighbour_pearson(reference: Array, vectors: Array) -> Floats:
+    """Return per row the correlation of its similarities to all other rows in both spaces, float64 (n,)."""
+    import numpy as np
+
+    theirs, ours = similarities(reference), similarities(vectors)
+    keep = ~np.eye(len(theirs), dtype=bool)
+    return np.array([pearson(t[m], o[m]) for t, o, m in zip(theirs, ours, keep, strict=True)])
+
+
+def nearest(vectors: Array) -> list[int]:
+    """Return each row's nearest other row by cosine, equal ones by index."""
+    import numpy as np
+
+    near = similarities(vectors).round(9)
+    np.fill_diagonal(near, -np.inf)
+    found: list[int] = near.argmax(axis=1).tolist()
+    return found
+
+
+def pearson(one: Array | Sequence[float], other: Array | Sequence[float]) -> float:
+    """Return the Pearson correlation of two (n,) arrays; for constants 1.0 if both are equal, else 0.0."""
+    import numpy as np
+
+    a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    if len(a) == 0:
+        return 0.0
+    a, b = a - a.mean(), b - b.mean()
+    scale = float(np.sqrt((a * a).sum() * (b * b).sum()))
+    if scale == 0.0:
+        return 1.0 if np.array_equal(np.asarray(one), np.asarray(other)) else 0.0
+    return float(np.clip((a * b).sum() / scale, -1.0, 1.0))
+
+
+def order_flips(reference: Sequence[float], scores: Sequence[float], groups: Sequence[int], *, apart: float) -> int:
+    """Return how many pairs of one group changed order, of those more than *apart* apart in the reference."""
+    import numpy as np
+
+    theirs, ours, of = np.asarray(reference), np.asarray(scores), np.asarray(groups)
+    flips = 0
+    for group in dict.fromkeys(groups):
+        t, o = theirs[of == group], ours[of == group]
+        flips += int(((t[:, None] - t[None, :] > apart) & (o[:, None] <= o[None, :])).sum())
+    return flips
+
+
+def same_best(reference: Sequence[float], scores: Sequence[float], groups: Sequence[int]) -> float:
+    """Return the share of groups whose best score belongs to the reference's best; its equals (1e-6) count as best."""
+    import numpy as np
+
+    theirs, ours, of = np.asarray(reference), np.asarray(scores), np.asarray(groups)
+    named = list(dict.fromkeys(groups))
+    if not named:
+        return 0.0
+    same = 0
+    for group in named:
+        t, o = theirs[of == group], ours[of == group]
+        same += bool(t[int(o.argmax())] >= t.max() - 1e-6)
+    return same / len(named)
+
+
+def own_and_best(batch: Array, single: Array) -> tuple[Floats, Floats]:
+    """Compare a batch's rows with the rows' own single answers.
+
+    Returns per row its cosine with its own single answer, and the best cosine with any single answer of the batch: the
+    two differ where rows changed places, and both are low where the numbers changed.
+    """
+    import numpy as np
+
+    own = cosines(batch, single)
+    a, b = np.asarray(batch, np.float64), np.asarray(single, np.float64)
+    norms = np.outer(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
+    every = np.divide(a @ b.T, norms, out=np.zeros_like(norms), where=norms > 0)
+    return own, np.maximum(own, np.clip(every.max(axis=1), -1.0, 1.0))
+
+
+def misplaced_rows(own: Sequence[float], best: Sequence[float]) -> int:
+    """Return how many rows stand in another row's place, from :func:`own_and_best`."""
+    return sum(b - a > MISPLACED for a, b in zip(own, best, strict=True))
+
+
+def batch_error(batch: Sequence[float], single: Sequence[float]) -> float:
+    """Return the largest difference between a batch's scores and the single ones once both are sorted.
+
+    Sorting pairs them as well as any order can, so rows that merely changed places don't count here.
+    """
+    return max((abs(a - b) for a, b in zip(sorted(batch), sorted(single), strict=True)), default=0.0)
+
+
+def misplaced_scores(batch: Sequence[float], single: Sequence[float]) -> int:
+    """Return how many scores differ from their own single score by far more than :func:`batch_error` explains."""
+    room = 2 * batch_error(batch, single) + 10 * MISPLACED
+    return sum(abs(a - b) > room for a, b in zip(batch, single, strict=True))
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many leading ids agree."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value that *share* of *values* don't exceed (nearest rank); 0.0 for none."""
+    if not values:
+        return 0.0
+    ranked = sorted(values)
+    return ranked[max(0, math.ceil(share * len(ranked)) - 1)]

@@ -1,0 +1,277 @@
+"""Certificates: that a lane passed on this machine, and what must stay as it was for that to hold.
+
+One file per engine and bundle: ``<data dir>/synapse/certificates/<engine id>/<manifest_digest>.json``. A certificate is
+void when the artifact, engine version, kernel revision, operating system build, driver or device is another one now;
+:func:`void_because` says which. Protocol version and progress are no part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Struct
+
+from synapse_host import floor as floors
+from synapse_host.evidence import Evidence, Precision
+
+if TYPE_CHECKING:
+    from engines.bundle.manifest import Artifact, Bundle
+    from synapse_host.hardware import HostProfile
+    from synapse_host.matrix import Engine, HardwareMatrix
+
+FORMAT: Final = "synapse-certificate-v1"
+VERSION_LIMIT_S: Final = 10.0
+
+
+class Binding(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a certificate is bound to. None: not known, and then not compared."""
+
+    artifact_digest: str
+    dtype: str
+    engine: str | None
+    """HELLO's engine name."""
+    engine_version: str | None
+    kernel_revision: str | None
+    packages: dict[str, str]
+    os_build: str
+    driver: str | None
+    device: str
+    """What the worker was started with, and the model of the processor or accelerator."""
+    hardware: str
+
+
+class Certificate(Struct, frozen=True, forbid_unknown_fields=True):
+    """One file. ``evidence_digest`` is the document's; ``precision`` says ``approximate`` for an int8 artifact."""
+
+    format: Literal["synapse-certificate-v1"]
+    engine_id: str
+    lane: str
+    task: str
+    model_id: str
+    manifest_digest: str
+    precision: Precision
+    certified_at: str
+    evidence: str
+    evidence_digest: str
+    binding: Binding
+
+
+class Identity(Struct, frozen=True):
+    """What a worker's ``--version`` line says; None where it says nothing of it."""
+
+    engine: str | None = None
+    engine_version: str | None = None
+    kernel_revision: str | None = None
+
+
+def folder(data_dir: Path | None = None) -> Path:
+    """Return where certificates lie: below *data_dir*, or the user's data directory."""
+    if data_dir is None:
+        from platformdirs import user_data_path
+
+        return user_data_path("synapse", appauthor=False) / "certificates"
+    return data_dir / "synapse" / "certificates"
+
+
+def path_of(engine_id: str, manifest_digest: str, data_dir: Path | None = None) -> Path:
+    """Return the certificate file of an engine and a bundle."""
+    return folder(data_dir) / engine_id / f"{manifest_digest}.json"
+
+
+def of_evidence(evidence: Evidence, *, path: Path, digest: str) -> Certificate:
+    """Return the certificate that a certified document stands for."""
+    engine, machine = evidence.engine, evidence.machine
+    return Certificate(
+        format="synapse-certificate-v1",
+        engine_id=engine.id,
+        lane=evidence.lane,
+        task=evidence.model.task,
+        model_id=evidence.model.model_id,
+        manifest_digest=evidence.model.manifest_digest,
+        precision=evidence.precision,
+        certified_at=evidence.created,
+        evidence=str(path),
+        evidence_digest=digest,
+        binding=Binding(
+            artifact_digest=evidence.model.tree or evidence.model.artifact_digest,
+            dtype=evidence.model.dtype,
+            engine=engine.observed,
+            engine_version=engine.version,
+            kernel_revision=engine.kernel_revision,
+            packages=engine.packages,
+            os_build=machine.os_build,
+            driver=machine.driver,
+            device=engine.device,
+            hardware=machine.accelerator or machine.cpu,
+        ),
+    )
+
+
+def write(certificate: Certificate, data_dir: Path | None = None) -> Path:
+    """Store a certificate in place of an older one of the same engine and bundle."""
+    path = path_of(certificate.engine_id, certificate.manifest_digest, data_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(msgspec.to_builtins(certificate), indent=1, ensure_ascii=False) + "\n", "utf-8")
+    part.replace(path)
+    return path
+
+
+def remove(engine_id: str, manifest_digest: str, data_dir: Path | None = None) -> bool:
+    """Withdraw a certificate; True when there was one."""
+    try:
+        path_of(engine_id, manifest_digest, data_dir).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def read(path: Path) -> Certificate | None:
+    """Return a certificate, or None where the file is none, or lies under another name than its own."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Certificate)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    own = path.stem == found.manifest_digest and path.parent.name == found.engine_id
+    return found if own else None
+
+
+def stored(data_dir: Path | None = None) -> Iterator[tuple[Path, Certificate | None]]:
+    """Yield every certificate file, sorted, with its content or None where it can't be read."""
+    for path in sorted(folder(data_dir).glob("*/*.json")):
+        if not path.name.startswith("."):
+            yield path, read(path)
+
+
+# --- is it still so? -------------------------------------------------------------------------------------------------
+
+
+def identity_of(line: str) -> Identity:
+    """Read a worker's ``--version`` line."""
+    fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    return Identity(fields.get("engine"), fields.get("engine_version"), fields.get("kernel_revision"))
+
+
+def ask_identity(matrix: HardwareMatrix, engine: Engine) -> Identity:
+    """Ask a worker program who it is, by ``--version`` in a child; an empty Identity where it doesn't tell."""
+    command = engine.command or floors.worker_command(engine.engine)
+    try:
+        done = subprocess.run(  # noqa: S603 - our own worker module, or the command the matrix names
+            [*command, "--version", "--device", engine.device],
+            cwd=matrix.path.parent if engine.command else floors.package_root(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=VERSION_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return Identity()
+    lines = done.stdout[:4096].decode(errors="replace").splitlines()
+    return identity_of(lines[0]) if done.returncode == 0 and len(lines) == 1 else Identity()
+
+
+def driver_of(engine: Engine, profile: HostProfile) -> str | None:
+    """Return the driver an engine depends on; None on the CPU and on Apple silicon, where the OS build says it."""
+    if engine.device_kind == "cuda" and profile.driver_api is not None:
+        return f"cuda {profile.driver_api}"
+    return None
+
+
+def accelerator_of(engine: Engine, profile: HostProfile) -> str | None:
+    """Return what kind of accelerator an engine runs on, None on the CPU."""
+    if engine.device_kind == "cuda":
+        capability = profile.compute_capability
+        return None if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+    return profile.cpu_model if engine.device_kind in ("ane", "metal") else None
+
+
+def present(engine: Engine, artifact: Artifact, profile: HostProfile, identity: Identity) -> Binding:
+    """Return what a certificate of this engine and artifact would be bound to now."""
+    return Binding(
+        artifact_digest=artifact.digest if artifact.tree is UNSET else artifact.tree,
+        dtype=artifact.dtype,
+        engine=identity.engine,
+        engine_version=identity.engine_version,
+        kernel_revision=identity.kernel_revision,
+        packages={} if engine.command else floors.installed(engine.engine),
+        os_build=profile.os_build,
+        driver=driver_of(engine, profile),
+        device=engine.device,
+        hardware=accelerator_of(engine, profile) or profile.cpu_model,
+    )
+
+
+def void_because(bound: Binding, now: Binding) -> list[str]:
+    """Return what changed since, as ``noun changed old → new``; empty while the certificate holds."""
+    reasons = []
+
+    def compare(noun: str, old: str | None, new: str | None, *, known: bool = False) -> None:
+        if old != new and (known or (old is not None and new is not None)):
+            reasons.append(f"{noun} changed {_short(old)} → {_short(new)}")
+
+    compare("the artifact", bound.artifact_digest, now.artifact_digest)
+    compare("the artifact's dtype", bound.dtype, now.dtype)
+    compare("the engine", bound.engine, now.engine)
+    compare("the device", bound.device, now.device)
+    for name in sorted({*bound.packages, *now.packages}):
+        compare(name, bound.packages.get(name), now.packages.get(name), known=True)
+    if bound.packages == now.packages:
+        # The version is mostly the package's own: told once is enough.
+        compare("the engine version", bound.engine_version, now.engine_version)
+    compare("the kernel revision", bound.kernel_revision, now.kernel_revision)
+    compare("the operating system build", bound.os_build, now.os_build)
+    compare("the driver", bound.driver, now.driver, known=True)
+    compare("the hardware", bound.hardware, now.hardware)
+    return reasons
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "none"
+    return value if len(value) <= 64 or " " in value else f"{value[:19]}…"
+
+
+class Standing(Struct, frozen=True):
+    """Whether a lane may call itself certified. ``why`` is empty when ``certificate`` holds."""
+
+    certificate: Certificate | None
+    why: str
+
+
+def standing(
+    *,
+    matrix: HardwareMatrix,
+    engine_id: str,
+    bundle: Bundle,
+    artifact: Artifact,
+    profile: HostProfile,
+    identity: Identity,
+    data_dir: Path | None = None,
+) -> Standing:
+    """Say whether this engine and artifact have a certificate here that still holds."""
+    path = path_of(engine_id, bundle.digest, data_dir)
+    if not path.exists():
+        return Standing(None, "it has none on this machine")
+    found = read(path)
+    if found is None:
+        return Standing(None, f"{path} can't be read")
+    reasons = void_because(found.binding, present(matrix.engines[engine_id], artifact, profile, identity))
+    return Standing(found, f"its certificate is void since {'; '.join(reasons)}" if reasons else "")
+
+
+def identities(matrix: HardwareMatrix, engine_ids: set[str]) -> Mapping[str, Identity]:
+    """Ask several engines who they are, side by side; blocks for a moment."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    if not engine_ids:
+        return {}
+    with ThreadPoolExecutor(4) as pool:
+        return dict(
+            zip(engine_ids, pool.map(lambda id: ask_identity(matrix, matrix.engines[id]), engine_ids), strict=True)
+        )

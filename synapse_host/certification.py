@@ -1,0 +1,250 @@
+"""A certification run: a lane's trial on a fresh worker and, on the Neural Engine, where it ran; then the verdict.
+
+Everything goes through the normal serving path of a host of its own. What the numbers mean is
+:mod:`synapse_host.gates`' business.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import UNSET
+
+from synapse_host import certificates, gates, probe_set
+from synapse_host import floor as floors
+from synapse_host.config import HostConfig
+from synapse_host.errors import InvalidRequest, SynapseError
+from synapse_host.evidence import EngineFacts, Evidence, Machine, Model, Placement
+from synapse_host.host import Host
+from synapse_host.placements import Plans, plan_tool
+from synapse_host.trial import Progress, Trial
+
+if TYPE_CHECKING:
+    from engines.bundle.fixtures import Fixtures
+    from synapse_host.assignment import Assignment
+    from synapse_host.hardware import HostProfile
+    from synapse_host.matrix import HardwareMatrix
+
+FORCED: Final = {"ane": {"compute_units": "cpu_only", "placement": "off"}}
+"""LOAD keys that force an engine to the CPU, by its name in the matrix."""
+FORCED_ROWS: Final = 16
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be certified. ``engine``: this engine of the lane instead of the first that fits."""
+
+    lane: str
+    model: str
+    bundle: Path
+    engine: str | None = None
+    min_placement_share: float | None = None
+
+
+async def certify(
+    order: Order,
+    matrix: HardwareMatrix,
+    config: HostConfig | None = None,
+    *,
+    progress: Progress = silent,
+    plans: Plans = plan_tool,
+) -> Evidence:
+    """Run the gate and return the judged document. A lane that refuses its worker or loses it ends uncertified.
+
+    Raises InvalidRequest for an unknown lane, engine or a model of another task, BackendMissing where no engine fits.
+    *plans* asks the framework where it would run a loaded artifact.
+    """
+    config = replace(config or HostConfig(), require_certificate=False)
+    only = _single_lane(matrix, order)
+    async with Host.open(only, {order.model: order.bundle}, config) as host:
+        assignment = host.lane_of(order.model, order.lane)
+        run = Trial(host, assignment, progress)
+        await run.everything()
+    engine = only.engines[assignment.require().engine_id]
+    placement = run.placement
+    if engine.device_kind == "ane":
+        placement = await _placed(run, only, order, config, plans)
+    precision = gates.precision_of(run.artifact_dtype)
+    return gates.judge(
+        Evidence(
+            format="synapse-evidence-v1",
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            lane=order.lane,
+            software=_software(),
+            model=_model(assignment),
+            engine=_engine(assignment, only, run.facts),
+            machine=_machine(host.profile, only, engine.id),
+            precision=precision,
+            thresholds=gates.thresholds(
+                matrix,
+                engine=engine.id,
+                task=assignment.bundle.manifest.task,
+                precision=precision,
+                placement=engine.device_kind == "ane",
+                share=order.min_placement_share,
+            ),
+            placement_required=engine.device_kind == "ane",
+            fixture=run.fixture,
+            tokens=run.tokens,
+            generations=run.generations,
+            limits=run.limits,
+            repeat_differs=run.repeat_differs,
+            performance=run.performance(),
+            gates=[],
+            reported={},
+            verdict="uncertified",
+            reasons=[],
+            inputs=run.inputs,
+            placement=placement,
+            fault=run.fault,
+        )
+    )
+
+
+def _single_lane(matrix: HardwareMatrix, order: Order) -> HardwareMatrix:
+    """Return the matrix with this one lane, its engine pinned where one was asked for."""
+    lane = matrix.lanes.get(order.lane)
+    if lane is None:
+        near = get_close_matches(order.lane, matrix.lanes, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise InvalidRequest(f"no lane {order.lane!r}{hint} (have: {', '.join(matrix.lanes)})")
+    if order.engine is not None and order.engine not in lane.engines:
+        raise InvalidRequest(f"lane {lane.id} has no engine {order.engine!r} (have: {', '.join(lane.engines)})")
+    pinned = msgspec.structs.replace(lane, pin=order.engine or lane.pin, require_certificate=False)
+    return msgspec.structs.replace(matrix, lanes={lane.id: pinned})
+
+
+async def _placed(
+    trial: Trial, matrix: HardwareMatrix, order: Order, config: HostConfig, plans: Plans
+) -> Placement | None:
+    """Add where the framework runs each function, and the same rows with the engine forced to the CPU."""
+    if trial.placement is None:
+        return None
+    functions, allowed, reason = plans(trial.assignment)
+    forced = await _forced(trial, matrix, order, config)
+    return msgspec.structs.replace(
+        trial.placement,
+        functions=functions,
+        cpu_allowed=allowed,
+        reason=reason,
+        forced_ms=[round(ms, 3) for ms in forced],
+        native_ms=[round(ms, 3) for ms in trial.single_ms[: len(forced)]],
+    )
+
+
+async def _forced(trial: Trial, matrix: HardwareMatrix, order: Order, config: HostConfig) -> list[float]:
+    engine = matrix.engines[trial.assignment.require().engine_id]
+    keys = FORCED.get(engine.engine)
+    probes = probe_set.opened(trial.bundle)
+    if keys is None or probes is None:
+        return []
+    slow = msgspec.structs.replace(engine, runtime_config={**engine.runtime_config, **keys})
+    matrix = msgspec.structs.replace(matrix, engines={**matrix.engines, engine.id: slow})
+    times = []
+    try:
+        async with Host.open(matrix, {order.model: order.bundle}, config) as host:
+            calls = _single_calls(host, trial, probes)[:FORCED_ROWS]
+            await calls[0]()
+            for number, call in enumerate(calls):
+                trial.progress("forced to the CPU", number, len(calls))
+                started = time.perf_counter()
+                await call()
+                times.append((time.perf_counter() - started) * 1000)
+    except SynapseError:
+        # An engine that can't be forced leaves the speed-up unmeasured, and unmeasured doesn't pass.
+        return []
+    return times
+
+
+def _single_calls(host: Host, trial: Trial, probes: Fixtures) -> list[Callable[[], Awaitable[Any]]]:
+    if probes.task == "embed":
+        return [lambda row=row: host.embed_ids(trial.model, [row], lane=trial.lane) for row in probes.rows()]  # type: ignore[misc]
+    queries, of = probes.rows("query"), probes.arrays["query_of"].tolist()
+    pairs = zip(of, probes.rows("candidate"), strict=True)
+    return [lambda q=queries[q], c=c: host.rerank_ids(trial.model, q, [c], lane=trial.lane) for q, c in pairs]  # type: ignore[misc]
+
+
+# --- facts -----------------------------------------------------------------------------------------------------------
+
+
+def _software() -> dict[str, str]:
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in ("synapse-workers", "numpy", "tokenizers", "msgspec"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _model(assignment: Assignment) -> Model:
+    bundle, artifact = assignment.bundle, assignment.placement.artifact
+    assert artifact is not None
+    manifest = bundle.manifest
+    return Model(
+        name=assignment.model,
+        model_id=manifest.model_id,
+        family=manifest.family,
+        task=manifest.task,
+        dims=manifest.dims,
+        max_tokens=manifest.max_tokens,
+        manifest_digest=bundle.digest,
+        artifact_digest=artifact.digest,
+        format=artifact.format,
+        dtype=artifact.dtype,
+        bytes=None if artifact.bytes is UNSET else artifact.bytes,
+        tree=None if artifact.tree is UNSET else artifact.tree,
+        source=None if manifest.source is UNSET else manifest.source,
+    )
+
+
+def _engine(assignment: Assignment, matrix: HardwareMatrix, facts: dict[str, Any]) -> EngineFacts:
+    spec = assignment.require()
+    engine = matrix.engines[spec.engine_id]
+    return EngineFacts(
+        id=spec.engine_id,
+        device=spec.device,
+        # The program's own name only: where it lies on this machine is nobody else's business.
+        command=[os.path.basename(word) for word in engine.command] if engine.command else [],  # noqa: PTH119
+        runtime_config=dict(spec.load.runtime_config),
+        packages={} if engine.command else floors.installed(engine.engine),
+        expected=spec.expected_engine,
+        observed=facts.get("worker_engine"),
+        version=facts.get("worker_version"),
+        build_flags=dict(facts.get("build_flags") or {}),
+        kernel_revision=facts.get("kernel_revision"),
+        packed_widths=list(facts.get("packed_widths") or []),
+        buckets=list(facts.get("buckets") or []),
+    )
+
+
+def _machine(profile: HostProfile, matrix: HardwareMatrix, engine_id: str) -> Machine:
+    engine = matrix.engines[engine_id]
+    return Machine(
+        os=profile.os,
+        os_version=profile.os_version,
+        os_build=profile.os_build,
+        arch=profile.arch,
+        cpu=profile.cpu_model,
+        cpu_features=sorted(profile.cpu_features),
+        cores=profile.cores,
+        cores_total=profile.cores_total,
+        quota=profile.quota,
+        ram_bytes=profile.ram_total,
+        driver=certificates.driver_of(engine, profile),
+        accelerator=certificates.accelerator_of(engine, profile),
+    )

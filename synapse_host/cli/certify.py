@@ -1,0 +1,242 @@
+"""``synapse certify``: does this lane give the right numbers on this machine, and does it run where it should?"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from synapse_host.cli.parser import Parser, UsageError
+from synapse_host.cli.session import DEFAULT_MODELS, bundle_of, config_of, model_name
+from synapse_host.errors import EXIT_FAILED, EXIT_OK
+
+if TYPE_CHECKING:
+    from synapse_host.cli.console import Console
+    from synapse_host.evidence import Evidence, Gate
+    from synapse_host.recheck import Recheck
+
+_WORDS: Final = {
+    "reference_fixture": "reference probes",
+    "reference_stale": "reference stale",
+    "identity": "engine and device",
+    "worker_generations": "worker processes",
+    "min_cosine": "min cosine",
+    "mean_cosine": "mean cosine",
+    "worst_decile": "worst decile",
+    "norm_error": "norm error",
+    "non_finite": "non-finite",
+    "batch_single": "batch = single",
+    "order": "rows out of place",
+    "max_error": "max error",
+    "rank_order": "ranks changed",
+    "top1": "next token",
+    "first_token": "first token",
+    "limits": "edge lengths",
+    "repeat": "repeat differs",
+    "placement_share": "share",
+    "functions_unreported": "unreported",
+    "function_share": "worst function",
+    "cost_share": "cost share",
+    "cpu_operations": "off the allow-list",
+    "speedup": "× CPU only",
+}
+_SECTIONS: Final = {
+    "reference": "reference",
+    "device": "device",
+    "worker": "worker",
+    "agreement": "quality",
+    "finite": "quality",
+    "batch": "quality",
+    "order": "quality",
+    "limits": "quality",
+    "placement": "placement",
+}
+_SIGNS: Final = {">=": "≥", "<=": "≤", "==": "="}
+
+
+def configure(parser: Parser) -> None:
+    """Add the verb's arguments."""
+    parser.description = (
+        "Run a lane's model over its reference probes on a fresh worker, through the normal serving path; compare.\n"
+        "Writes an evidence document (JSON) and a report (HTML); a lane that passes gets a certificate. Exit code 0\n"
+        "certified, 1 not. --recheck computes the verdict of a document again, on any machine and without the model."
+    )
+    parser.examples("""
+        synapse certify embed --model minilm
+        synapse certify rerank --model ms-marco --engine llama-cpu --out evidence --json
+        synapse certify --recheck evidence/embed-llama-cpu-minilm-cd3807a8.json
+    """)
+    parser.add_argument("lane", nargs="?", metavar="LANE", help="lane of the matrix")
+    parser.add_argument("--model", metavar="M", help="bundle name or folder (default: the lane's default model)")
+    parser.add_argument("--engine", metavar="E", help="this engine of the lane instead of the first that fits")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("evidence"), help="folder (default: evidence)")
+    parser.add_argument("--recheck", type=Path, metavar="FILE", help="compute a document's verdict again")
+    parser.add_argument(
+        "--min-placement-share", type=share, metavar="X", help="share of operations on the Neural Engine, 0 to 1"
+    )
+
+
+def share(text: str) -> float:
+    """Parse a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return value
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the verb."""
+    if args.recheck is not None:
+        if args.lane is not None:
+            raise UsageError("give a lane or --recheck, not both. See: synapse certify --help")
+        return _recheck(args, console)
+    if args.lane is None:
+        raise UsageError("name a lane, or a document with --recheck. See: synapse certify --help")
+    return _certify(args, console)
+
+
+def _certify(args: argparse.Namespace, console: Console) -> int:
+    import asyncio
+
+    from synapse_host import certificates, report
+    from synapse_host import evidence as documents
+    from synapse_host.certification import Order, certify
+    from synapse_host.matrix import load
+
+    matrix = load(args.matrix)
+    lane = matrix.lanes.get(args.lane)
+    source = args.model or (DEFAULT_MODELS.get(lane.task) if lane else None)
+    if source is None:
+        known = ", ".join(matrix.lanes)
+        raise UsageError(f"no lane {args.lane!r} (have: {known}). See: synapse matrix explain")
+    order = Order(
+        lane=args.lane,
+        model=model_name(source),
+        bundle=bundle_of(source, args, console),
+        engine=args.engine,
+        min_placement_share=args.min_placement_share,
+    )
+    with console.rows(f"certifying {args.lane} · {order.model}") as progress:
+        evidence = asyncio.run(certify(order, matrix, config_of(args), progress=progress))
+    path = args.out / f"{_stem(evidence)}.json"
+    digest = documents.write(path, evidence)
+    page = report.write(path.with_suffix(".html"), evidence)
+    if evidence.verdict == "certified":
+        certificates.write(certificates.of_evidence(evidence, path=path.absolute(), digest=digest))
+    else:
+        certificates.remove(evidence.engine.id, evidence.model.manifest_digest)
+    console.document(
+        {
+            "verdict": evidence.verdict,
+            "evidence": str(path),
+            "gates": [_plain(gate) for gate in evidence.gates],
+            "report": str(page),
+            "reasons": evidence.reasons,
+            "precision": evidence.precision,
+            "reported": evidence.reported,
+            "lane": evidence.lane,
+            "engine": evidence.engine.id,
+            "model": evidence.model.name,
+        }
+    )
+    _page(evidence, console)
+    mark = _mark(evidence.verdict == "certified", console)
+    console.line(f"{mark}  {path}   report: {page}")
+    return EXIT_OK if evidence.verdict == "certified" else EXIT_FAILED
+
+
+def _stem(evidence: Evidence) -> str:
+    model = "".join(char if char.isalnum() or char in "._-" else "_" for char in evidence.model.name)
+    return f"{evidence.lane}-{evidence.engine.id}-{model}-{evidence.model.manifest_digest[:8]}"
+
+
+def _recheck(args: argparse.Namespace, console: Console) -> int:
+    from synapse_host.matrix import load
+    from synapse_host.recheck import recheck
+
+    found: Recheck = recheck(args.recheck, load(args.matrix), share=args.min_placement_share)
+    evidence = found.evidence
+    verdict = evidence.verdict if not found.problems else "refused"
+    console.document(
+        {
+            "verdict": verdict,
+            "evidence": str(args.recheck),
+            "gates": [_plain(gate) for gate in evidence.gates],
+            "problems": found.problems,
+            "reasons": evidence.reasons,
+        }
+    )
+    _page(evidence, console)
+    for problem in found.problems:
+        console.line(f"  {problem}")
+    if found.problems:
+        console.line(f"{console.style('REFUSED', 'red', 'bold')}  {args.recheck} does not say what was measured")
+    else:
+        console.line(f"{_mark(found.certified, console)}  {args.recheck}: the verdict follows from the measurements")
+    return EXIT_OK if found.certified else EXIT_FAILED
+
+
+def _plain(gate: Gate) -> dict[str, Any]:
+    return {
+        "name": gate.name,
+        "value": gate.value,
+        "threshold": gate.threshold,
+        "passed": gate.passed,
+        "group": gate.group,
+        "comparison": gate.comparison,
+    }
+
+
+def _mark(passed: bool, console: Console) -> str:
+    return console.style("PASS", "green", "bold") if passed else console.style("FAIL", "red", "bold")
+
+
+def _page(evidence: Evidence, console: Console) -> None:
+    digest = evidence.model.manifest_digest[:8]
+    console.line(
+        f"certifying {evidence.lane} · {evidence.engine.id} · {evidence.model.name} {evidence.model.dtype} "
+        f"(manifest {digest}…) · {len(evidence.tokens)} probes"
+    )
+    last = ""
+    for gate in sorted(evidence.gates, key=lambda gate: list(_SECTIONS.values()).index(_SECTIONS[gate.group])):
+        section = _SECTIONS[gate.group]
+        word = console.style("pass", "green") if gate.passed else console.style("FAIL", "red", "bold")
+        bound = f"{_SIGNS[gate.comparison]} {gate.threshold:g}"
+        label = _WORDS.get(gate.name, gate.name)
+        console.line(
+            f"  {section if section != last else '':<11} {label:<19} {_number(gate.value):<10} {bound:<10} {word}"
+        )
+        last = section
+    if not evidence.placement_required:
+        console.line(f"  {'placement':<11} not required on this engine")
+    if evidence.reported:
+        console.line(f"  {'speed':<11} {_speed(evidence)}")
+    if evidence.precision == "approximate":
+        console.line("  precision   approximate: an int8 artifact; batch against single is reported only")
+    if evidence.fixture is None:
+        console.line("  The bundle has no reference fixtures (reference_fixture_missing): build it with them.")
+    if evidence.fault is not None:
+        console.line(f"  {evidence.fault.stage}: {evidence.fault.message}")
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "none"
+    return f"{value:.0f}" if value == int(value) and abs(value) >= 2 else f"{value:.6g}"
+
+
+def _speed(evidence: Evidence) -> str:
+    reported = evidence.reported
+    parts = []
+    if "tokens_per_s" in reported:
+        parts.append(f"{reported['tokens_per_s']:,.0f} tokens/s")
+    if "rows_per_s" in reported and evidence.model.task != "generate":
+        parts.append(f"{reported['rows_per_s']:,.0f} {'texts' if evidence.model.task == 'embed' else 'pairs'}/s mixed")
+    if evidence.performance.single_ms:
+        parts.append(f"p50 {reported['single_p50_ms']:.1f} ms, p95 {reported['single_p95_ms']:.1f} ms single")
+    if "prefix_share" in reported:
+        parts.append(f"prefix share {reported['prefix_share']:.3f}")
+    return " · ".join(parts) or "not measured"
