@@ -20,7 +20,7 @@ from synapse_host.lane import LaneSpec, LoadSpec
 from synapse_host.placement import Placement, select
 
 if TYPE_CHECKING:
-    from engines.bundle.manifest import Bundle
+    from engines.bundle.manifest import Artifact, Bundle
     from synapse_host.hardware import HostProfile
     from synapse_host.matrix import HardwareMatrix
 
@@ -118,12 +118,7 @@ def _spec(
         owned=owned,
         device=engine.device,
         command=engine.command or worker_command(engine.engine),
-        load=LoadSpec(
-            artifact_path=str(bundle.path(artifact.path)),
-            artifact_digest=artifact.digest,
-            format=artifact.format,
-            runtime_config=runtime_config,
-        ),
+        load=_load(bundle, artifact, engine.device_kind, runtime_config),
         cwd=matrix.path.parent if engine.command else package_root(),
         env=dict(engine.env),
         manifest_path=_manifest_path(bundle) if owned else None,
@@ -131,6 +126,23 @@ def _spec(
         kernel_revision=engine.kernel_revision,
         own_worker=engine.command is None,
     )
+
+
+def _load(bundle: Bundle, artifact: Artifact, device_kind: str, runtime_config: dict[str, str]) -> LoadSpec:
+    """Return what LOAD names: the artifact, or on the Neural Engine the bundle that this machine compiled from it.
+
+    Without a preparation LOAD names the package itself, and the worker answers ``specialization_missing`` with the fix.
+    """
+    if artifact.format == "coreml" and device_kind == "ane":
+        from engines.bundle import manifest, preparation
+
+        try:
+            path, record = preparation.find(preparation.default_cache(), artifact.digest)
+        except manifest.BundleError:
+            pass
+        else:
+            return LoadSpec(str(path), record.compiled_digest, "mlmodelc", runtime_config)
+    return LoadSpec(str(bundle.path(artifact.path)), artifact.digest, artifact.format, runtime_config)
 
 
 def _manifest_path(bundle: Bundle) -> Path:

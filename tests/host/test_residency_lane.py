@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engines.bundle.manifest import Artifact, Function
-from engines.protocol.messages import ANE_ENGINE
+from engines.protocol.messages import ANE_ENGINE, Pooling
 from synapse_host.ane_lane import AneFleet, cost, rungs
 from synapse_host.config import Windows
 from synapse_host.errors import DeadlineExceeded, EngineCrashed, SequenceTooLong, ShapeCompiling
@@ -245,3 +246,47 @@ def test_one_request_over_several_rungs_keeps_its_order(lanes: Callable[[Scenari
             await one.aclose()
 
     lanes(scenario)
+
+
+def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path) -> None:
+    """Matrix, placement, Host, fleet, a (scripted) worker with the production engine's name."""
+    import json
+
+    from engines.bundle import manifest
+    from synapse_host.config import HostConfig
+    from synapse_host.host import Host
+    from tests.support import scripted
+
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    described = manifest.Manifest(
+        manifest_version=1,
+        model_id="toy",
+        family="bert",
+        task="embed",
+        dims=2,
+        max_tokens=512,
+        pooling=Pooling.MEAN,
+        normalize=True,
+        artifacts=[msgspec.structs.replace(ARTIFACT, tree="sha256:" + "0" * 64)],
+    )
+    digest = manifest.write(bundle, described)
+    command = scripted.command({"engine": ANE_ENGINE, "vectors": "echo", "dims": 2, "manifest_digest": digest})
+    (tmp_path / "matrix.yaml").write_text(
+        "version: 1\n"
+        "hardware:\n  any: {}\n"
+        "engines:\n  fake: {engine: ane, device: ane, format: coreml, requires: any,\n"
+        f"    worker: {{command: {json.dumps(command)}}}}}\n"
+        "lanes:\n  embed: {task: embed, engines: [fake]}\n"
+    )
+
+    async def main() -> None:
+        config = HostConfig(runtime_dir=tmp_path / "rt")
+        async with Host.open(matrix=tmp_path / "matrix.yaml", models={"toy": bundle}, config=config) as host:
+            rows = [[9] * 300, [1, 2], [7] * 130, [3, 4]]
+            vectors = await host.embed_ids("toy", rows)
+            assert vectors.tolist() == [[9, 9], [1, 2], [7, 7], [3, 4]]
+            await host.unload("toy")
+            assert (await host.embed_ids("toy", [[5, 6]])).tolist() == [[5, 6]]
+
+    asyncio.run(main())

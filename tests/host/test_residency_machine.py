@@ -16,7 +16,7 @@ from tests.host.residency_world import World
 @given(st.data())
 def test_random_histories_under_hypothesis(data: st.DataObject) -> None:
     world = World()
-    choices = data.draw(st.lists(st.integers(0, 719), min_size=0, max_size=160))
+    choices = data.draw(st.lists(st.integers(0, 719), min_size=100, max_size=220))
     # An event that runs out of choices in the middle takes the last of each: events are never cut in two.
     while choices:
         world.step(lambda n: (choices.pop(0) if choices else n - 1) % n)
