@@ -46,6 +46,8 @@ class LaneSpec:
     kernel_revision: str | None = None
     """The matrix pin, if any."""
     packed_widths: tuple[int, ...] = ()
+    stdin: int | None = None
+    """Descriptor the worker inherits as standard input: the Neural Engine's lane lock. None: nothing."""
     own_worker: bool = True
     """False for a foreign ``worker.command``: no SIGUSR1 before the kill."""
 

@@ -69,6 +69,7 @@ class WorkerProcess:
         cwd: Path | None,
         output: Output,
         on_exit: Callable[[], None] | None = None,
+        stdin: int | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._output = output
@@ -80,7 +81,8 @@ class WorkerProcess:
             options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
         self._popen = subprocess.Popen(  # noqa: S603 - an argument list from the matrix, never a shell
             list(command),
-            stdin=subprocess.DEVNULL,
+            # A lane lock that must stay held until the worker is gone, else nothing.
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,

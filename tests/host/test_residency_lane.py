@@ -15,7 +15,8 @@ from engines.bundle.manifest import Artifact, Function
 from engines.protocol.messages import ANE_ENGINE, Pooling
 from synapse_host.ane_lane import AneFleet, cost, rungs
 from synapse_host.config import Windows
-from synapse_host.errors import DeadlineExceeded, EngineCrashed, SequenceTooLong, ShapeCompiling
+from synapse_host.errors import AneLaneBusy, DeadlineExceeded, EngineCrashed, SequenceTooLong, ShapeCompiling
+from synapse_host.lane_lock import LaneLock
 from synapse_host.slots import Key
 from tests.host.conftest import FAST, Lanes, Scenario, embed
 
@@ -248,8 +249,8 @@ def test_one_request_over_several_rungs_keeps_its_order(lanes: Callable[[Scenari
     lanes(scenario)
 
 
-def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path) -> None:
-    """Matrix, placement, Host, fleet, a (scripted) worker with the production engine's name."""
+def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix, placement, Host, lane lock, fleet, a (scripted) worker with the production engine's name."""
     import json
 
     from engines.bundle import manifest
@@ -280,13 +281,18 @@ def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path) -> 
         "lanes:\n  embed: {task: embed, engines: [fake]}\n"
     )
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
     async def main() -> None:
         config = HostConfig(runtime_dir=tmp_path / "rt")
         async with Host.open(matrix=tmp_path / "matrix.yaml", models={"toy": bundle}, config=config) as host:
             rows = [[9] * 300, [1, 2], [7] * 130, [3, 4]]
             vectors = await host.embed_ids("toy", rows)
             assert vectors.tolist() == [[9, 9], [1, 2], [7, 7], [3, 4]]
+            with pytest.raises(AneLaneBusy):
+                LaneLock()
             await host.unload("toy")
             assert (await host.embed_ids("toy", [[5, 6]])).tolist() == [[5, 6]]
 
     asyncio.run(main())
+    LaneLock().close()  # free again
