@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 from engines.protocol.connection import Connection, Event, Role
 from engines.protocol.errors import RemoteProtocolError
 from engines.protocol.messages import Buffer, HelloAck, Message
+from synapse_host.counters import LaneCounters
 
 SMALL: Final = 64 * 1024
 """Bytes up to which header and payload are joined into one write."""
@@ -32,7 +33,9 @@ class Channel(asyncio.BufferedProtocol):
         on_event: Callable[[Event], None],
         on_fault: Callable[[RemoteProtocolError], None],
         on_lost: Callable[[], None],
+        counters: LaneCounters | None = None,
     ) -> None:
+        self._counters = counters or LaneCounters()
         self.connection = Connection(Role.HOST, max_frame=max_frame, allocate=_allocate)
         self._on_event = on_event
         self._on_fault = on_fault
@@ -56,6 +59,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Handle every event that the new bytes complete."""
+        self._counters.received += nbytes
         if self.closed:
             return
         self._fill(nbytes)
@@ -106,10 +110,13 @@ class Channel(asyncio.BufferedProtocol):
         if transport is None or self.closed:
             # The loss of the connection is reported by itself.
             return
+        counters = self._counters
         if len(buffers) == 1:
+            counters.sent += len(buffers[0])
             transport.write(buffers[0])
             return
         head, body = buffers
+        counters.sent += len(head) + len(body)
         if len(body) <= SMALL:
             transport.write(b"".join(buffers))
         elif WRITES_WHOLE:

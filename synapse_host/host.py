@@ -34,9 +34,11 @@ from synapse_host import admission, certificates, hardware
 from synapse_host.assignment import Assignment, assign, find
 from synapse_host.certificates import Standing
 from synapse_host.config import HostConfig
+from synapse_host.counters import LaneCounters
 from synapse_host.errors import BundleInvalid, DeadlineExceeded, InvalidRequest, NotCertified, SequenceTooLong
 from synapse_host.lane import LaneSpec
 from synapse_host.listener import RuntimeDirectory
+from synapse_host.logring import LogRing
 from synapse_host.matrix import HardwareMatrix
 from synapse_host.matrix import load as load_matrix
 from synapse_host.permits import Permits
@@ -83,6 +85,10 @@ class Host:
         self._runtime = runtime
         self._permits = Permits(config.permits)
         self._supervisors: dict[str, Supervisor] = {}
+        self.counters = {lane_id: LaneCounters() for lane_id in self.assignments}
+        """What each lane has done, for :mod:`synapse_host.metrics`."""
+        self.logs = {lane_id: LogRing(config.log_ring_bytes) for lane_id in self.assignments}
+        """The last output of each lane's workers."""
         self._tokenizers: dict[str, TextTokenizer] = {}
         self._standings: dict[str, Standing] = {}
         """Lanes that need a certificate, by id, with how they stand; looked up when the host opens."""
@@ -120,11 +126,16 @@ class Host:
             runtime.close()
 
     async def aclose(self, *, drain: float = 0.0) -> None:
-        """Stop every worker; running requests get *drain* seconds to finish. Idempotent."""
+        """Stop every worker; running requests get *drain* seconds to finish, waiting ones are refused at once.
+
+        Idempotent; a call with a shorter *drain* hurries one that still waits.
+        """
         self._closed = True
-        supervisors, self._supervisors = list(self._supervisors.values()), {}
+        supervisors = dict(self._supervisors)
         if supervisors:
-            await asyncio.gather(*(supervisor.aclose(drain=drain) for supervisor in supervisors))
+            await asyncio.gather(*(supervisor.aclose(drain=drain) for supervisor in supervisors.values()))
+        for lane_id in supervisors:
+            self._supervisors.pop(lane_id, None)
 
     # --- embeddings --------------------------------------------------------------------------------------------------
 
@@ -499,6 +510,11 @@ class Host:
 
     # --- lanes -------------------------------------------------------------------------------------------------------
 
+    @property
+    def runtime(self) -> RuntimeDirectory:
+        """The directory this host holds."""
+        return self._runtime
+
     async def load(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> None:
         """Start the lane's worker and load the model now instead of at the first request; clears quarantine."""
         until = _absolute(deadline)
@@ -601,7 +617,14 @@ class Host:
             if self._closed:
                 raise InvalidRequest("this host is closed")
             spec = self._certified(assignment, assignment.require())
-            supervisor = Supervisor(spec, config=self.config, runtime=self._runtime, permits=self._permits)
+            supervisor = Supervisor(
+                spec,
+                config=self.config,
+                runtime=self._runtime,
+                permits=self._permits,
+                counters=self.counters[assignment.lane_id],
+                journal=self.logs[assignment.lane_id],
+            )
             self._supervisors[assignment.lane_id] = supervisor
         return supervisor
 

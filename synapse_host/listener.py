@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Final, Protocol
 
@@ -93,9 +94,26 @@ class RuntimeDirectory:
             self._short = Path(tempfile.mkdtemp(prefix="synapse-", dir="/tmp"))
         return self._short / f"wk-{digest}.sock"
 
+    @property
+    def control_path(self) -> Path:
+        """Where a long-running host listens for its operator."""
+        return self.path / "synapse" / "control.sock"
+
     def listen(self, worker_id: str) -> UnixListener:
         """Bind and listen for one worker. InvalidRequest when the path is taken by something that isn't ours."""
-        path = self.socket_path(worker_id)
+        return self._bind(self.socket_path(worker_id))
+
+    def listen_control(self) -> UnixListener:
+        """Bind and listen for operators, in place of a dead host's socket. InvalidRequest as for :meth:`listen`."""
+        if not _fits(self.control_path):
+            raise InvalidRequest(
+                f"{self.control_path} is too long for a socket ({SUN_PATH - 1} bytes fit); choose a shorter "
+                "--runtime-dir",
+                details={"reason": "runtime_dir", "path": str(self.path)},
+            )
+        return self._bind(self.control_path)
+
+    def _bind(self, path: Path) -> UnixListener:
         _clear_stale(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -140,9 +158,9 @@ class RuntimeDirectory:
             handle.seek(0)
             holder = handle.read(32).decode("ascii", "replace").strip() or "unknown"
             handle.close()
+            whom = f"pid {holder}{_described(_number(holder))}"
             raise InvalidRequest(
-                f"runtime directory {self.path} is held by the host with pid {holder}; stop that one or choose another "
-                "--runtime-dir",
+                f"runtime directory {self.path} is in use by {whom}. Stop it or pass --runtime-dir.",
                 details={"reason": "runtime_dir_busy", "path": str(self.path), "pid": _number(holder)},
             ) from exc
         handle.truncate(0)
@@ -172,6 +190,11 @@ class UnixListener:
         self._listener = listener
         self._unlink = unlink
         self.path = path
+
+    @property
+    def listening(self) -> socket.socket:
+        """The listening socket."""
+        return self._listener
 
     @property
     def arguments(self) -> tuple[str, str]:
@@ -239,6 +262,24 @@ def _fits(path: Path) -> bool:
 
 def _number(text: str) -> int | None:
     return int(text) if text.isdigit() else None
+
+
+def _described(pid: int | None) -> str:
+    """Return `` (synapse, started 10:02)`` for a process, as far as it can be seen."""
+    if pid is None:
+        return ""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        started = datetime.fromtimestamp(process.create_time())
+        words, name = process.cmdline(), process.name()
+    except (psutil.Error, OSError, ValueError):
+        return ""
+    ours = any(Path(word).name == "synapse" or "synapse_host" in word for word in words[:4])
+    name = "synapse" if ours else name
+    today = started.date() == datetime.now().date()
+    return f" ({name}, started {started:%H:%M})" if today else f" ({name}, started {started:%Y-%m-%d %H:%M})"
 
 
 def _check_private(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
 Stream: TypeAlias = Literal["stdout", "stderr"]
@@ -23,12 +24,17 @@ class LogRing:
         self.capacity = capacity
         self._segments: deque[tuple[Stream, bytes]] = deque()
         self._size = 0
+        self.written = 0
+        """Bytes ever written: the position that :meth:`since` counts in."""
+        self.on_write: Callable[[], None] | None = None
+        """Called after every write, for who follows."""
 
     def __len__(self) -> int:
         return self._size
 
     def write(self, stream: Stream, data: bytes) -> None:
         """Append *data*, dropping the oldest bytes beyond the capacity."""
+        self.written += len(data)
         if len(data) > self.capacity:
             data = data[len(data) - self.capacity :]
         if not data:
@@ -52,6 +58,21 @@ class LogRing:
                 segments[0] = (first_stream, first[excess:])
                 self._size -= excess
                 excess = 0
+        if self.on_write is not None:
+            self.on_write()
+
+    def since(self, position: int) -> tuple[list[tuple[Stream, bytes]], int]:
+        """Return what was written after *position* as runs, and how many bytes of it the ring has lost already."""
+        first = self.written - self._size
+        if not 0 <= position <= self.written:
+            position = 0
+        skip = max(0, position - first)
+        runs = []
+        for stream, data in self.segments():
+            if skip < len(data):
+                runs.append((stream, data[skip:]))
+            skip = max(0, skip - len(data))
+        return runs, max(0, first - position)
 
     def segments(self) -> list[tuple[Stream, bytes]]:
         """Return the content as runs of one stream each."""

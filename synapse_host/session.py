@@ -28,13 +28,14 @@ from engines.protocol.errors import LocalProtocolError, ProtocolError, RemotePro
 from engines.protocol.messages import VERSION, AnyReply, AnyRequest, Hello, HelloAck, Ping, Shutdown
 from synapse_host.channel import Channel
 from synapse_host.config import HostConfig
+from synapse_host.counters import LaneCounters
 from synapse_host.errors import BackendMissing, EngineCrashed, SynapseError
 from synapse_host.handshake import HandshakeFault, Peer, refused_version, verify
 from synapse_host.lane import LaneSpec
 from synapse_host.listener import Listener, RuntimeDirectory, safe_id
 from synapse_host.logring import LineForwarder, LogRing, Stream
 from synapse_host.process import DUMP_GRACE, WorkerProcess, signal_name, worker_environment
-from synapse_host.watchdog import Watchdog
+from synapse_host.watchdog import JUMP, Watchdog
 
 Cause: TypeAlias = Literal["exit", "eof", "protocol", "silence", "handshake"]
 
@@ -133,6 +134,8 @@ class Session:
         forwarder: LineForwarder,
         sink: Sink,
         revision: str | None = None,
+        counters: LaneCounters | None = None,
+        journal: LogRing | None = None,
     ) -> None:
         self.spec = spec
         self.generation = generation
@@ -143,6 +146,12 @@ class Session:
         self.dead = False
         """True from the first sign of a fault or of a planned stop."""
         self.process: WorkerProcess | None = None
+        self.began = 0.0
+        """When the last exchange was sent, in loop time."""
+        self.progress: ProgressReceived | None = None
+        """The open exchange's last progress."""
+        self._counters = counters or LaneCounters()
+        self._journal = journal
         self._config = config
         self._runtime = runtime
         self._sink = sink
@@ -151,7 +160,7 @@ class Session:
         self._nonce = secrets.token_hex(8)
         self._ring = LogRing(config.log_ring_bytes)
         self._forwarder = forwarder
-        self._watchdog = Watchdog(config.windows)
+        self._watchdog = Watchdog(config.windows, self._counters.gaps)
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._engine = ""
@@ -161,7 +170,11 @@ class Session:
         self._burial: asyncio.Task[None] | None = None
         self._serial = 0
         self._channel = Channel(
-            max_frame=config.max_frame, on_event=self._event, on_fault=self._violated, on_lost=self._lost
+            max_frame=config.max_frame,
+            on_event=self._event,
+            on_fault=self._violated,
+            on_lost=self._lost,
+            counters=self._counters,
         )
 
     # --- birth -------------------------------------------------------------------------------------------------------
@@ -216,6 +229,7 @@ class Session:
                 cwd=spec.cwd,
                 output=self._output,
                 on_exit=self._exited,
+                stdin=spec.stdin,
             )
         except OSError as exc:
             if exc.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):
@@ -227,7 +241,8 @@ class Session:
             raise
 
     async def _shake_hands(self, listener: Listener, process: WorkerProcess, deadline: float) -> None:
-        async with asyncio.timeout_at(deadline):
+        async with asyncio.timeout(None) as limit:
+            self._timer = self._loop.call_at(deadline, self._handshake_over, limit, deadline)
             connecting = self._loop.create_task(listener.connect(self._channel, self._admit))
             try:
                 await _first(connecting, process.exited)
@@ -243,6 +258,16 @@ class Session:
             if not self._opened.done():
                 raise HandshakeFault("the worker exited before the handshake was over")
             self.hello = self._opened.result()
+        self._stop_timer()
+
+    def _handshake_over(self, limit: asyncio.Timeout, due: float) -> None:
+        now = self._loop.time()
+        if now - due > JUMP:
+            # The host stood still (a suspended machine, a blocked loop): that says nothing about the worker.
+            due = now + self._config.handshake
+            self._timer = self._loop.call_at(due, self._handshake_over, limit, due)
+        else:
+            limit.reschedule(now)
 
     def _admit(self, peer: Peer) -> bool:
         """Return whether a connection comes from our child; any other process is not the worker's fault."""
@@ -297,7 +322,8 @@ class Session:
         self._channel.send(request, exchange.payload)
         self.open = exchange
         watchdog = self._watchdog
-        now = self._loop.time()
+        self.began = now = self._loop.time()
+        self.progress = None
         watchdog.start(type(request), self._engine, now)
         # One timer for watchdog and deadline of many exchanges: it is moved only when it would fire too late.
         due = now + watchdog.window
@@ -335,15 +361,17 @@ class Session:
         match event:
             case ReplyReceived():
                 exchange, self.open = self.open, None
-                self._watchdog.stop()
+                self._watchdog.stop(self._loop.time())
                 if exchange is None:
                     return
                 if self._channel.sending:
                     self.open = exchange
+                    self._counters.reject("out_of_turn")
                     self._fail("protocol", "the worker answered before it had read the whole request")
                     return
                 self._sink.replied(self, exchange, event.reply, event.payload)
             case ProgressReceived():
+                self.progress = event
                 self._watchdog.progress(event.progress.phase, self._loop.time())
                 due = self._watchdog.deadline
                 if due is not None and self._due > due:
@@ -358,6 +386,7 @@ class Session:
     # --- death -------------------------------------------------------------------------------------------------------
 
     def _violated(self, exc: RemoteProtocolError) -> None:
+        self._counters.reject(exc.reason)
         self._channel.abort()
         if self._opened.done():
             self._fail("protocol", f"the worker broke the protocol: {exc}")
@@ -371,6 +400,8 @@ class Session:
         if self._opened.done():
             where = "during a request" if self.open is not None else "while idle"
             torn = ", inside a frame" if self._channel.connection.mid_frame else ""
+            if torn:
+                self._counters.reject("torn")
             self._fail("eof", f"the worker's connection ended {where}{torn}")
         else:
             self._opened.set_exception(HandshakeFault("the worker closed the connection before HELLO"))
@@ -502,6 +533,8 @@ class Session:
 
     def _output(self, stream: Stream, data: bytes) -> None:
         self._ring.write(stream, data)
+        if self._journal is not None:
+            self._journal.write(stream, data)
         self._forwarder.feed(self.worker_id, stream, data, self._loop.time())
 
 

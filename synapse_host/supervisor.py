@@ -30,6 +30,7 @@ from engines.protocol.messages import (
     type_name,
 )
 from synapse_host.config import HostConfig
+from synapse_host.counters import LaneCounters
 from synapse_host.errors import (
     WORKER_ERRORS,
     DeadlineExceeded,
@@ -44,7 +45,7 @@ from synapse_host.errors import (
 from synapse_host.health import LaneHealth, Refresher, monotonic
 from synapse_host.lane import LaneSpec
 from synapse_host.listener import RuntimeDirectory
-from synapse_host.logring import LineForwarder
+from synapse_host.logring import LineForwarder, LogRing
 from synapse_host.permits import Permits
 from synapse_host.quarantine import Fingerprint, Quarantine, Strike
 from synapse_host.session import Death, Exchange, Session, StartFailed
@@ -66,9 +67,21 @@ class Supervisor:
     """
 
     def __init__(
-        self, spec: LaneSpec, *, config: HostConfig, runtime: RuntimeDirectory, permits: Permits | None = None
+        self,
+        spec: LaneSpec,
+        *,
+        config: HostConfig,
+        runtime: RuntimeDirectory,
+        permits: Permits | None = None,
+        counters: LaneCounters | None = None,
+        journal: LogRing | None = None,
     ) -> None:
         self.spec = spec
+        self.counters = counters or LaneCounters()
+        """Plain integers, for :mod:`synapse_host.metrics`."""
+        self.journal = journal or LogRing(config.log_ring_bytes)
+        """The last output of the lane's workers, across generations."""
+        self._ended: str | None = None
         self._config = config
         self._runtime = runtime
         self._permits = permits or Permits(config.permits)
@@ -92,8 +105,11 @@ class Supervisor:
         self._health = LaneHealth()
         self._refresher = Refresher(config.ping_interval, self._refresh)
         self._forwarder = LineForwarder(spec.lane_id, per_second=config.log_lines_per_s)
-        self.late_replies = 0
+
+    @property
+    def late_replies(self) -> int:
         """Replies that were drained after their caller had left."""
+        return self.counters.abandoned
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -104,18 +120,29 @@ class Supervisor:
         lane_refused, deadline_exceeded, queue_full, nonfinite_output, and the class of the worker's ERR code. A caller
         that leaves (deadline, cancellation) neither harms the worker nor frees the lane early.
         """
-        self._admit()
-        if self._held:
-            await self._wait_turn(deadline, stage)
-        else:
-            self._held = True
-        return await self._serve(build, deadline, stage)
+        started = monotonic()
+        try:
+            self._admit()
+            if self._held:
+                await self._wait_turn(deadline, stage)
+            else:
+                self._held = True
+            outcome = await self._serve(build, deadline, stage)
+        except BaseException as exc:
+            self.counters.failed(stage, exc)
+            raise
+        self.counters.served(stage, monotonic() - started)
+        return outcome
 
     async def load(self, deadline: float | None = None) -> int:
         """Make sure that a worker is up and the model is loaded; return its dims.
 
         On a quarantined catalog lane or a refused lane this is the reload that clears it at once.
         """
+        with self.counters.call("load"):
+            return await self._load(deadline)
+
+    async def _load(self, deadline: float | None) -> int:
         if self._refusal is not None or not self._quarantine.admits(self._loop.time()):
             self._refusal = None
             self._quarantine.clear()
@@ -133,6 +160,10 @@ class Supervisor:
 
     async def unload(self) -> None:
         """Unload the model and clear quarantine and refusal; ModelInUse while requests run, wait or drain."""
+        with self.counters.call("unload"):
+            await self._unload()
+
+    async def _unload(self) -> None:
         if self._starting is not None or (self._held and not self._pinging()):
             raise ModelInUse(
                 f"lane {self.spec.lane_id}: {self.spec.model} is in use; try again when its requests are done",
@@ -162,6 +193,10 @@ class Supervisor:
 
     async def probe(self, build: Build, *, deadline: float | None = None) -> Outcome:
         """Try a shut lane: a fresh worker, LOAD and the request of *build*; success opens the lane."""
+        with self.counters.call("probe"):
+            return await self._probe(build, deadline)
+
+    async def _probe(self, build: Build, deadline: float | None) -> Outcome:
         if self._closing:
             raise self._stopping()
         if self._held:
@@ -171,6 +206,7 @@ class Supervisor:
         try:
             if self._starting is None and self._session is not None:
                 session, self._session = self._session, None
+                self._ended = "probe"
                 await session.stop(self._config.shutdown_grace)
         except BaseException:
             self._pass_turn()
@@ -179,8 +215,38 @@ class Supervisor:
         self._quarantine.probed()
         return outcome
 
+    async def recycle(self) -> bool:
+        """Take the worker down, in turn behind what runs; True once its exit is confirmed. Planned: never a strike.
+
+        Nothing is started: the next request does that.
+        """
+        if self._held:
+            await self._wait_turn(None, "recycle", probing=True)
+        else:
+            self._held = True
+        try:
+            if self._starting is not None:
+                await asyncio.wait({self._starting})
+            session, self._session = self._session, None
+            if session is not None:
+                await session.stop(self._config.shutdown_grace)
+            undead = self._undead.process if self._undead is not None else None
+            mine = session.process if session is not None else None
+            return not any(process is not None and process.running for process in (undead, mine))
+        finally:
+            self._pass_turn()
+
+    @property
+    def generation(self) -> int:
+        """The worker's generation; 0 before the first spawn."""
+        return self._generation
+
     async def ping(self, deadline: float | None = None) -> dict[str, Any]:
         """Refresh health now, in turn behind what runs; spawns nothing. Returns :meth:`health`."""
+        with self.counters.call("ping"):
+            return await self._ping(deadline)
+
+    async def _ping(self, deadline: float | None) -> dict[str, Any]:
         if self._held:
             await self._wait_turn(deadline, "ping")
         else:
@@ -402,6 +468,7 @@ class Supervisor:
         try:
             session.begin(Exchange(request, None, waiter, "load", turn=False))
             reply, _ = await waiter
+            self.counters.loaded(self._loop.time() - session.began)
         except LocalProtocolError as exc:
             raise self._unsendable(exc, "load") from exc
         except asyncio.CancelledError:
@@ -423,6 +490,9 @@ class Supervisor:
                 )
             self._undead = None
         self._generation += 1
+        if self._ended is not None:
+            self.counters.restarted(self._ended)
+            self._ended = None
         session = Session(
             self.spec,
             generation=self._generation,
@@ -431,6 +501,8 @@ class Supervisor:
             forwarder=self._forwarder,
             sink=self,
             revision=self._revision,
+            counters=self.counters,
+            journal=self.journal,
         )
         try:
             await session.start()
@@ -457,7 +529,7 @@ class Supervisor:
 
     def replied(self, session: Session, exchange: Exchange, reply: AnyReply, payload: memoryview | None) -> None:
         """Resolve the waiter (unless it left), then hand on permit and stream."""
-        self._health.age_from = monotonic()
+        self._health.age_from = now = monotonic()
         waiter = exchange.waiter
         left = waiter.done()
         array = None
@@ -472,10 +544,11 @@ class Supervisor:
             if error is None and type(exchange.request) in SERVING:
                 self._quarantine.served(session.generation)
             elif type(reply) is Pong:
-                self._health.pong(reply, monotonic())
+                self._health.pong(reply, now)
+                self.counters.ponged(now - session.began)
         if left:
             if type(reply) is not Pong:
-                self.late_replies += 1
+                self.counters.abandoned += 1
         elif error is None:
             waiter.set_result((reply, array))
         else:
@@ -503,6 +576,7 @@ class Supervisor:
 
     def _charge(self, session: Session, death: Death, stage: str, exchange: Exchange | None) -> EngineCrashed:
         now = self._loop.time()
+        self._ended = death.cause
         fingerprint = None if exchange is None else fingerprint_of(exchange.request, exchange.payload, self.spec.model)
         self._quarantine.strike(Strike(death.generation, death.cause, now, fingerprint))
         if not death.reaped:
@@ -584,6 +658,8 @@ class Supervisor:
             "quarantine_remaining_s": remaining,
             "waiting": len(self._turns),
             "models": [self.spec.model] if loaded else [],
+            "load_s": self.counters.last_load_s if loaded else None,
+            "progress": _progress(session),
             **self._health.fields(now),
         }
 
@@ -654,6 +730,19 @@ class Supervisor:
                     )
                 )
             self._release(exchange)
+
+
+def _progress(session: Session | None) -> dict[str, Any] | None:
+    """Return how far the open exchange is: its operation, phase and count of finished work; None when idle."""
+    if session is None or session.open is None or type(session.open.request) is Ping:
+        return None
+    last = session.progress
+    return {
+        "stage": session.open.stage,
+        "phase": None if last is None else last.progress.phase.value,
+        "completed": 0 if last is None else last.progress.completed,
+        "running_s": monotonic() - session.began,
+    }
 
 
 def fingerprint_of(request: Request, payload: Any, model: str) -> Fingerprint:

@@ -189,7 +189,7 @@ class Connection:
         worker exits 0, a host with an exchange open counts a crash.
         """
         if self.mid_frame:
-            self._fail(RemoteProtocolError("the stream ended inside a frame"))
+            self._fail(RemoteProtocolError("the stream ended inside a frame", reason="torn"))
         self.state = State.CLOSED
         return PeerClosed()
 
@@ -204,7 +204,8 @@ class Connection:
             self._fail(exc)
         except DECODE_ERRORS as exc:
             # The text may quote the peer's bytes, up to a whole frame of them.
-            self._fail(RemoteProtocolError(f"malformed frame while {self.state.value}: {str(exc)[:200]}"), exc)
+            text = f"malformed frame while {self.state.value}: {str(exc)[:200]}"
+            self._fail(RemoteProtocolError(text, reason="malformed"), exc)
 
     def _fail(self, error: RemoteProtocolError, cause: BaseException | None = None) -> NoReturn:
         self.state = State.CLOSED
@@ -238,13 +239,14 @@ class Connection:
         # violation", so the first byte is one already.
         if reader.at_boundary:
             return None
-        raise RemoteProtocolError(f"data from the {self._peer.value} while {state.value}")
+        raise RemoteProtocolError(f"data from the {self._peer.value} while {state.value}", reason="out_of_turn")
 
     def _advance(self, kind: type[Struct]) -> None:
         """Move on a control frame from the peer."""
         following = self._receiving[self.state].get(kind)
         if following is None:
-            raise RemoteProtocolError(f"{type_name(kind)} from the {self._peer.value} while {self.state.value}")
+            text = f"{type_name(kind)} from the {self._peer.value} while {self.state.value}"
+            raise RemoteProtocolError(text, reason="out_of_turn")
         self.state = following
 
     def _hello(self, hello: Hello) -> Event:
@@ -301,7 +303,8 @@ class Connection:
         if message.payload is None:
             return self._answered(message, None)
         if expected > self.max_frame:
-            raise RemoteProtocolError(f"{type_name(message)} promises {expected} bytes, max_frame is {self.max_frame}")
+            text = f"{type_name(message)} promises {expected} bytes, max_frame is {self.max_frame}"
+            raise RemoteProtocolError(text, reason="oversize")
         self._header = cast(Vectors | Scores, message)
         self._expected = expected
         self._started = False

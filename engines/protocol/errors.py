@@ -14,7 +14,15 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer broke the rules. The stream can't be trusted any more: close, kill, strike."""
+    """The peer broke the rules. The stream can't be trusted any more: close, kill, strike.
+
+    ``reason`` is a short word for counting: oversize, length, torn, out_of_turn, malformed, version, or
+    invalid for the rest (counters, ids, counts that don't fit the request).
+    """
+
+    def __init__(self, message: str, *, reason: str = "invalid") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class VersionMismatch(RemoteProtocolError):
@@ -24,7 +32,7 @@ class VersionMismatch(RemoteProtocolError):
     """
 
     def __init__(self, observed: int, expected: int) -> None:
-        super().__init__(f"HELLO speaks protocol version {observed}, this host speaks {expected}")
+        super().__init__(f"HELLO speaks protocol version {observed}, this host speaks {expected}", reason="version")
         self.observed = observed
         self.expected = expected
 

@@ -161,9 +161,9 @@ class FrameReader:
         size: int = LENGTH.unpack_from(self._staging, self._start)[0]
         # Spec: the length is checked before anything is allocated.
         if size > self.max_frame:
-            raise RemoteProtocolError(f"frame length {size} exceeds max {self.max_frame}")
+            raise RemoteProtocolError(f"frame length {size} exceeds max {self.max_frame}", reason="oversize")
         if exact is not None and size != exact:
-            raise RemoteProtocolError(f"raw frame of {size} bytes where the header promises {exact}")
+            raise RemoteProtocolError(f"raw frame of {size} bytes where the header promises {exact}", reason="length")
         return size
 
     def _gather(self, own: memoryview, body: int) -> None:

@@ -44,6 +44,12 @@ VERBS: Final[dict[str, Verb]] = {
     "embed": Verb("synapse_host.cli.embed", "vectors of texts, in input order", "work"),
     "rerank": Verb("synapse_host.cli.rerank", "score documents against a query", "work"),
     "generate": Verb("synapse_host.cli.generate", "continue a prompt, or answer a chat message", "work"),
+    "run": Verb("synapse_host.cli.run", "hold a host until SIGTERM, for the verbs below", "host"),
+    "ps": Verb("synapse_host.cli.ps", "lanes and workers of the running host", "host"),
+    "ping": Verb("synapse_host.cli.ping", "do its workers answer?", "host"),
+    "logs": Verb("synapse_host.cli.logs", "what its workers wrote; -f follows", "host"),
+    "load": Verb("synapse_host.cli.load", "load a model there", "host"),
+    "unload": Verb("synapse_host.cli.unload", "unload a model there and forget its lane's strikes", "host"),
     "build": Verb("synapse_host.cli.build", "make a model bundle from a checkpoint", "models"),
     "models": Verb("synapse_host.cli.models", "list, find, verify and install model bundles", "models"),
     "matrix": Verb("synapse_host.cli.matrix", "check hw_matrix.yaml; explain why a lane got its engine", "machine"),
@@ -57,7 +63,7 @@ VERBS: Final[dict[str, Verb]] = {
 }
 """A verb is listed here when it works."""
 
-_GROUPS: Final = {"work": "Work", "models": "Models", "machine": "This machine"}
+_GROUPS: Final = {"work": "Work", "host": "A running host", "models": "Models", "machine": "This machine"}
 
 
 def host_version() -> str:

@@ -16,6 +16,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,3 +72,11 @@ def terminal_rows(label: str) -> Iterator[Callable[[str, int, int], None]]:
             progress.update(task, description=f"{label}: {stage}", completed=done, total=total or None)
 
         yield report
+
+
+@contextmanager
+def terminal_status() -> Iterator[Callable[[str], None]]:
+    """Show a spinner and a text on stderr that ``show(text)`` replaces; both disappear when the block ends."""
+    with RichConsole(stderr=True).status("") as status:
+        # What is shown holds names from outside: no markup.
+        yield lambda text: status.update(Text(text))

@@ -100,6 +100,17 @@ class Console:
         with terminal_rows(label) as report:
             yield report
 
+    @contextmanager
+    def status(self) -> Iterator[Callable[[str], None]]:
+        """Show one changing line on stderr while the block runs: ``show(text)``; silent off a terminal."""
+        if not self.bars:
+            yield lambda text: None
+            return
+        from synapse_host.cli.bar import terminal_status
+
+        with terminal_status() as show:
+            yield show
+
     def fail(self, error: SynapseError) -> int:
         """Report a typed error and return its exit code."""
         if self.json:

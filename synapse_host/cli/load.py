@@ -1,0 +1,55 @@
+"""``synapse load``: start a lane's worker in the running host and load its model."""
+
+from __future__ import annotations
+
+import select
+from typing import TYPE_CHECKING, Any, Final
+
+from synapse_host.cli.parser import Parser
+from synapse_host.cli.remote import connect, runtime_dir
+from synapse_host.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    import argparse
+
+    from synapse_host.cli.console import Console
+
+REFRESH_S: Final = 0.2
+
+
+def configure(parser: Parser) -> None:
+    """Add the verb's arguments."""
+    parser.description = (
+        "Start the worker of a model's lane in the running host and load the model, so that the first request doesn't\n"
+        "wait. On a quarantined or refused lane this is the reload that opens it again."
+    )
+    parser.examples("""
+        synapse load minilm
+        synapse load minilm --lane quiet --deadline 60
+    """)
+    parser.add_argument("model", metavar="M", help="model of the running host")
+    parser.add_argument("--lane", metavar="L", help="lane of the matrix (default: the model's task)")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the verb."""
+    directory = runtime_dir(args)
+    with connect(directory) as remote:
+        remote.send("load", model=args.model, lane=args.lane, deadline=args.deadline)
+        if console.bars:
+            # The answer comes when the model is loaded; meanwhile another connection asks how far it is.
+            with connect(directory) as watch, console.status() as show:
+                while not select.select([remote], [], [], REFRESH_S)[0]:
+                    show(_line(watch.ask("ps"), args.model))
+        state = remote.answer()
+    console.document(state)
+    for lane_id, lane in state["lanes"].items():
+        took = "" if lane["load_s"] is None else f" (LOAD took {lane['load_s']:.1f} s)"
+        console.line(f"{args.model} is loaded on lane {lane_id}, {lane['engine']}, pid {lane['worker_pid']}{took}")
+    return EXIT_OK
+
+
+def _line(state: dict[str, Any], model: str) -> str:
+    from synapse_host.cli.run import loading_line
+
+    return loading_line({lane_id: lane for lane_id, lane in state["lanes"].items() if lane["model"] == model})

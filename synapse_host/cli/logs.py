@@ -1,0 +1,85 @@
+"""``synapse logs``: what workers wrote to stdout and stderr, the last of it or as it comes."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from synapse_host.cli.parser import Parser
+from synapse_host.cli.remote import connect, runtime_dir
+from synapse_host.errors import EXIT_OK, InvalidRequest
+
+if TYPE_CHECKING:
+    import argparse
+
+    from synapse_host.cli.console import Console
+
+WAIT_S: Final = 30.0
+_CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+
+
+def configure(parser: Parser) -> None:
+    """Add the verb's arguments."""
+    parser.description = (
+        "Print the last 8 KiB that each lane's workers wrote, across restarts, every line tagged with lane and stream."
+    )
+    parser.examples("""
+        synapse logs
+        synapse logs embed
+        synapse logs embed -f
+    """)
+    parser.add_argument("lane", nargs="?", metavar="LANE", help="lane or model (default: all lanes)")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on printing what comes, until Ctrl-C")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the verb."""
+    if args.follow and console.json:
+        raise InvalidRequest("--json prints one document, --follow never ends: choose one")
+    with connect(runtime_dir(args)) as remote:
+        logs = remote.ask("logs", lane=args.lane)["logs"]
+        tails = {lane_id: Tail(lane_id, raw=not sys.stdout.isatty()) for lane_id in logs}
+        if console.json:
+            console.document({"logs": {lane_id: tails[lane_id].lines(log) for lane_id, log in logs.items()}})
+            return EXIT_OK
+        after: dict[str, int] = {}
+        while True:
+            for lane_id, log in logs.items():
+                after[lane_id] = log["position"]
+                if args.follow and log["missed"] and lane_id in tails and tails[lane_id].started:
+                    console.note(f"{log['missed']} bytes of {lane_id} were lost: it writes faster than they are read")
+                for line in tails[lane_id].lines(log, end=not args.follow):
+                    console.line(line)
+            sys.stdout.flush()
+            if not args.follow:
+                return EXIT_OK
+            logs = remote.ask("logs", lane=args.lane, after=after, wait=WAIT_S)["logs"]
+
+
+class Tail:
+    """Turns segments of one lane into tagged lines; a line that isn't finished yet waits for its end."""
+
+    def __init__(self, lane_id: str, *, raw: bool) -> None:
+        self._lane_id = lane_id
+        self._raw = raw
+        self._partial: dict[str, str] = {}
+        self.started = False
+
+    def lines(self, log: dict[str, Any], *, end: bool = True) -> list[str]:
+        """Return the lines that *log* completes; with *end* also the unfinished ones."""
+        self.started = True
+        found = []
+        for stream, text in log["segments"]:
+            *whole, rest = (self._partial.pop(stream, "") + text).split("\n")
+            found += [self._tagged(stream, line) for line in whole]
+            if rest:
+                self._partial[stream] = rest
+        if end:
+            found += [self._tagged(stream, rest) for stream, rest in self._partial.items()]
+            self._partial.clear()
+        return found
+
+    def _tagged(self, stream: str, line: str) -> str:
+        line = line.removesuffix("\r")
+        # A worker's output must not steer the terminal of who reads it.
+        return f"{self._lane_id} [{stream}] {line if self._raw else line.translate(_CONTROLS)}"
