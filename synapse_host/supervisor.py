@@ -79,7 +79,8 @@ class Supervisor:
         self.spec = spec
         self.counters = counters or LaneCounters()
         """Plain integers, for :mod:`synapse_host.metrics`."""
-        self.journal = journal or LogRing(config.log_ring_bytes)
+        # An empty ring is falsy.
+        self.journal = LogRing(config.log_ring_bytes) if journal is None else journal
         """The last output of the lane's workers, across generations."""
         self._ended: str | None = None
         self._config = config

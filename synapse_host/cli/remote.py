@@ -33,22 +33,20 @@ def runtime_dir(args: argparse.Namespace) -> Path:
 
 
 def default_directory() -> Path:
-    """Return the user's runtime directory, or a short one in /tmp where that is open to others, long or temporary.
+    """Return the user's runtime directory, or a short one in /tmp where there is none, or it is open to others or long.
 
     The same answer before and after a host has made it, and whatever TMPDIR says.
     """
-    import tempfile
-
     import platformdirs
 
     with warnings.catch_warnings():
-        # It warns where XDG_RUNTIME_DIR is not set; the answer is refused below then.
+        # It warns where the session has none and makes one up below TMPDIR, which differs from shell to shell.
         warnings.simplefilter("ignore")
         path = platformdirs.user_runtime_path()
     if sys.platform == "win32":
         return path
     fits = len(os.fsencode(path)) + LONGEST < SUN_PATH
-    if fits and not path.is_relative_to(tempfile.gettempdir()) and _private(path):
+    if fits and path.name != f"runtime-{os.getuid()}" and _private(path):
         return path
     return Path(f"/tmp/synapse-{os.getuid()}")  # noqa: S108 - opening it refuses another owner or an open mode
 

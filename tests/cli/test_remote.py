@@ -1,0 +1,67 @@
+"""Where a running host is looked for when nobody says so."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+from synapse_host.cli import remote
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="Unix sockets")
+
+FALLBACK = Path(f"/tmp/synapse-{os.getuid()}") if os.name == "posix" else Path()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    folder = tmp_path / "xdg"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest's own folders are longer than a user's runtime directory.
+    monkeypatch.setattr(remote, "SUN_PATH", 4096)
+
+
+def test_the_user_s_runtime_directory(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own))
+    assert remote.default_directory() == own
+    assert remote.runtime_dir(argparse.Namespace(runtime_dir=None)) == own
+    assert remote.runtime_dir(argparse.Namespace(runtime_dir=Path("rt"))) == Path("rt")
+
+
+def test_one_that_does_not_exist_yet_will_be_made(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own / "later"))
+    assert remote.default_directory() == own / "later"
+    (own / "later").mkdir(mode=0o700)
+    assert remote.default_directory() == own / "later"
+
+
+def test_one_that_is_open_to_others_is_not_used(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
+    own.chmod(0o755)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own))
+    assert remote.default_directory() == FALLBACK
+
+
+def test_a_long_one_is_not_used(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
+    monkeypatch.setattr(remote, "SUN_PATH", 108)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own / ("x" * 80)))
+    assert remote.default_directory() == FALLBACK
+
+
+def test_one_below_tmpdir_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """TMPDIR differs from shell to shell: host and operator would look in two places."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(platformdirs, "user_runtime_path", lambda: tmp_path / f"runtime-{os.getuid()}")
+    assert remote.default_directory() == FALLBACK
+
+
+def test_no_warning_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert remote.default_directory().is_absolute()  # warnings are errors in tests
