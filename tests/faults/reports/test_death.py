@@ -72,8 +72,8 @@ def test_report_02_death_by_the_kernel(lanes):
         with pytest.raises(EngineCrashed) as caught:
             await loading.load()
         assert caught.value.details["stage"] == "load" and caught.value.details["signal"] == "SIGKILL"
-        killer = {"thread": [{"sleep": 0.1}, {"signal": "SIGKILL"}]}
-        answering = make(poison(killer, {"reply": {"stall": {"after": 5, "seconds": 600}}}))
+        header = {"frame": {"type": "VECTORS", "req_id": "$req_id", "dims": 8, "n": 1}}
+        answering = make(poison(header, {"torn": {"length": 32, "send": 5}}, {"signal": "SIGKILL"}))
         error = await crash(answering)
         assert error.details["signal"] == "SIGKILL" and "inside a frame" in error.message
         await serve(answering)
