@@ -31,12 +31,14 @@ from engines.protocol.messages import (
     Vectors,
 )
 from synapse_host import admission, certificates, hardware
+from synapse_host.ane_lane import AneFleet, RungedLane
 from synapse_host.assignment import Assignment, assign, find
 from synapse_host.certificates import Standing
 from synapse_host.config import HostConfig
 from synapse_host.counters import LaneCounters
 from synapse_host.errors import BundleInvalid, DeadlineExceeded, InvalidRequest, NotCertified, SequenceTooLong
 from synapse_host.lane import LaneSpec
+from synapse_host.lane_lock import LaneLock
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.logring import LogRing
 from synapse_host.matrix import HardwareMatrix
@@ -85,6 +87,9 @@ class Host:
         self._runtime = runtime
         self._permits = Permits(config.permits)
         self._supervisors: dict[str, Supervisor] = {}
+        self._lane_lock: LaneLock | None = None
+        self._fleet: AneFleet | None = None
+        self._runged: dict[str, RungedLane] = {}
         self.counters = {lane_id: LaneCounters() for lane_id in self.assignments}
         """What each lane has done, for :mod:`synapse_host.metrics`."""
         self.logs = {lane_id: LogRing(config.log_ring_bytes) for lane_id in self.assignments}
@@ -134,6 +139,12 @@ class Host:
         supervisors = dict(self._supervisors)
         if supervisors:
             await asyncio.gather(*(supervisor.aclose(drain=drain) for supervisor in supervisors.values()))
+        fleet, self._fleet = self._fleet, None
+        if fleet is not None:
+            await fleet.aclose()
+        if self._lane_lock is not None:
+            self._lane_lock.close()
+            self._lane_lock = None
         for lane_id in supervisors:
             self._supervisors.pop(lane_id, None)
 
@@ -240,7 +251,7 @@ class Host:
             rows.lengths, reply_row_bytes=ITEM_BYTES * dims, max_frame=self.config.max_frame, noun="text"
         )
         offsets = _offsets(rows.lengths)
-        supervisor = self._supervisor(assignment)
+        supervisor = self._serving(assignment)
 
         async def run(part: range) -> FloatArray:
             items = [Item(id=str(row), n_tokens=rows.lengths[row]) for row in part]
@@ -422,7 +433,7 @@ class Host:
     ) -> FloatArray:
         import numpy as np
 
-        supervisor = self._supervisor(assignment)
+        supervisor = self._serving(assignment)
         scores = np.empty(exchanges[-1].stop, np.float32)
 
         async def place(part: range) -> None:
@@ -454,7 +465,9 @@ class Host:
         if chat:
             from synapse_host.chat import chat_ids
 
-            ids: Any = chat_ids(assignment.bundle, tokenizer, prompt)
+            # A template is the bundle's own program: it never runs on the loop.
+            job = asyncio.to_thread(chat_ids, assignment.bundle, tokenizer, prompt)
+            ids: Any = await _within(asyncio.ensure_future(job), until)
         elif isinstance(prompt, str):
             ids = (await self._tokenised([prompt], until, lambda: tokenizer.prompt(prompt))).ids
         else:
@@ -523,7 +536,7 @@ class Host:
     async def unload(self, model: str, *, lane: str | None = None) -> None:
         """Stop the lane's worker and forget its strikes; ModelInUse while requests run. The next request reloads."""
         assignment = self._any(model, lane)
-        supervisor = self._supervisors.get(assignment.lane_id)
+        supervisor = self._runged.get(assignment.lane_id) or self._supervisors.get(assignment.lane_id)
         if supervisor is not None:
             await supervisor.unload()
 
@@ -611,12 +624,28 @@ class Host:
             )
         return assignment
 
+    def _serving(self, assignment: Assignment) -> Supervisor | RungedLane:
+        """Return what embeds and reranks on a lane: its supervisor, on the Neural Engine rung by rung under leases."""
+        supervisor = self._supervisor(assignment)
+        if supervisor.spec.device_kind != "ane" or assignment.placement.artifact is None:
+            return supervisor
+        lane = self._runged.get(assignment.lane_id)
+        if lane is None:
+            if self._fleet is None:
+                self._fleet = AneFleet()
+            lane = self._runged[assignment.lane_id] = self._fleet.add(supervisor, assignment.placement.artifact)
+        return lane
+
     def _supervisor(self, assignment: Assignment) -> Supervisor:
         supervisor = self._supervisors.get(assignment.lane_id)
         if supervisor is None:
             if self._closed:
                 raise InvalidRequest("this host is closed")
             spec = self._certified(assignment, assignment.require())
+            if spec.device_kind == "ane":
+                # One host a user on the Neural Engine; the workers hold the lock too, as their standard input.
+                self._lane_lock = self._lane_lock or LaneLock()
+                spec = replace(spec, stdin=self._lane_lock.fileno())
             supervisor = Supervisor(
                 spec,
                 config=self.config,
