@@ -6,8 +6,12 @@ can't end its own turn.
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import UNSET
@@ -33,12 +37,14 @@ def chat_ids(bundle: Bundle, tokenizer: TextTokenizer, prompt: str | Sequence[Ma
     if template is UNSET:
         raise InvalidRequest(f"bundle {name} has no chat template; generate without --chat")
     messages = _messages(prompt)
+    special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
+    tokens = {f"{role}_token": tokenizer.token(id) for role, id in special.items() if role in ("bos", "eos")}
     if not any(tokenizer.mentions_special(message["content"]) for message in messages):
-        return tokenizer.template(render(template, messages, name=name))
+        return tokenizer.template(render(template, messages, name=name, tokens=tokens))
     # Someone wrote a special token's literal: render with marks in place of the contents and put those in as text.
     marks = [f"\ue000{secrets.token_hex(8)}\ue001" for _ in messages]
     marked = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
-    rest = render(template, marked, name=name)
+    rest = render(template, marked, name=name, tokens=tokens)
     ids: list[int] = []
     for message, mark in zip(messages, marks, strict=True):
         before, found, rest = rest.partition(mark)
@@ -69,41 +75,90 @@ def _messages(prompt: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]
     return messages
 
 
-def render(template: str, messages: Sequence[Mapping[str, str]], *, name: str) -> str:
-    """Return the template's text. A bundle comes from outside, so it gets the immutable sandbox and a size limit."""
+def render(
+    template: str, messages: Sequence[Mapping[str, str]], *, name: str, tokens: Mapping[str, str] | None = None
+) -> str:
+    """Return the template's text, as transformers' ``apply_chat_template(add_generation_prompt=True)`` writes it.
+
+    *tokens*: ``bos_token`` and ``eos_token``. A bundle comes from outside, so its template gets the immutable sandbox
+    and a size limit. It may run long: call this where nobody else waits.
+    """
     try:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        compiled = _compiled(template)
     except ImportError as exc:
         raise InvalidRequest(
-            "chat templates need jinja2: pip install 'synapse-workers[chat]'", details={"missing": "jinja2"}
+            "chat templates need jinja2 3.1.6 or newer: pip install 'synapse-workers[chat]'",
+            details={"missing": "jinja2"},
         ) from exc
-
-    def refuse(message: str) -> None:
-        raise InvalidRequest(f"{name}'s chat template refuses these messages: {message}")
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols"],
-        autoescape=False,
-    )
-    environment.globals["raise_exception"] = refuse
+    except Exception as exc:  # a template is foreign code: whatever it raises, the bundle is at fault
+        raise BundleInvalid(f"bundle {name}: its chat template can't be read: {exc}") from exc
     variables: dict[str, Any] = {
-        "messages": list(messages),
+        # What transformers passes: a template tells "no tools" from None.
+        "tools": None,
+        "documents": None,
         "add_generation_prompt": True,
         "bos_token": "",
         "eos_token": "",
+        **(tokens or {}),
+        "messages": [dict(message) for message in messages],
     }
     parts: list[str] = []
     size = 0
     try:
-        for part in environment.from_string(template).generate(**variables):
+        for part in compiled.generate(**variables):
             size += len(part)
             if size > MAX_RENDERED:
                 raise BundleInvalid(f"bundle {name}: its chat template writes more than {MAX_RENDERED} characters")
             parts.append(part)
     except SynapseError:
         raise
-    except Exception as exc:  # a template is foreign code: whatever it raises, the bundle is at fault
+    except _Refused as exc:
+        raise InvalidRequest(f"{name}'s chat template refuses these messages: {exc}") from exc
+    except Exception as exc:  # as above
         raise BundleInvalid(f"bundle {name}: its chat template fails: {exc}") from exc
     return "".join(parts)
+
+
+class _Refused(Exception):
+    """The template called raise_exception."""
+
+
+@lru_cache(maxsize=16)
+def _compiled(template: str) -> Any:
+    """Compile a template in an environment with what transformers offers to templates; ImportError without jinja2."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if tuple(int(part) for part in re.findall(r"\d+", jinja2.__version__)[:3]) < (3, 1, 6):
+        raise ImportError("older ones have known ways out of the sandbox")
+
+    class Generation(Extension):
+        """``{% generation %}`` marks what a model wrote, for training; here it is its own content."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: object) -> None:
+        raise _Refused(str(message))
+
+    def tojson(value: Any, **options: Any) -> str:
+        # jinja2's own filter escapes for HTML.
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, "jinja2.ext.loopcontrols"],
+        autoescape=False,
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    # A function, not the class: a class has attributes without an underscore that lead further.
+    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
+    environment.globals.pop("lipsum", None)
+    return environment.from_string(template)

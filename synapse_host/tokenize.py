@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -169,8 +170,13 @@ class TextTokenizer:
         """True when reading the text's special-token literals as tokens would change its ids."""
         return self.template(text) != self.literal(text)
 
-    @property
+    def token(self, id: int) -> str:
+        """Return the text of a token id; empty where the vocabulary has no such id."""
+        return self._plain.id_to_token(id) or ""
+
+    @cached_property
     def _special(self) -> Tokenizer:
+        # An object of its own: the switch below must never be seen by a thread that encodes a person's text.
         tokenizer = _open(self._path, self.model)
         tokenizer.encode_special_tokens = False
         return tokenizer
