@@ -49,9 +49,8 @@ from engines.protocol.messages import (
     AnyRequest,
     Buffer,
     Dtype,
+    EmbedBatch,
     Err,
-    FromHost,
-    FromWorker,
     Hello,
     HelloAck,
     Loaded,
@@ -106,9 +105,21 @@ def _steps(role: Role, state: State) -> dict[type[Struct], State]:
     return {struct: following for struct, following in found.items() if following is not None}
 
 
+# Read once: an enum's member costs a look-up in its class.
+_BUSY: Final = State.BUSY
+_IDLE: Final = State.IDLE
+_CLOSED: Final = State.CLOSED
+_pack: Final = LENGTH.pack
+
 _STEPS: Final = {role: {state: _steps(role, state) for state in State} for role in Role}
 _PAYLOAD_STEPS: Final = {state: after for (state, _, kind), after in TRANSITIONS.items() if kind is Kind.PAYLOAD}
 """The state after a raw frame; only the side that owes it is ever asked."""
+_AWAITING: Final = {
+    Role.HOST: frozenset({State.HELLO, State.REPLY_PAYLOAD, State.STOPPING_PAYLOAD}),
+    Role.WORKER: frozenset({State.ACK, State.REQUEST_PAYLOAD}),
+}
+"""States, beside those of control frames, in which an end reads from its peer."""
+_REPLIES: Final = frozenset({*REPLY_TO.values(), Err})
 
 
 class Connection:
@@ -134,7 +145,10 @@ class Connection:
         self._peer = role.peer
         self._sending = _STEPS[role]
         self._receiving = _STEPS[role.peer]
+        self._is_host = role is Role.HOST
         self._phases: tuple[Phase, ...] = ()
+        self._phases_of: dict[type[Struct], tuple[Phase, ...]] = {}
+        self._rows = 0
         self._phase_index = 0
         self._header: Vectors | Scores | None = None
         self._expected = 0
@@ -215,26 +229,21 @@ class Connection:
         raise error from cause
 
     def _next_event(self) -> Event | None:
-        reader = self._reader
         state = self.state
-        if self.role is Role.HOST:
-            if state is State.BUSY or state is State.IDLE or state is State.STOPPING:
-                frame = reader.next_control()
-                return None if frame is None else self._from_worker(decode_from_worker(frame))
-            if state is State.REPLY_PAYLOAD or state is State.STOPPING_PAYLOAD:
-                return self._reply_payload()
+        reader = self._reader
+        if state is _BUSY or state is _IDLE or state is State.STOPPING:
+            frame = reader.next_control()
+            if frame is None:
+                return None
+            return self._from_worker(frame) if self._is_host else self._from_host(frame)
+        if state in _AWAITING[self.role]:
             if state is State.HELLO:
                 frame = reader.next_control()
                 return None if frame is None else self._hello(decode_hello(frame))
-        else:
-            if state is State.IDLE or state is State.BUSY or state is State.STOPPING:
-                frame = reader.next_control()
-                return None if frame is None else self._from_host(decode_from_host(frame))
-            if state is State.REQUEST_PAYLOAD:
-                return self._request_payload()
             if state is State.ACK:
                 frame = reader.next_control()
                 return None if frame is None else self._ack(decode_ack(frame))
+            return self._reply_payload() if self._is_host else self._request_payload()
         # What is left: the peer has nothing to say in this state. Spec: "Anything else before HELLO_ACK = protocol
         # violation", so the first byte is one already.
         if reader.at_boundary:
@@ -245,9 +254,12 @@ class Connection:
         """Move on a control frame from the peer."""
         following = self._receiving[self.state].get(kind)
         if following is None:
-            text = f"{type_name(kind)} from the {self._peer.value} while {self.state.value}"
-            raise RemoteProtocolError(text, reason="out_of_turn")
+            self._out_of_turn(kind)
         self.state = following
+
+    def _out_of_turn(self, kind: type[Struct]) -> NoReturn:
+        text = f"{type_name(kind)} from the {self._peer.value} while {self.state.value}"
+        raise RemoteProtocolError(text, reason="out_of_turn")
 
     def _hello(self, hello: Hello) -> Event:
         # Spec: "v is the protocol version BYTE (integer); module accepts only an exact match."
@@ -256,6 +268,7 @@ class Connection:
         if hello.max_frame == 0:
             raise RemoteProtocolError("HELLO offers a max_frame of 0")
         self._advance(Hello)
+        self._phases_of.clear()
         self.engine = hello.engine.engine
         self.max_frame = min(self.max_frame, hello.max_frame)
         return HelloReceived(hello)
@@ -272,14 +285,20 @@ class Connection:
         self.max_frame = self._reader.max_frame = ack.max_frame
         return AckReceived(ack)
 
-    def _from_host(self, message: FromHost) -> Event | None:
-        self._advance(type(message))
-        if isinstance(message, Shutdown):
+    def _from_host(self, frame: memoryview) -> Event | None:
+        message = decode_from_host(frame)
+        kind = type(message)
+        following = self._receiving[self.state].get(kind)
+        if following is None:
+            self._out_of_turn(kind)
+        self.state = following
+        if kind is Shutdown:
             return ShutdownReceived()
-        if message.payload is None:
-            self._open(message)
-            return RequestReceived(message, None)
-        self._pending = message
+        request = cast(AnyRequest, message)
+        if request.payload is None:
+            self._open(request)
+            return RequestReceived(request, None)
+        self._pending = request
         return self._request_payload()
 
     def _request_payload(self) -> Event | None:
@@ -293,19 +312,26 @@ class Connection:
         self._open(request)
         return RequestReceived(request, payload)
 
-    def _from_worker(self, message: FromWorker) -> Event | None:
-        self._advance(type(message))
-        if isinstance(message, Progress):
-            index = self._check_progress(message, RemoteProtocolError)
-            self._phase_index, self.completed = index, message.completed
-            return ProgressReceived(message)
-        expected = self._check_reply(message, RemoteProtocolError)
-        if message.payload is None:
-            return self._answered(message, None)
+    def _from_worker(self, frame: memoryview) -> Event | None:
+        message = decode_from_worker(frame)
+        kind = type(message)
+        following = self._receiving[self.state].get(kind)
+        if following is None:
+            self._out_of_turn(kind)
+        self.state = following
+        if kind is Progress:
+            progress = cast(Progress, message)
+            index = self._check_progress(progress, RemoteProtocolError)
+            self._phase_index, self.completed = index, progress.completed
+            return ProgressReceived(progress)
+        reply = cast(AnyReply, message)
+        expected = self._check_reply(reply, RemoteProtocolError)
+        if reply.payload is None:
+            return self._answered(reply, None)
         if expected > self.max_frame:
-            text = f"{type_name(message)} promises {expected} bytes, max_frame is {self.max_frame}"
+            text = f"{type_name(reply)} promises {expected} bytes, max_frame is {self.max_frame}"
             raise RemoteProtocolError(text, reason="oversize")
-        self._header = cast(Vectors | Scores, message)
+        self._header = cast(Vectors | Scores, reply)
         self._expected = expected
         self._started = False
         return self._reply_payload()
@@ -351,17 +377,20 @@ class Connection:
         size = index = 0
         limit = self.max_frame
         if payload is not None and dtype is not None:
-            raw = raw_view(payload, dtype)
+            raw = payload if type(payload) is bytes else raw_view(payload, dtype)
             size = len(raw)
             if size > limit:
                 raise LocalProtocolError(f"frame length {size} exceeds max {limit}")
-        if kind in REPLY_TO:
+        request = kind in REPLY_TO
+        answers = False
+        if request:
             if raw is not None:
                 self._check_request(cast(Request, message), size)
         elif kind is Progress:
             index = self._check_progress(cast(Progress, message), LocalProtocolError)
-        elif isinstance(message, Reply):
-            expected = self._check_reply(message, LocalProtocolError)
+        elif kind in _REPLIES:
+            answers = True
+            expected = self._check_reply(cast(Reply, message), LocalProtocolError)
             if size != expected:
                 raise LocalProtocolError(f"raw frame of {size} bytes where {type_name(message)} promises {expected}")
         elif kind is not Shutdown:
@@ -369,20 +398,18 @@ class Connection:
         head = encode_frame(body, max_frame=limit)
         if raw is not None:
             following = _PAYLOAD_STEPS[following]  # both frames leave together
+            head += _pack(size)
         # Nothing can fail any more: from here on the state moves.
         self.state = following
-        if kind in REPLY_TO:
+        if request:
             self._open(cast(AnyRequest, message))
+        elif answers:
+            self._close_exchange(cast(AnyRequest, self.request), cast(AnyReply, message))
         elif kind is Progress:
             self._phase_index, self.completed = index, cast(Progress, message).completed
-        elif isinstance(message, Reply):
-            self._close_exchange(cast(AnyRequest, self.request), cast(AnyReply, message))
         elif kind is not Shutdown:
             self._greeted(message)
-        if raw is None:
-            return [head]
-        head += LENGTH.pack(size)
-        return [head, raw] if size else [head]
+        return [head] if not size else [head, cast(Buffer, raw)]
 
     def _check_handshake(self, message: Struct) -> int:
         """Refuse a HELLO or ACK that doesn't say what this end will do; return the limit of its frame."""
@@ -404,6 +431,7 @@ class Connection:
 
     def _greeted(self, message: Struct) -> None:
         if isinstance(message, Hello):
+            self._phases_of.clear()
             self.engine = message.engine.engine
             self.max_frame = message.max_frame
         else:
@@ -425,12 +453,20 @@ class Connection:
     def _open(self, request: AnyRequest) -> None:
         self.request = request
         self.completed = 0
-        self._phases = phases(type(request), self.engine)
+        kind = type(request)
+        phases_of = self._phases_of
+        found = phases_of.get(kind)
+        if found is None:
+            found = phases_of[kind] = phases(kind, self.engine)
+        self._phases = found
         self._phase_index = 0
+        self._rows = n_rows(request)
 
     def _close_exchange(self, request: AnyRequest, reply: AnyReply) -> None:
         self.request = None
         kind = type(reply)
+        if kind is Vectors or kind is Scores:
+            return
         if kind is Loaded:
             loaded = cast(Loaded, reply)
             self._dims[loaded.model_ref] = loaded.dims
@@ -466,16 +502,17 @@ class Connection:
         answered = cast(AnyReply, reply).req_id
         if answered != request.req_id:
             raise error(f"{type_name(reply)} for {answered!r} while {request.req_id!r} runs")
-        if isinstance(reply, Vectors):
-            rows = n_rows(request)
-            if reply.n != rows:
-                raise error(f"VECTORS names {reply.n} rows for {rows} items")
-            known = self._dims.get(getattr(request, "model_ref", ""))
-            if not 1 <= reply.dims <= U32_MAX or (known is not None and reply.dims != known):
-                raise error(f"VECTORS names {reply.dims} dims, the model has {known}")
-            return rows * reply.dims * ITEM_BYTES
+        if kind is Vectors:
+            vectors, rows = cast(Vectors, reply), self._rows
+            if vectors.n != rows:
+                raise error(f"VECTORS names {vectors.n} rows for {rows} items")
+            dims = vectors.dims
+            known = self._dims.get(cast(EmbedBatch, request).model_ref)
+            if not 1 <= dims <= U32_MAX or (known is not None and dims != known):
+                raise error(f"VECTORS names {dims} dims, the model has {known}")
+            return rows * dims * ITEM_BYTES
         if kind is Scores:
-            return n_rows(request) * ITEM_BYTES
-        if isinstance(reply, Loaded) and reply.dims == 0:
+            return self._rows * ITEM_BYTES
+        if kind is Loaded and cast(Loaded, reply).dims == 0:
             raise error("LOADED names 0 dims")
         return 0

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
 from engines.protocol.errors import LocalProtocolError, RemoteProtocolError
 from engines.protocol.messages import ITEM_BYTES, Buffer, Dtype
 
 LENGTH: Final = struct.Struct("<I")
 _PREFIX: Final = LENGTH.size
+_read_length: Final = LENGTH.unpack_from
 STAGING_BYTES: Final = 64 * 1024
 
 Allocate = Callable[[int], memoryview]
@@ -125,10 +126,13 @@ class FrameReader:
         """
         if self._large is not None:
             return self._completed(self._large)
-        body = self._start + _PREFIX
+        start = self._start
+        body = start + _PREFIX
         if self._end < body:
             return None
-        size = self._announced(None)
+        size: int = _read_length(self._staging, start)[0]
+        if size > self.max_frame:
+            self._refuse(size, None)
         stop = body + size
         if self._end >= stop:
             self._start = stop
@@ -144,10 +148,13 @@ class FrameReader:
         """
         if self._large is not None:
             return self._completed(self._large)
-        body = self._start + _PREFIX
+        start = self._start
+        body = start + _PREFIX
         if self._end < body:
             return None
-        size = self._announced(exact)
+        size: int = _read_length(self._staging, start)[0]
+        if size > self.max_frame or (exact is not None and size != exact):
+            self._refuse(size, exact)
         own = self._allocate(size)
         stop = body + size
         if self._end < stop:
@@ -157,14 +164,11 @@ class FrameReader:
         own[:] = self._staging[body:stop]
         return own
 
-    def _announced(self, exact: int | None) -> int:
-        size: int = LENGTH.unpack_from(self._staging, self._start)[0]
+    def _refuse(self, size: int, exact: int | None) -> NoReturn:
         # Spec: the length is checked before anything is allocated.
         if size > self.max_frame:
             raise RemoteProtocolError(f"frame length {size} exceeds max {self.max_frame}", reason="oversize")
-        if exact is not None and size != exact:
-            raise RemoteProtocolError(f"raw frame of {size} bytes where the header promises {exact}", reason="length")
-        return size
+        raise RemoteProtocolError(f"raw frame of {size} bytes where the header promises {exact}", reason="length")
 
     def _gather(self, own: memoryview, body: int) -> None:
         """Move what has arrived of a frame's body into *own*; the rest is received straight into it."""

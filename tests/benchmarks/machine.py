@@ -1,0 +1,92 @@
+"""The machine a figure comes from, and the low-priority spinners that keep its cores awake."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+SPIN = """
+import os
+try:
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+except (AttributeError, OSError):
+    os.nice(19)
+while True:
+    pass
+"""
+PACKAGES = ("synapse-workers", "msgspec", "numpy", "llama-cpp-python", "onnxruntime-gpu", "onnxruntime", "uvloop")
+
+
+@contextmanager
+def spinners() -> Iterator[None]:
+    """Keep every core from sleeping with one process that runs only when nothing else wants to.
+
+    Without them a ping-pong between two processes measures how long a core takes to wake up.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    children = []
+    try:
+        for core in cores:
+            child = subprocess.Popen([sys.executable, "-S", "-c", SPIN])
+            children.append(child)
+            with suppress(AttributeError, OSError):
+                os.sched_setaffinity(child.pid, {core})
+        yield
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def load() -> float | None:
+    """Return the load average of the last minute."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
+
+
+def describe() -> dict[str, Any]:
+    """Return what the report says about where it was made."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu": _cpu(),
+        "cores": cores,
+        "memory_gb": _memory(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+    }
+
+
+def _cpu() -> str:
+    with suppress(OSError):
+        facts: dict[str, str] = {}
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip(), value.strip())
+        flags = set(facts.get("flags", "").split())
+        sets = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16") if name in flags]
+        place = f"family {facts.get('cpu family')}, model {facts.get('model')}"
+        return f"{facts.get('model name', platform.processor())} ({place}; {' '.join(sets) or 'no AVX2'})"
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> float:
+    import psutil
+
+    return round(psutil.virtual_memory().total / 2**30, 1)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,39 @@
+"""What one run of the suite does: how many rounds, which groups, which Python runs the rivals."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run. ``folder`` is removed at its end; its path is short, for socket paths."""
+
+    folder: Path
+    rounds: int
+    quick: bool = False
+    models_dir: Path | None = None
+    threads: int = 2
+
+    @classmethod
+    @contextmanager
+    def make(cls, *, quick: bool, models_dir: Path | None = None, threads: int | None = None) -> Iterator[Plan]:
+        """Make a plan and its folder for the block."""
+        from synapse_host.permits import usable_cores
+
+        folder = Path(tempfile.mkdtemp(prefix="synb"))
+        try:
+            yield cls(folder, 3 if quick else 7, quick, models_dir, threads or usable_cores())
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def scaled(self, count: int) -> int:
+        """Return how many calls a turn makes: fewer in a quick run."""
+        return max(1, count // 2 if self.quick else count)
