@@ -45,20 +45,20 @@ class LaneCounters:
     __slots__ = (
         "abandoned",
         "durations",
+        "failures",
         "gaps",
         "ipc",
         "last_load_s",
         "loads",
         "received",
         "rejected",
-        "requests",
         "restarts",
         "sent",
     )
 
     def __init__(self) -> None:
-        self.requests: dict[tuple[str, str], int] = {}
-        """By operation and outcome: ``ok``, an error code, or ``cancelled``. What callers got, not what workers did."""
+        self.failures: dict[tuple[str, str], int] = {}
+        """By operation and outcome: an error code, or ``cancelled``. What callers got, not what workers did."""
         self.durations: dict[str, Histogram] = {}
         """By operation, from the call to its reply, waiting included; answered requests only."""
         self.ipc = Histogram(IPC_BOUNDS)
@@ -79,13 +79,18 @@ class LaneCounters:
 
     def served(self, op: str, seconds: float) -> None:
         """Count an answered request."""
-        requests = self.requests
-        key = (op, OK)
-        requests[key] = requests.get(key, 0) + 1
         histogram = self.durations.get(op)
         if histogram is None:
             histogram = self.durations[op] = Histogram(REQUEST_BOUNDS)
-        histogram.add(seconds)
+        # Histogram.add, without the call: this runs for every request.
+        histogram.counts[bisect_left(REQUEST_BOUNDS, seconds)] += 1
+        histogram.total += seconds
+
+    @property
+    def requests(self) -> dict[tuple[str, str], int]:
+        """Requests by operation and outcome: ``ok``, an error code, or ``cancelled``."""
+        answered = {(op, OK): sum(histogram.counts) for op, histogram in self.durations.items()}
+        return {**answered, **self.failures}
 
     def failed(self, op: str, error: BaseException) -> None:
         """Count a request by how it failed."""
@@ -93,7 +98,7 @@ class LaneCounters:
             outcome = error.code
         else:
             outcome = CANCELLED if isinstance(error, asyncio.CancelledError) else INTERNAL
-        self.requests[op, outcome] = self.requests.get((op, outcome), 0) + 1
+        self.failures[op, outcome] = self.failures.get((op, outcome), 0) + 1
 
     @contextmanager
     def call(self, op: str) -> Iterator[None]:

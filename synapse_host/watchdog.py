@@ -78,7 +78,7 @@ class Watchdog:
     def stop(self, now: float | None = None) -> None:
         """Nothing to watch any more; *now* when the reply is drained, None when the exchange was given up."""
         self.deadline = None
-        if now is not None:
+        if now is not None and now - self._since > self.gaps.get(self._name, 0.0):
             self._heard(now)
 
     def _heard(self, now: float) -> None:
