@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -58,12 +59,24 @@ def worker_command(engine: str) -> tuple[str, ...]:
     return (sys.executable, "-m", f"engines.{engine}")
 
 
-def probe(command: tuple[str, ...], *, cwd: Path | None = None, limit: float = TIME_LIMIT) -> Floor:
-    """Run ``<command> --probe-floor`` and return what came of it within *limit* seconds."""
+def probe(
+    command: tuple[str, ...],
+    *,
+    cwd: Path | None = None,
+    limit: float = TIME_LIMIT,
+    env: Mapping[str, str] | None = None,
+) -> Floor:
+    """Run ``<command> --probe-floor`` and return what came of it within *limit* seconds.
+
+    The child gets a worker's reduced environment, with *env* from the matrix: another one could be another answer.
+    """
+    from synapse_host.process import worker_environment
+
     try:
         child = subprocess.Popen(  # noqa: S603 - our own worker module, or the command the matrix names
             command,
             cwd=cwd,
+            env=worker_environment("probe", env or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -55,7 +55,10 @@ class RuntimeDirectory:
         else:
             directory = cls(Path(path).resolve(), temporary=False)
         try:
-            directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # `parents=True` would make them with the umask's mode, and whoever may write above us may replace us.
+            missing = [part for part in directory.path.parents if not part.exists()]
+            for part in reversed(missing):
+                part.mkdir(mode=0o700, exist_ok=True)
             for part in (directory.path, directory.path / "synapse", directory.workers):
                 part.mkdir(mode=0o700, exist_ok=True)
                 _check_private(part)

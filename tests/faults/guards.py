@@ -128,7 +128,9 @@ class Copy:
 
 def judge(status: int | None, output: str) -> tuple[str, str]:
     """Return the outcome of a run without a guard, and its reason."""
-    lines = [line for line in output.splitlines() if line.startswith("E  ")]
+    # A test's own failure says more than what it left behind.
+    _, _, failures = output.rpartition("= FAILURES =")
+    lines = [line for line in failures.splitlines() if line.startswith("E  ")]
     first = lines[0][1:].strip()[:160] if lines else ""
     if status is None:
         return "hung", f"no end within {LIMIT_S:g} s"

@@ -435,7 +435,7 @@ sys.platform = "win32"
 MISSING = {
     os: "getuid geteuid getgid getegid killpg getpgid getpgrp setpgid getsid setsid pidfd_open waitid fork forkpty "
         "sched_getaffinity sched_setaffinity sysconf chown mkfifo openpty uname P_PID WNOHANG WNOWAIT WEXITED "
-        "O_CLOEXEC O_DIRECTORY O_NOFOLLOW O_NONBLOCK getloadavg ctermid ttyname statvfs pread preadv pwrite nice".split(),
+        "O_CLOEXEC O_DIRECTORY O_NOFOLLOW O_NONBLOCK getloadavg ctermid ttyname statvfs pread preadv nice".split(),
     signal: "SIGUSR1 SIGUSR2 SIGKILL SIGHUP SIGSTOP SIGCONT SIGALRM SIGCHLD SIGPIPE SIGQUIT".split(),
     socket: "AF_UNIX SO_PEERCRED socketpair_ SCM_RIGHTS CMSG_LEN send_fds recv_fds".split(),
     select: "poll epoll kqueue kevent POLLIN POLLRDHUP".split(),

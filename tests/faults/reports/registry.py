@@ -966,12 +966,19 @@ REPORTS: Final[tuple[Report, ...]] = (
                 "a worker is a fresh interpreter, never a fork",
                 (
                     "            bufsize=0,\n",
-                    "            bufsize=0,\n"
-                    "            preexec_fn=lambda: (\n"
-                    "                sys.argv.__setitem__(slice(None), list(command)[1:]),\n"
-                    "                __import__('runpy').run_path(list(command)[1], run_name='__main__'),\n"
-                    "                os._exit(0),\n"
-                    "            ),\n",
+                    "            bufsize=0,\n            preexec_fn=lambda: _forked(list(command)),\n",
+                ),
+                (
+                    "class WorkerProcess:\n",
+                    "def _forked(command: list[str]) -> None:\n"
+                    "    import runpy\n\n"
+                    "    os.closerange(3, 1024)\n"
+                    "    sys.argv[:] = command[1:]\n"
+                    "    try:\n"
+                    "        runpy.run_path(command[1], run_name='__main__')\n"
+                    "    finally:\n"
+                    "        os._exit(0)\n\n\n"
+                    "class WorkerProcess:\n",
                 ),
             ),
         ),

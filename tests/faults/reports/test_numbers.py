@@ -214,7 +214,7 @@ def test_report_43_sizes_on_which_the_library_asserts(llama):
             llama(toy_models.write_bert, {key: value})
         assert caught.value.code is ErrorCode.CONFIG_INVALID
     model, _ = llama(
-        toy_models.write_bert, {"encode_chunk_tokens": "64", "ubatch_size": "64"}, seed=4, max_positions=512
+        toy_models.write_bert, {"encode_chunk_tokens": "256", "ubatch_size": "64"}, seed=4, max_positions=512
     )
     assert np.isfinite(vectors(model, [[7]])).all()
     assert np.isfinite(vectors(model, [[7], [8], [9]])).all()
