@@ -1,4 +1,4 @@
-"""``python -m engines.ane``: the Core ML worker, or with ``build`` and ``prepare`` its package tools."""
+"""``python -m engines.ane``: the Core ML worker, or with ``build``, ``prepare`` and ``plan`` its package tools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the worker, the builder or the preparer; return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in ("build", "prepare"):
+    if arguments and arguments[0] in ("build", "prepare", "plan"):
         from engines.ane.build import main as tools
 
         return tools(arguments)

@@ -176,7 +176,7 @@ class _Sink:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``build`` or ``prepare``; return the exit status."""
+    """Run ``build``, ``prepare`` or ``plan``; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m engines.ane", description="Make and prepare Core ML packages.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     one = verbs.add_parser("build", help="checkpoint folder to Core ML package")
@@ -189,6 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     two = verbs.add_parser("prepare", help="compile and specialise a bundle's packages on this Mac")
     two.add_argument("bundle", type=Path)
     two.add_argument("--cache", type=Path, default=None, help="default: the user's cache folder")
+    three = verbs.add_parser("plan", help="where the framework would run each function of an artifact, on this Mac")
+    three.add_argument("artifact", type=Path)
+    three.add_argument("--manifest", type=Path, required=True)
     try:
         args = parser.parse_args(argv)
     except SystemExit as exc:
@@ -198,6 +201,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from engines.ane.prepare import prepare
 
             result = prepare(args.bundle, args.cache, progress=_report)
+        elif args.verb == "plan":
+            from engines.ane.plan import plan
+
+            result = plan(args.artifact, args.manifest, progress=_report)
         else:
             checkpoint = Checkpoint.open(args.checkpoint, task=args.task)
             result = build(

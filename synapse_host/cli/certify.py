@@ -225,7 +225,7 @@ def _page(evidence: Evidence, console: Console) -> None:
 def _number(value: float | None) -> str:
     if value is None:
         return "none"
-    return f"{value:.0f}" if value == int(value) and abs(value) >= 2 else f"{value:.6g}"
+    return f"{value:.0f}" if value == int(value) and abs(value) >= 2 else f"{value:.7g}"
 
 
 def _speed(evidence: Evidence) -> str:

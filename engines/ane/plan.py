@@ -1,0 +1,84 @@
+"""``python -m engines.ane plan ARTIFACT --manifest F``: where the framework would run every function of an artifact.
+
+For certification, in a process of its own: it loads each function, counts what its plan says, and lets it go again. The
+result line carries ``functions`` (operator -> device -> count, estimated cost by device) and ``cpu_allowed``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import UNSET
+
+from engines.ane import artifact as files
+from engines.ane.compute_plan import Device
+from engines.ane.placement import CPU_STAGES, main_function
+from engines.bundle import manifest
+from engines.protocol.errors import EngineError, ErrorCode
+
+if TYPE_CHECKING:
+    from engines.ane.backend import Backend
+    from engines.ane.compute_plan import PlanView
+
+Report = Callable[[str, int, int], None]
+
+
+def counted(plan: PlanView | None, name: str | None = None) -> dict[str, Any]:
+    """Return ``operations``, ``cost`` and ``ops_sha256`` of one function; all empty where the plan tells nothing."""
+    operations: dict[str, dict[str, int]] = {}
+    cost: dict[str, float] = {}
+    lines: list[str] = []
+    function = None if plan is None or plan.kind not in ("program", "neuralNetwork") else main_function(plan, name)
+    for operation in function.walk() if function is not None else ():
+        label = operation.preferred
+        device = "const" if label is Device.UNKNOWN and operation.is_const else label.value
+        counts = operations.setdefault(operation.operator, {})
+        counts[device] = counts.get(device, 0) + 1
+        if operation.cost is not None and label is not Device.UNKNOWN:
+            cost[device] = cost.get(device, 0.0) + operation.cost
+        lines.append(f"{operation.operator} {label.value}")
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return {"operations": operations, "cost": cost, "ops_sha256": digest}
+
+
+def plan(path: Path, manifest_path: Path, *, backend: Backend | None = None, progress: Report) -> dict[str, Any]:
+    """Return the result line for the artifact at *path* (what LOAD names) of the bundle's manifest.
+
+    EngineError backend_missing off a Mac, and what finding and loading a function raises.
+    """
+    if backend is None:
+        from engines.ane.coreml import CoreML
+
+        backend = CoreML()
+    backend.require()
+    bundle = manifest.read(manifest_path)
+    artifacts = [artifact for artifact in bundle.manifest.artifacts if artifact.format == "coreml"]
+    record = None
+    if not backend.reads_packages:
+        digests = [artifact.digest for artifact in artifacts]
+        record = files.prepared(path, source_digests=digests, os_build=backend.os_build(), allow_cold=True)
+        artifacts = [a for a in artifacts if _bare(a.digest) == _bare(record.source_digest)]
+    if not artifacts or artifacts[0].functions is UNSET:
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{manifest_path}: no coreml artifact with functions")
+    functions = artifacts[0].functions
+    found = files.sources(path, [function.name for function in functions], backend, record)
+    rows = []
+    for done, function in enumerate(functions):
+        progress("plan", done, len(functions))
+        source, _ = found[function.name]
+        program = backend.open(source, units="cpu_and_ne")
+        try:
+            told = counted(program.plan(), source.function if source.multi else None)
+        finally:
+            program.close()
+        packed = function.packed_width is not UNSET
+        tokens = function.packed_width if packed else function.bucket
+        rows.append({"name": function.name, "kind": "packed" if packed else "bucket", "tokens": tokens, **told})
+    return {"functions": rows, "cpu_allowed": sorted(CPU_STAGES)}
+
+
+def _bare(digest: str) -> str:
+    return digest.lower().removeprefix("sha256:")
