@@ -1,7 +1,8 @@
-"""Neural Engine lanes: rungs, leases and exchanges put together over one Supervisor a lane.
+"""Neural Engine lanes: parts of a request, leases and exchanges put together over one Supervisor a lane.
 
-A request's rows are grouped by the smallest rung that fits, rungs run in ascending order, one lease at a time. The task
-that serves a rung keeps lease, turn and permit until the reply is drained, whether or not its caller still waits.
+A request's rows are cut into parts (:mod:`synapse_host.rungs`); each part is one exchange under one lease, one lease at
+a time. The task that serves a part keeps lease, turn and permit until the reply is drained, whether or not its caller
+still waits. Everything that brings a worker up goes through the books, LOAD's smallest bucket included.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-from msgspec import UNSET
 
-from engines.bundle.manifest import Artifact
 from engines.protocol.errors import ErrorCode
 from engines.protocol.messages import (
     AneAdmitPacked,
@@ -27,44 +26,16 @@ from engines.protocol.messages import (
     RerankSequences,
     Vectors,
 )
-from synapse_host.errors import DeadlineExceeded, EngineCrashed, SequenceTooLong, SynapseError
+from synapse_host.errors import WORKER_ERRORS, DeadlineExceeded, EngineCrashed, ModelInUse, SynapseError
 from synapse_host.residency_shell import ResidencyShell
-from synapse_host.slots import Key, Limits, Model
+from synapse_host.rungs import Costs, buckets, charge, parts
+from synapse_host.slots import Key, Limits
 from synapse_host.supervisor import Build, Outcome, Supervisor
 
-Rung: TypeAlias = tuple[int, tuple[int, ...]]
-"""A bucket in tokens and the rows that run on it."""
+if TYPE_CHECKING:
+    from engines.bundle.manifest import Artifact, Bundle
 
-
-def rungs(lengths: Sequence[int], buckets: Sequence[int]) -> list[Rung]:
-    """Group rows by their smallest fitting bucket, ascending; SequenceTooLong for a row that fits nowhere."""
-    ladder = sorted(buckets)
-    groups: dict[int, list[int]] = {}
-    for row, tokens in enumerate(lengths):
-        bucket = next((rung for rung in ladder if tokens <= rung), None)
-        if bucket is None:
-            raise SequenceTooLong(
-                f"text {row} has {tokens} tokens, the largest bucket takes {ladder[-1]}",
-                details={"index": row, "tokens": tokens, "max_tokens": ladder[-1]},
-            )
-        groups.setdefault(bucket, []).append(row)
-    return [(bucket, tuple(groups[bucket])) for bucket in sorted(groups)]
-
-
-def buckets(artifact: Artifact) -> tuple[int, ...]:
-    """Return an artifact's buckets in tokens, ascending."""
-    functions = artifact.functions if artifact.functions is not UNSET else []
-    return tuple(sorted(function.bucket for function in functions if function.bucket is not UNSET))
-
-
-def cost(artifact: Artifact) -> Model:
-    """Return what one function of an artifact is charged: the manifest's layers, and its bytes.
-
-    Weights are shared on disk, not provably in the engine's memory, so every function counts them all (ane.md 4).
-    """
-    layers = artifact.layers if artifact.layers is not UNSET else 1
-    nbytes = artifact.bytes if artifact.bytes is not UNSET else 0
-    return Model(layers=layers, nbytes=nbytes, smallest=buckets(artifact)[0])
+Kind = Literal["shape", "packed"]
 
 
 class AneLane:
@@ -73,6 +44,8 @@ class AneLane:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self.lane_id = supervisor.spec.lane_id
+        self.probe: Build | None = None
+        """The request that the next start has to serve, on a lane that is being probed."""
 
     async def admit(self, key: Key) -> object:
         """ANE_ADMIT_SHAPE or ANE_ADMIT_PACKED; the inventory. Compilation takes no execution permit."""
@@ -89,7 +62,11 @@ class AneLane:
 
     async def start(self) -> None:
         """Bring a worker up with its model loaded, as any request does: a quarantined or refused lane says so."""
-        await self._supervisor.submit(lambda req_id, ref: (Ping(req_id=req_id), None), stage="load")
+        probe, self.probe = self.probe, None
+        if probe is not None:
+            await self._supervisor.probe(probe)
+        else:
+            await self._supervisor.submit(lambda req_id, ref: (Ping(req_id=req_id), None), stage="load")
 
     async def _exchange(
         self,
@@ -128,48 +105,101 @@ def _lengths(request: AnyRequest) -> list[int]:
     return [segment.n_tokens for segment in request.sequences] if isinstance(request, RerankSequences) else []
 
 
-class RungedLane:
-    """Serves a lane's EMBED_BATCH and RERANK_SEQUENCES rung by rung, with Supervisor's ``submit``.
+def _packed(build: Build, width: int) -> Build:
+    def packed(req_id: str, model_ref: str) -> tuple[AnyRequest, Any]:
+        request, payload = build(req_id, model_ref)
+        assert isinstance(request, EmbedBatch)
+        return msgspec.structs.replace(request, packed_width=width), payload
 
-    Rows come back in request order, whatever rungs they ran on. Everything else is the supervisor's own.
+    return packed
+
+
+class RungedLane:
+    """Serves a lane's EMBED_BATCH and RERANK_SEQUENCES part by part, with Supervisor's ``submit``.
+
+    Rows come back in request order, whatever functions they ran on. *costs*: what this machine's certificate measured;
+    with them and widths that the worker advertises, packed passes are used where they are cheaper.
     """
 
-    def __init__(self, fleet: AneFleet, supervisor: Supervisor, ladder: tuple[int, ...]) -> None:
+    def __init__(self, fleet: AneFleet, supervisor: Supervisor, ladder: tuple[int, ...], costs: Costs | None) -> None:
         self._fleet = fleet
         self.supervisor = supervisor
+        self._lane = supervisor.spec.lane_id
         self._ladder = ladder
+        self._costs = costs
 
     async def submit(self, build: Build, *, deadline: float | None = None, stage: str) -> Outcome:
-        """Run one request as one exchange for each rung it needs, ascending; the reply describes all rows."""
-        request, payload = build("rungs", "rungs")
-        groups = rungs(_lengths(request), self._ladder)
-        if len(groups) == 1:
-            return await self._serve(groups[0][0], build, deadline, stage)
+        """Run one request as one exchange for each part it needs; the reply describes all rows."""
+        request, payload = build("parts", "parts")
+        lengths = _lengths(request)
+        widths: tuple[int, ...] = ()
+        if isinstance(request, EmbedBatch) and len(lengths) > 1 and self._costs is not None:
+            widths = await self._widths(deadline)
+        plan = parts(lengths, self._ladder, costs=self._costs, widths=widths)
+        if len(plan) == 1:
+            return await self._serve(plan[0].kind, plan[0].tokens, build, deadline, stage)
         import numpy as np
 
-        rows = sum(len(members) for _, members in groups)
         merged: Any = None
         reply: Any = None
-        for bucket, members in groups:
+        for one in plan:
 
-            def part(req_id: str, model_ref: str, members: Sequence[int] = members) -> tuple[AnyRequest, Any]:
-                return _subset(build(req_id, model_ref)[0], payload, members)
+            def part(req_id: str, model_ref: str, rows: Sequence[int] = one.rows) -> tuple[AnyRequest, Any]:
+                return _subset(build(req_id, model_ref)[0], payload, rows)
 
-            reply, raw = await self._serve(bucket, part, deadline, stage)
+            reply, raw = await self._serve(one.kind, one.tokens, part, deadline, stage)
             if merged is None:
-                merged = np.empty((rows, len(raw) // len(members)), np.float32)
-            merged[list(members)] = np.asarray(raw).reshape(len(members), -1)
+                merged = np.empty((len(lengths), len(raw) // len(one.rows)), np.float32)
+            merged[list(one.rows)] = np.asarray(raw).reshape(len(one.rows), -1)
         if isinstance(reply, Vectors):
-            reply = msgspec.structs.replace(reply, n=rows)
+            reply = msgspec.structs.replace(reply, n=len(lengths))
         return reply, merged.reshape(-1)
+
+    async def submit_packed(self, width: int, build: Build, *, deadline: float | None = None, stage: str) -> Outcome:
+        """Run one EMBED_BATCH through one packed width, whatever it costs: qualification does that.
+
+        Raises ``unsupported_packed_width`` before anything is sent where the worker doesn't advertise the width.
+        """
+        if width not in await self._widths(deadline):
+            raise unqualified(self._lane, width)
+        return await self._serve("packed", width, build, deadline, stage)
+
+    async def load(self, deadline: float | None = None) -> None:
+        """Start the worker and load the model, its smallest bucket charged first; clears quarantine and refusal."""
+        self.supervisor.reopen()
+        async with self._fleet.shell.lease(self._key("shape", self._ladder[0]), deadline=deadline):
+            pass
+
+    async def probe(self, build: Build) -> None:
+        """Prove a shut lane: what runs drains, the worker goes, a fresh one loads and serves *build*."""
+        await self._fleet.probe(self._lane, build, self._key("shape", self._ladder[0]))
 
     async def unload(self) -> None:
         """Unload the model and take the worker down: every function it held goes with it. ModelInUse while in use."""
+        if self._fleet.shell.busy(self._lane):
+            raise ModelInUse(
+                f"lane {self._lane}: {self.supervisor.spec.model} is in use; try again when its requests are done",
+                details={"lane_id": self._lane, "model": self.supervisor.spec.model},
+            )
         await self.supervisor.unload()
-        self._fleet.shell.park(self.supervisor.spec.lane_id)
+        self._fleet.shell.park(self._lane)
 
-    async def _serve(self, bucket: int, build: Build, deadline: float | None, stage: str) -> Outcome:
-        return await self._fleet.serve(self.supervisor.spec.lane_id, bucket, build, deadline=deadline, stage=stage)
+    def _key(self, kind: Kind, tokens: int) -> Key:
+        return Key(self._lane, self.supervisor.spec.model, kind, tokens)
+
+    async def _widths(self, deadline: float | None) -> tuple[int, ...]:
+        """Return the packed widths that the worker advertises; one that isn't up is brought up to say."""
+        if not self.supervisor.spec.packed_widths:
+            return ()
+        if self.supervisor.advertised is None:
+            async with self._fleet.shell.lease(self._key("shape", self._ladder[0]), deadline=deadline):
+                pass
+        return self.supervisor.advertised or ()
+
+    async def _serve(self, kind: Kind, tokens: int, build: Build, deadline: float | None, stage: str) -> Outcome:
+        if kind == "packed":
+            build = _packed(build, tokens)
+        return await self._fleet.serve(self._lane, tokens, build, kind=kind, deadline=deadline, stage=stage)
 
 
 def lost(lane_id: str, stage: str) -> EngineCrashed:
@@ -180,31 +210,57 @@ def lost(lane_id: str, stage: str) -> EngineCrashed:
     )
 
 
+def unqualified(lane_id: str, width: int) -> SynapseError:
+    """The worker's HELLO doesn't advertise the width, so it is never sent (protocol-v3, 3)."""
+    return WORKER_ERRORS[ErrorCode.UNSUPPORTED_PACKED_WIDTH](
+        f"lane {lane_id}: its worker does not advertise packed width {width}",
+        details={"lane_id": lane_id, "width": width},
+    )
+
+
 class AneFleet:
     """All Neural Engine lanes of a host: one budget. Use it from one event loop."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._supervisors: dict[str, Supervisor] = {}
+        self._lanes: dict[str, AneLane] = {}
         self.shell = ResidencyShell({}, {}, limits=limits)
         self._tasks: set[asyncio.Task[Outcome]] = set()
 
-    def add(self, supervisor: Supervisor, artifact: Artifact) -> RungedLane:
-        """Take a lane in and return what serves its requests; its worker starts when its first function fits."""
+    def add(
+        self, supervisor: Supervisor, artifact: Artifact, *, bundle: Bundle | None = None, costs: Costs | None = None
+    ) -> RungedLane:
+        """Take a lane in and return what serves its requests; its worker starts when its first function fits.
+
+        BundleInvalid for an artifact that can't be charged. *costs*: measured on this machine, else nothing is packed.
+        """
         lane = supervisor.spec.lane_id
+        model = charge(artifact, bundle)
         self._supervisors[lane] = supervisor
-        self.shell.add(lane, AneLane(supervisor), {supervisor.spec.model: cost(artifact)})
-        return RungedLane(self, supervisor, buckets(artifact))
+        self._lanes[lane] = AneLane(supervisor)
+        self.shell.add(lane, self._lanes[lane], {supervisor.spec.model: model})
+        # A worker that dies while nobody asks takes its functions with it: the books follow at once.
+        supervisor.lost = lambda: self.shell.fault(lane, self.shell.generation(lane))
+        return RungedLane(self, supervisor, buckets(artifact), costs)
 
     async def serve(
-        self, lane: str, bucket: int, build: Build, *, deadline: float | None = None, stage: str = "embed"
+        self,
+        lane: str,
+        tokens: int,
+        build: Build,
+        *,
+        kind: Kind = "shape",
+        deadline: float | None = None,
+        stage: str = "embed",
     ) -> Outcome:
-        """Run one serving exchange on one rung; rows of one exchange belong to one rung.
+        """Run one serving exchange through one function; all its rows run there.
 
         *deadline* is absolute loop time: after it nothing is written any more, the caller gets ``shape_compiling`` or
         ``deadline_exceeded``, and what is on the wire is drained without it.
         """
         loop = asyncio.get_running_loop()
-        task = loop.create_task(self._run(lane, bucket, build, deadline, stage))
+        key = Key(lane, self._supervisors[lane].spec.model, kind, tokens)
+        task = loop.create_task(self._run(key, build, deadline, stage))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         if deadline is None:
@@ -218,16 +274,28 @@ class AneFleet:
             return task.result()
         raise self._late(lane, stage)
 
+    async def probe(self, lane: str, build: Build, smallest: Key) -> None:
+        """Take the lane's worker down behind what runs, then let its start serve *build*; raises what that raises."""
+        self.shell.park(lane)
+        self._lanes[lane].probe = build
+        try:
+            async with self.shell.lease(smallest):
+                pass
+        finally:
+            self._lanes[lane].probe = None
+
     async def aclose(self) -> None:
         """Stop leasing and let what runs be drained by its supervisors."""
+        for supervisor in self._supervisors.values():
+            supervisor.lost = None
         await self.shell.aclose()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _run(self, lane: str, bucket: int, build: Build, deadline: float | None, stage: str) -> Outcome:
+    async def _run(self, key: Key, build: Build, deadline: float | None, stage: str) -> Outcome:
+        lane = key.worker
         supervisor = self._supervisors[lane]
-        key = Key(lane, supervisor.spec.model, "shape", bucket)
         async with self.shell.lease(key, deadline=deadline):
             generation = supervisor.generation
             held = self.shell.generation(lane)
@@ -238,6 +306,8 @@ class AneFleet:
                     raise lost(supervisor.spec.lane_id, stage)
                 if deadline is not None and asyncio.get_running_loop().time() >= deadline:
                     raise self._late(lane, stage)
+                if key.kind == "packed" and key.tokens not in (supervisor.advertised or ()):
+                    raise unqualified(supervisor.spec.lane_id, key.tokens)
                 return build(req_id, model_ref)
 
             try:

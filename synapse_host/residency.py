@@ -53,11 +53,11 @@ class Residency:
     def open_worker(self, worker: str, models: Mapping[str, Model], *, dormant: bool = False) -> None:
         """Announce a worker that is down: a Revive comes as soon as the smallest rungs of its models fit.
 
-        *dormant*: not before the first request for it.
+        *dormant*: only for a request, the first time and after every exit.
 
         LOAD loads a model's smallest rung, so that is charged before the process starts, the first time as every time.
         """
-        self.workers[worker] = Worker(0, dict(models), dormant=dormant)
+        self.workers[worker] = Worker(0, dict(models), dormant=dormant, lazy=dormant)
         self._pump()
 
     def park(self, worker: str, now: float) -> None:
@@ -101,7 +101,8 @@ class Residency:
         """True while the ticket waits for an admission of its own function (``shape_compiling``)."""
         found = self.tickets.get(ticket)
         slot = self._slot(found.key) if found is not None else None
-        return slot is not None and slot.state is State.ADMITTING
+        # A spawn or LOAD on the way is no compilation that ADMIT asked for (protocol-v3, 5: deadline_exceeded).
+        return slot is not None and slot.state is State.ADMITTING and not self.workers[slot.key.worker].down
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
@@ -206,6 +207,8 @@ class Residency:
             del self.workers[worker]
         else:
             found.recovering = found.restarting = found.down = True
+            waited_for = any(t.slot is None and t.key.worker == worker for t in self.tickets.values())
+            found.dormant = found.dormant or (found.lazy and not waited_for)
         self._pump()
 
     def restored(self, worker: str, generation: int) -> None:
@@ -302,6 +305,15 @@ class Residency:
         """Return (slots, executables, bytes) charged now."""
         slots = self.slots.values()
         return len(slots), sum(slot.layers for slot in slots), sum(slot.nbytes for slot in slots)
+
+    def busy(self, worker: str) -> bool:
+        """True while a lease, a request that waits, an exchange or a start of *worker* is under way."""
+        owner = self.workers[worker]
+        return (
+            owner.reviving
+            or any(ticket.key.worker == worker for ticket in self.tickets.values())
+            or any(slot.in_flight for slot in self._of(worker))
+        )
 
     def resident(self, worker: str) -> set[Key]:
         """Return what is resident in *worker*."""

@@ -117,6 +117,10 @@ class ResidencyShell:
         self.core.park(worker, self._loop.time())
         self._act()
 
+    def busy(self, worker: str) -> bool:
+        """True while something of *worker* is leased, waited for or on the wire."""
+        return self.core.busy(worker)
+
     def generation(self, worker: str) -> int:
         """Return the generation that a fault has to name."""
         return self.core.workers[worker].generation

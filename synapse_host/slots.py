@@ -146,7 +146,9 @@ class Worker:
     reviving: bool = False
     """Its Revive was issued."""
     dormant: bool = False
-    """It failed to come up; the next request tries again."""
+    """Down until the next request: it failed to come up, was unloaded, or restarts lazily."""
+    lazy: bool = False
+    """After an exit it waits for the next request (protocol-v3, 5: restart is lazy)."""
     drain_until: float = 0.0
     closed: bool = False
     """No new leases, ever."""

@@ -82,6 +82,10 @@ class Supervisor:
         # An empty ring is falsy.
         self.journal = LogRing(config.log_ring_bytes) if journal is None else journal
         """The last output of the lane's workers, across generations."""
+        self.lost: Callable[[], None] | None = None
+        """Called on the loop when a worker died that nobody waited for; its strike is charged by then."""
+        self.advertised: tuple[int, ...] | None = None
+        """Packed widths of the last HELLO; None before the first."""
         self._ended: str | None = None
         self._config = config
         self._runtime = runtime
@@ -143,10 +147,14 @@ class Supervisor:
         with self.counters.call("load"):
             return await self._load(deadline)
 
-    async def _load(self, deadline: float | None) -> int:
+    def reopen(self) -> None:
+        """Clear a quarantine or a refusal at once, as a reload does."""
         if self._refusal is not None or not self._quarantine.admits(self._loop.time()):
             self._refusal = None
             self._quarantine.clear()
+
+    async def _load(self, deadline: float | None) -> int:
+        self.reopen()
         self._admit()
         if self._held:
             await self._wait_turn(deadline, "load")
@@ -517,6 +525,7 @@ class Supervisor:
         assert hello is not None
         self._session = session
         self._health.greeted(hello, monotonic())
+        self.advertised = tuple(self._health.packed_widths)
         self._revision = self._health.kernel_revision or self._revision
         self._refresher.start()
         return session
@@ -569,6 +578,8 @@ class Supervisor:
         error = self._last_crash = self._charge(session, death, exchange.stage if exchange else "idle", exchange)
         if self._session is session:
             self._session = None
+        if self.lost is not None and (exchange is None or type(exchange.request) is Ping):
+            self.lost()
         if exchange is None:
             return
         if not exchange.waiter.done():

@@ -13,11 +13,12 @@ import pytest
 
 from engines.bundle.manifest import Artifact, Function
 from engines.protocol.messages import ANE_ENGINE, Pooling
-from synapse_host.ane_lane import AneFleet, cost, rungs
+from synapse_host.ane_lane import AneFleet
 from synapse_host.config import Windows
 from synapse_host.errors import AneLaneBusy, DeadlineExceeded, EngineCrashed, SequenceTooLong, ShapeCompiling
 from synapse_host.lane_lock import LaneLock
-from synapse_host.slots import Key
+from synapse_host.rungs import Part, charge, parts
+from synapse_host.slots import Key, Model
 from tests.host.conftest import FAST, Lanes, Scenario, embed
 
 pytestmark = pytest.mark.process
@@ -58,14 +59,15 @@ def run(lanes: Callable[[Scenario], None], script: dict[str, Any], body: Callabl
 
 
 def test_rungs_ascend_and_a_row_beyond_the_ladder_is_named() -> None:
-    assert rungs([300, 5, 128, 129], [512, 128, 256]) == [(128, (1, 2)), (256, (3,)), (512, (0,))]
+    groups = [(128, (1, 2)), (256, (3,)), (512, (0,))]
+    assert parts([300, 5, 128, 129], [512, 128, 256]) == [Part("shape", *group) for group in groups]
     with pytest.raises(SequenceTooLong) as refused:
-        rungs([5, 513], [128, 512])
+        parts([5, 513], [128, 512])
     assert refused.value.details == {"index": 1, "tokens": 513, "max_tokens": 512}
 
 
 def test_a_function_is_charged_the_manifest_s_layers_and_all_bytes() -> None:
-    assert cost(ARTIFACT).layers == 22 and cost(ARTIFACT).nbytes == 1000 and cost(ARTIFACT).smallest == 128
+    assert charge(ARTIFACT) == Model(layers=22, nbytes=1000, smallest=128)
 
 
 def test_rungs_are_admitted_once_and_served(lanes: Callable[[Scenario], None]) -> None:
