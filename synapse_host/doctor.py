@@ -29,6 +29,7 @@ from synapse_host.errors import SynapseError
 from synapse_host.floor import Floor
 from synapse_host.listener import SUN_PATH
 from synapse_host.placement import floor_text, hardware_reason
+from synapse_host.process import worker_environment
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Bundle
@@ -206,7 +207,7 @@ def _foreign_floors(matrix: HardwareMatrix, limit: float) -> dict[str, Floor]:
     for engine in matrix.engines.values():
         if engine.command is not None:
             command = (*engine.command, "--probe-floor", "--device", engine.device)
-            answers[engine.id] = floors.probe(command, cwd=matrix.path.parent, limit=limit)
+            answers[engine.id] = floors.probe(command, cwd=matrix.path.parent, limit=limit, env=engine.env)
     return answers
 
 
@@ -217,6 +218,7 @@ def _worker_version(matrix: HardwareMatrix, engine: Engine) -> str:
         done = subprocess.run(  # noqa: S603 - our own worker module, or the command the matrix names
             [*command, "--version", "--device", engine.device],
             cwd=cwd,
+            env=worker_environment("version", engine.env),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=VERSION_LIMIT_S,
