@@ -10,7 +10,7 @@ receiving it is a RemoteProtocolError (close the transport; nothing later is val
 
 from __future__ import annotations
 
-from typing import Final, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 import msgspec
 from msgspec import UNSET, Struct
@@ -49,7 +49,6 @@ from engines.protocol.messages import (
     AnyRequest,
     Buffer,
     Dtype,
-    EmbedBatch,
     Err,
     Hello,
     HelloAck,
@@ -294,7 +293,7 @@ class Connection:
         self.state = following
         if kind is Shutdown:
             return ShutdownReceived()
-        request = cast(AnyRequest, message)
+        request: Any = message
         if request.payload is None:
             self._open(request)
             return RequestReceived(request, None)
@@ -306,7 +305,7 @@ class Connection:
         payload = self._reader.next_raw()
         if payload is None:
             return None
-        request = cast(AnyRequest, self._pending)
+        request: Any = self._pending
         self._pending = None
         self.state = _PAYLOAD_STEPS[self.state]
         self._open(request)
@@ -320,24 +319,24 @@ class Connection:
             self._out_of_turn(kind)
         self.state = following
         if kind is Progress:
-            progress = cast(Progress, message)
+            progress: Any = message
             index = self._check_progress(progress, RemoteProtocolError)
             self._phase_index, self.completed = index, progress.completed
             return ProgressReceived(progress)
-        reply = cast(AnyReply, message)
+        reply: Any = message
         expected = self._check_reply(reply, RemoteProtocolError)
         if reply.payload is None:
             return self._answered(reply, None)
         if expected > self.max_frame:
             text = f"{type_name(reply)} promises {expected} bytes, max_frame is {self.max_frame}"
             raise RemoteProtocolError(text, reason="oversize")
-        self._header = cast(Vectors | Scores, reply)
+        self._header = reply
         self._expected = expected
         self._started = False
         return self._reply_payload()
 
     def _reply_payload(self) -> Event | None:
-        header = cast(Vectors | Scores, self._header)
+        header: Any = self._header
         payload = self._reader.next_raw(self._expected)
         if payload is None:
             if self._started:
@@ -349,7 +348,7 @@ class Connection:
         return self._answered(header, payload)
 
     def _answered(self, reply: AnyReply, payload: memoryview | None) -> Event:
-        request = cast(AnyRequest, self.request)
+        request: Any = self.request
         self._close_exchange(request, reply)
         return ReplyReceived(request, reply, payload)
 
@@ -362,6 +361,8 @@ class Connection:
         leave it unchanged until written. *payload* is any buffer that :func:`framing.raw_view` accepts.
         Raises LocalProtocolError before anything may be written; the state is then unchanged.
         """
+        # What the type says is established by comparing `kind`; narrowing by calls would cost as much as the checks.
+        known: Any = message
         kind = type(message)
         following = self._sending[self.state].get(kind)
         if following is None:
@@ -385,12 +386,12 @@ class Connection:
         answers = False
         if request:
             if raw is not None:
-                self._check_request(cast(Request, message), size)
+                self._check_request(known, size)
         elif kind is Progress:
-            index = self._check_progress(cast(Progress, message), LocalProtocolError)
+            index = self._check_progress(known, LocalProtocolError)
         elif kind in _REPLIES:
             answers = True
-            expected = self._check_reply(cast(Reply, message), LocalProtocolError)
+            expected = self._check_reply(known, LocalProtocolError)
             if size != expected:
                 raise LocalProtocolError(f"raw frame of {size} bytes where {type_name(message)} promises {expected}")
         elif kind is not Shutdown:
@@ -402,14 +403,14 @@ class Connection:
         # Nothing can fail any more: from here on the state moves.
         self.state = following
         if request:
-            self._open(cast(AnyRequest, message))
+            self._open(known)
         elif answers:
-            self._close_exchange(cast(AnyRequest, self.request), cast(AnyReply, message))
+            self._close_exchange(self.request, known)
         elif kind is Progress:
-            self._phase_index, self.completed = index, cast(Progress, message).completed
+            self._phase_index, self.completed = index, known.completed
         elif kind is not Shutdown:
             self._greeted(message)
-        return [head] if not size else [head, cast(Buffer, raw)]
+        return [head] if raw is None or not size else [head, raw]
 
     def _check_handshake(self, message: Struct) -> int:
         """Refuse a HELLO or ACK that doesn't say what this end will do; return the limit of its frame."""
@@ -462,7 +463,7 @@ class Connection:
         self._phase_index = 0
         self._rows = n_rows(request)
 
-    def _close_exchange(self, request: AnyRequest, reply: AnyReply) -> None:
+    def _close_exchange(self, request: AnyRequest | None, reply: AnyReply) -> None:
         self.request = None
         kind = type(reply)
         if kind is Vectors or kind is Scores:
@@ -490,29 +491,29 @@ class Connection:
 
     def _check_reply(self, reply: Reply, error: type[Exception]) -> int:
         """Return how many bytes the raw frame behind *reply* must have."""
-        request = cast(AnyRequest, self.request)
+        request: Any = self.request
+        known: Any = reply
         kind = type(reply)
         if kind is Err:
-            req_id = cast(Err, reply).req_id
+            req_id = known.req_id
             if req_id is not UNSET and req_id != request.req_id:
                 raise error(f"ERR for {req_id!r} while {request.req_id!r} runs")
             return 0
         if kind is not REPLY_TO[type(request)]:
             raise error(f"{type_name(reply)} in answer to {type_name(request)}")
-        answered = cast(AnyReply, reply).req_id
-        if answered != request.req_id:
-            raise error(f"{type_name(reply)} for {answered!r} while {request.req_id!r} runs")
+        if known.req_id != request.req_id:
+            raise error(f"{type_name(reply)} for {known.req_id!r} while {request.req_id!r} runs")
         if kind is Vectors:
-            vectors, rows = cast(Vectors, reply), self._rows
-            if vectors.n != rows:
-                raise error(f"VECTORS names {vectors.n} rows for {rows} items")
-            dims = vectors.dims
-            known = self._dims.get(cast(EmbedBatch, request).model_ref)
-            if not 1 <= dims <= U32_MAX or (known is not None and dims != known):
-                raise error(f"VECTORS names {dims} dims, the model has {known}")
+            rows = self._rows
+            dims: int = known.dims
+            if known.n != rows:
+                raise error(f"VECTORS names {known.n} rows for {rows} items")
+            loaded = self._dims.get(request.model_ref)
+            if not 1 <= dims <= U32_MAX or (loaded is not None and dims != loaded):
+                raise error(f"VECTORS names {dims} dims, the model has {loaded}")
             return rows * dims * ITEM_BYTES
         if kind is Scores:
             return self._rows * ITEM_BYTES
-        if kind is Loaded and cast(Loaded, reply).dims == 0:
+        if kind is Loaded and known.dims == 0:
             raise error("LOADED names 0 dims")
         return 0

@@ -8,7 +8,7 @@ ceilings and the limits in bytes are checked by hand, when decoding and by :func
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, ClassVar, Final, Literal, TypeAlias, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, cast
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -400,26 +400,23 @@ def phases(request: type[Request], engine: str) -> tuple[Phase, ...]:
 
 def n_tokens(request: Request) -> int | None:
     """Return how many ids the raw frame must hold by the header's own count, or None where it doesn't say."""
-    kind = type(request)
-    if kind is EmbedBatch:
-        return sum([item.n_tokens for item in cast(EmbedBatch, request).items])
-    if kind is Rerank:
-        rerank = cast(Rerank, request)
-        return rerank.query_n_tokens + sum([segment.n_tokens for segment in rerank.candidates])
-    if kind is RerankSequences:
-        return sum([segment.n_tokens for segment in cast(RerankSequences, request).sequences])
+    if isinstance(request, EmbedBatch):
+        return sum([item.n_tokens for item in request.items])
+    if isinstance(request, Rerank):
+        return request.query_n_tokens + sum([segment.n_tokens for segment in request.candidates])
+    if isinstance(request, RerankSequences):
+        return sum([segment.n_tokens for segment in request.sequences])
     return None
 
 
 def n_rows(request: Request) -> int:
     """Return how many rows the reply of a serving request describes (0 for other requests)."""
-    kind = type(request)
-    if kind is EmbedBatch:
-        return len(cast(EmbedBatch, request).items)
-    if kind is Rerank:
-        return len(cast(Rerank, request).candidates)
-    if kind is RerankSequences:
-        return len(cast(RerankSequences, request).sequences)
+    if isinstance(request, EmbedBatch):
+        return len(request.items)
+    if isinstance(request, Rerank):
+        return len(request.candidates)
+    if isinstance(request, RerankSequences):
+        return len(request.sequences)
     return 0
 
 
@@ -447,7 +444,7 @@ def decode_from_host(data: Buffer) -> FromHost:
     if type(message) is Shutdown:
         return message
     # The types count characters, the rule counts bytes; for ASCII both are the same.
-    request = cast(AnyRequest, message)
+    request: Any = message
     if not request.req_id.isascii() and _too_long(request.req_id):
         raise msgspec.ValidationError("req_id must have 1 to 64 bytes")
     if type(message) is EmbedBatch:
@@ -467,8 +464,8 @@ def decode_from_worker(data: Buffer) -> FromWorker:
     if req_id is not UNSET and not req_id.isascii() and _too_long(req_id):
         raise msgspec.ValidationError("req_id must have 1 to 64 bytes")
     kind = type(message)
-    if kind is Vectors:  # the hot one, without the loop
-        if cast(Vectors, message).n > U64_MAX:
+    if isinstance(message, Vectors):  # the hot one, without the loop
+        if message.n > U64_MAX:
             raise msgspec.ValidationError("n is above the u64 range")
     elif kind in _U64_FIELDS:
         for name in _U64_FIELDS[kind]:
@@ -512,11 +509,12 @@ def encode_checked(message: Hello | HelloAck | Message) -> bytes:
     try:
         data = _encoder.encode(message)
         if kind in _ANSWERS:
-            if kind is Progress and not 0 <= cast(Progress, message).completed <= U64_MAX:
-                raise msgspec.ValidationError(f"completed {cast(Progress, message).completed} is outside the u64 range")
+            if isinstance(message, Progress) and not 0 <= message.completed <= U64_MAX:
+                raise msgspec.ValidationError(f"completed {message.completed} is outside the u64 range")
             return data
         if kind in _BATCHES:
-            _check_batch(cast(EmbedBatch | Rerank | RerankSequences, message), data)
+            batch: Any = message
+            _check_batch(batch, data)
         elif kind is Hello:
             decode_hello(data)
         elif kind is HelloAck:
@@ -539,15 +537,13 @@ def _check_batch(request: EmbedBatch | Rerank | RerankSequences, data: bytes) ->
         or not 1 <= len(request.req_id) <= MAX_IDENTIFIER_BYTES
         or data.find(b"-", data.find(b"[")) >= 0
     )
-    kind = type(request)
-    if kind is EmbedBatch:
-        embed = cast(EmbedBatch, request)
-        suspicious = suspicious or embed.packed_width is not UNSET or embed.pooling not in _POOLINGS
+    if isinstance(request, EmbedBatch):
+        suspicious = suspicious or request.packed_width is not UNSET or request.pooling not in _POOLINGS
         if not suspicious:
-            lengths = [len(item.id) for item in embed.items]
+            lengths = [len(item.id) for item in request.items]
             # An empty list is the connection's to refuse: it counts items.
             suspicious = bool(lengths) and (min(lengths) < 1 or max(lengths) > MAX_IDENTIFIER_BYTES)
-    elif kind is Rerank and cast(Rerank, request).query_n_tokens < 0:
+    elif isinstance(request, Rerank) and request.query_n_tokens < 0:
         suspicious = True
     if suspicious:
         decode_from_host(data)

@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple, assert_never
 
 from msgspec import UNSET
@@ -18,8 +17,6 @@ from msgspec import UNSET
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import (
     DEFAULT_MAX_FRAME,
-    ITEM_BYTES,
-    MAX_ITEMS,
     U32_MAX,
     Admitted,
     AneAdmitPacked,
@@ -38,21 +35,14 @@ from engines.protocol.messages import (
     Pong,
     Rerank,
     RerankSequences,
-    Scores,
-    Segment,
-    Text,
     Unload,
     Unloaded,
-    Vectors,
     encode,
 )
 from engines.runtime.engine import DeviceLost, Engine, EngineIdentity, Model, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engines.protocol.messages import Item
-    from engines.runtime.batch import FloatArray, IntArray, TokenBatch
+    from engines.runtime.inference import Inference
     from engines.runtime.progress import ProgressReporter
 
 ALWAYS_SERVED: Final = frozenset({Load, Unload, Ping})
@@ -87,6 +77,7 @@ class Dispatcher:
         self._packed = identity.packed is not None
         self._models: dict[str, Model] = {}
         self._next_ref = 0
+        self._inference: Inference | None = None
 
     @property
     def models(self) -> dict[str, Model]:
@@ -128,20 +119,17 @@ class Dispatcher:
         if kind in PACKED_REQUESTS and not self._packed:
             raise refusal(request)
         match request:
+            case EmbedBatch() | Rerank() | RerankSequences() | Generate():
+                assert payload is not None, "the connection delivers the raw frame with its request"
+                inference = self._inference or self._infer()
+                reply, raw = inference.answer(request, payload, progress, max_frame=self.max_frame)
+                return Answer(reply, raw)
             case Ping():
                 return Answer(self._pong(request))
             case Load():
                 return Answer(self._load(request, progress))
             case Unload():
                 return Answer(self._unload(request))
-            case EmbedBatch():
-                return self._embed(request, _ids(payload), progress)
-            case Rerank():
-                return self._rerank(request, _ids(payload), progress)
-            case RerankSequences():
-                return self._rerank_sequences(request, _ids(payload), progress)
-            case Generate():
-                return self._generate(request, _ids(payload), progress)
             case AneAdmitShape():
                 inventory = self._model(request.model_ref).admit_shape(request.shape, progress=progress)
                 return Answer(Admitted(req_id=request.req_id, inventory=inventory))
@@ -158,6 +146,13 @@ class Dispatcher:
                 return Answer(Evicted(req_id=request.req_id))
             case _:
                 assert_never(request)
+
+    def _infer(self) -> Inference:
+        """Import numpy now, not before HELLO."""
+        from engines.runtime.inference import Inference
+
+        self._inference = Inference(self._models, self._check_width)
+        return self._inference
 
     # --- models -------------------------------------------------------------------------------------------------------
 
@@ -213,125 +208,12 @@ class Dispatcher:
             ane_resident_packed=packed or UNSET,
         )
 
-    # --- inference ----------------------------------------------------------------------------------------------------
-
-    def _embed(self, request: EmbedBatch, ids: IntArray, progress: ProgressReporter) -> Answer:
-        batch = _batch(ids, request.items, "item")
-        model = self._model(request.model_ref)
-        width = request.packed_width if request.packed_width is not UNSET else None
-        if width is not None:
-            self._check_width(width)
-        rows = len(request.items)
-        self._check_reply(rows * model.dims)
-        vectors = model.embed(
-            batch, pooling=request.pooling, normalize=request.normalize, packed_width=width, progress=progress
-        )
-        payload = _checked(vectors, (rows, model.dims))
-        return Answer(Vectors(req_id=request.req_id, dims=model.dims, n=rows), payload)
-
-    def _rerank(self, request: Rerank, ids: IntArray, progress: ProgressReporter) -> Answer:
-        from engines.runtime.batch import RerankPairs
-
-        query = request.query_n_tokens
-        if query == 0:
-            raise EngineError(ErrorCode.INVALID_REQUEST, "the query has no tokens")
-        candidates = _batch(ids, request.candidates, "candidate", skip=query)
-        model = self._model(request.model_ref)
-        self._check_reply(len(candidates))
-        scores = model.rerank(RerankPairs(query_ids=ids[:query], candidates=candidates), progress=progress)
-        return Answer(Scores(req_id=request.req_id), _checked(scores, (len(candidates),)))
-
-    def _rerank_sequences(self, request: RerankSequences, ids: IntArray, progress: ProgressReporter) -> Answer:
-        batch = _batch(ids, request.sequences, "sequence")
-        model = self._model(request.model_ref)
-        self._check_reply(len(batch))
-        scores = model.rerank_sequences(batch, progress=progress)
-        return Answer(Scores(req_id=request.req_id), _checked(scores, (len(batch),)))
-
-    def _generate(self, request: Generate, ids: IntArray, progress: ProgressReporter) -> Answer:
-        if not len(ids):
-            raise EngineError(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
-        _check_ids(ids)
-        model = self._model(request.model_ref)
-        result = model.generate(
-            ids,
-            max_tokens=request.max_tokens,
-            grammar=request.grammar if request.grammar is not UNSET else None,
-            progress=progress,
-        )
-        return Answer(
-            Text(
-                req_id=request.req_id,
-                text=result.text,
-                n_prompt=result.n_prompt,
-                n_gen=result.n_gen,
-                finish_reason=result.finish_reason,
-                generated_token_ids=list(result.generated_token_ids) or UNSET,
-            )
-        )
-
     def _check_width(self, width: int) -> None:
         if width not in self._packed_widths:
             advertised = ", ".join(map(str, sorted(self._packed_widths))) or "none"
             raise EngineError(
                 ErrorCode.UNSUPPORTED_PACKED_WIDTH, f"packed width {width} is not advertised (advertised: {advertised})"
             )
-
-    def _check_reply(self, elements: int) -> None:
-        """Refuse before computing what could not be sent. Spec (protocol-v3, 1): ``invalid_request``."""
-        size = elements * ITEM_BYTES
-        if size > self.max_frame:
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST, f"the reply of {size} bytes doesn't fit max_frame {self.max_frame}; split"
-            )
-
-
-def _ids(payload: memoryview | None) -> IntArray:
-    """Return the raw frame as int32 (tokens,), uncopied."""
-    import numpy as np
-
-    assert payload is not None, "the connection delivers the raw frame with its request"
-    if payload.nbytes % ITEM_BYTES:
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"raw frame of {payload.nbytes} bytes is not a row of int32")
-    return np.frombuffer(payload, dtype="<i4")
-
-
-def _batch(ids: IntArray, rows: Sequence[Item] | Sequence[Segment], what: str, *, skip: int = 0) -> TokenBatch:
-    """Check counts against the raw frame and return its rows; the first *skip* ids belong to something else."""
-    import numpy as np
-
-    from engines.runtime.batch import TokenBatch
-
-    if not 1 <= len(rows) <= MAX_ITEMS:
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"{len(rows)} {what}s in one request, allowed 1 to {MAX_ITEMS}")
-    lengths = [row.n_tokens for row in rows]
-    if 0 in lengths:
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"{what} {lengths.index(0)} has no tokens")
-    total = skip + sum(lengths)
-    if total != len(ids):
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"the header counts {total} ids, the raw frame has {len(ids)}")
-    _check_ids(ids)
-    cu_seqlens = np.fromiter(accumulate(lengths, initial=0), np.int32, len(lengths) + 1)
-    return TokenBatch(input_ids=ids[skip:], cu_seqlens=cu_seqlens)
-
-
-def _check_ids(ids: IntArray) -> None:
-    if int(ids.min()) < 0:
-        index = int((ids < 0).argmax())
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"token {index} has the negative id {int(ids[index])}")
-
-
-def _checked(array: FloatArray, shape: tuple[int, ...]) -> memoryview:
-    """Return a model's output as bytes. A wrong dtype or shape is our bug; a non-finite value is the model's answer."""
-    import numpy as np
-
-    assert isinstance(array, np.ndarray), f"a model returned {type(array).__name__}"
-    assert array.dtype == np.float32 and array.shape == shape, f"{array.dtype} {array.shape} instead of f32 {shape}"
-    assert array.flags.c_contiguous, "a model returned a strided array"
-    if not np.isfinite(array).all():
-        row = int(np.isfinite(array).reshape(shape[0], -1).all(axis=1).argmin())
-        raise EngineError(ErrorCode.NONFINITE_OUTPUT, f"row {row} of {shape[0]} holds NaN or infinity")
-    return array.data.cast("B")
 
 
 def resident_bytes() -> int:

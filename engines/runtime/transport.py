@@ -46,7 +46,7 @@ class Transport(Protocol):
         """
 
     def send(self, buffers: list[Buffer]) -> None:
-        """Write all of *buffers* in order. Raises PeerGone or TransportFailed."""
+        """Write all of *buffers*, each flat bytes, in order. Raises PeerGone or TransportFailed."""
 
     def set_deadline(self, deadline: float | None) -> None:
         """Bound later reads by a ``time.monotonic()`` value, or lift the bound."""
@@ -71,7 +71,8 @@ class SocketTransport:
     def recv_into(self, view: memoryview) -> int:
         """Fill a part of *view*; 0 at the end of the stream, which a reset is too."""
         while True:
-            self._limit()
+            if self._deadline is not None:
+                self._limit(self._deadline)
             try:
                 return self._socket.recv_into(view)
             except InterruptedError:
@@ -87,7 +88,7 @@ class SocketTransport:
 
     def send(self, buffers: list[Buffer]) -> None:
         """Write *buffers* with gathered sends, whatever the kernel takes at a time."""
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        views: list[Buffer] = list(buffers)
         while views:
             try:
                 count = self._gather(views)
@@ -103,9 +104,9 @@ class SocketTransport:
             while views and count >= len(views[0]):
                 count -= len(views.pop(0))
             if views and count:
-                views[0] = views[0][count:]
+                views[0] = memoryview(views[0])[count:]
 
-    def _gather(self, views: list[memoryview]) -> int:
+    def _gather(self, views: list[Buffer]) -> int:
         return self._socket.sendmsg(views) if len(views) > 1 else self._socket.send(views[0])
 
     def set_deadline(self, deadline: float | None) -> None:
@@ -114,12 +115,11 @@ class SocketTransport:
         if deadline is None:
             self._socket.settimeout(None)
 
-    def _limit(self) -> None:
-        if self._deadline is not None:
-            remaining = self._deadline - time.monotonic()
-            if remaining <= 0:
-                raise TimeoutError
-            self._socket.settimeout(remaining)
+    def _limit(self, deadline: float) -> None:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError
+        self._socket.settimeout(remaining)
 
     def wait_gone(self, busy: threading.Event) -> None:
         """Sleep until the host's end is closed. Data that is waiting doesn't wake us, and nothing is consumed."""
@@ -212,11 +212,14 @@ class Channel:
     def receive(self) -> Event:
         """Return the next event, waiting for it. Raises RemoteProtocolError; TimeoutError after the deadline."""
         connection, transport = self.connection, self.transport
-        while (event := connection.next_event()) is None:
+        # Our peer waits for our answer, so usually nothing has arrived beyond the last frame.
+        event = connection.next_event() if connection.mid_frame else None
+        while event is None:
             count = transport.recv_into(connection.get_buffer())
             if count == 0:
                 return connection.receive_eof()
             connection.buffer_updated(count)
+            event = connection.next_event()
         return event
 
     def close(self) -> None:
@@ -236,13 +239,20 @@ class PeerWatcher:
     """Ends the process when the host is gone while a request is being served, also in the middle of a C call.
 
     Outside of a request it only notes the fact: the main thread is in a read then and sees the end of the stream
-    itself, so a torn frame still exits 1.
+    itself, so a torn frame still exits 1. *wakes*: the transport's ``wait_gone`` sleeps on its event between requests
+    (named pipes); a socket's doesn't, and setting an event costs as much as decoding a request.
     """
 
-    def __init__(self, wait_gone: Callable[[threading.Event], None], exit: Callable[[int], object]) -> None:
+    def __init__(
+        self, wait_gone: Callable[[threading.Event], None], exit: Callable[[int], object], *, wakes: bool = True
+    ) -> None:
         self._wait_gone = wait_gone
         self._exit = exit
+        self._wakes = wakes
         self._busy = threading.Event()
+        self._serving = False
+        self._gone = False
+        self._ending = threading.Lock()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="peer-watcher", daemon=True)
 
@@ -258,17 +268,28 @@ class PeerWatcher:
             self._thread.join(STOP_S)
 
     def __enter__(self) -> None:
-        self._busy.set()
+        # Either this thread sees the flag, or the watcher sees this one: each writes its own before it reads the other.
+        self._serving = True
+        if self._wakes:
+            self._busy.set()
+        if self._gone:
+            # The request was complete in our receive buffer when its sender died.
+            self._end()
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._busy.clear()
+        self._serving = False
+        if self._wakes:
+            self._busy.clear()
 
     def _run(self) -> None:
         self._wait_gone(self._busy)
-        # A request may have been complete in our receive buffer when its sender died: then it starts after this point.
-        self._busy.wait()
-        if not self._stopped:
+        self._gone = True
+        if self._serving:
+            self._end()
+
+    def _end(self) -> None:
+        if not self._stopped and self._ending.acquire(blocking=False):
             # Spec (protocol-v3, 1): EOF is an orderly close, "also when it comes in mid-exchange".
             self._exit(0)

@@ -30,7 +30,15 @@ from engines.protocol.messages import (
 from engines.protocol.states import Role
 from engines.runtime.dispatch import Answer, Dispatcher
 from engines.runtime.progress import ProgressReporter
-from engines.runtime.transport import HANDSHAKE_S, Channel, PeerGone, PeerWatcher, Transport, TransportFailed
+from engines.runtime.transport import (
+    HANDSHAKE_S,
+    Channel,
+    PeerGone,
+    PeerWatcher,
+    SocketTransport,
+    Transport,
+    TransportFailed,
+)
 
 if TYPE_CHECKING:
     from engines.runtime.engine import Engine, EngineIdentity
@@ -81,8 +89,9 @@ class Worker:
         self._max_frame = max_frame
         self._clock = clock
         self._exit = exit
-        self._watcher = PeerWatcher(transport.wait_gone, exit)
+        self._watcher = PeerWatcher(transport.wait_gone, exit, wakes=not isinstance(transport, SocketTransport))
         self._fault: LocalProtocolError | None = None
+        self._first: dict[type[AnyRequest], Phase] = {}
 
     def greet(self, nonce: str) -> None:
         """Send HELLO. Raises PeerGone."""
@@ -145,7 +154,9 @@ class Worker:
         def emit(completed: int, phase: Phase) -> None:
             self._emit(request.req_id, completed, phase)
 
-        first = phases(type(request), self.identity.engine)[0]
+        first = self._first.get(type(request))
+        if first is None:
+            first = self._first[type(request)] = phases(type(request), self.identity.engine)[0]
         progress = ProgressReporter(emit, phase=first, clock=self._clock, lock=self.channel.lock)
         # The watcher covers the computing alone: once the host has the reply it may send and close as it likes, and a
         # frame torn by that must still be seen by the next read. A send finds out by itself that the host is gone.
