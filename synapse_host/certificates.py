@@ -18,6 +18,7 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from synapse_host import floor as floors
+from synapse_host import gates
 from synapse_host.evidence import Evidence, Precision
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ class Certificate(Struct, frozen=True, forbid_unknown_fields=True):
     evidence: str
     evidence_digest: str
     binding: Binding
+    packed_widths: list[int] = []
+    """Packed widths that qualified; a Neural Engine worker is started with these and no others."""
+    cost_ms: dict[str, float] = {}
+    """Measured time of one row, or one pass, by function."""
 
 
 class Identity(Struct, frozen=True):
@@ -110,6 +115,8 @@ def of_evidence(evidence: Evidence, *, path: Path, digest: str) -> Certificate:
             device=engine.device,
             hardware=machine.accelerator or machine.cpu,
         ),
+        packed_widths=gates.qualified_widths(evidence),
+        cost_ms=evidence.cost_ms,
     )
 
 

@@ -70,7 +70,7 @@ async def certify(
     """
     config = replace(config or HostConfig(), require_certificate=False)
     only = _single_lane(matrix, order)
-    async with Host.open(only, {order.model: order.bundle}, config) as host:
+    async with Host.open(only, {order.model: order.bundle}, config, qualifying=True) as host:
         assignment = host.lane_of(order.model, order.lane)
         run = Trial(host, assignment, progress)
         await run.everything()
@@ -110,6 +110,8 @@ async def certify(
             reasons=[],
             inputs=run.inputs,
             placement=placement,
+            packing=run.packing,
+            cost_ms=run.cost_ms,
             fault=run.fault,
         )
     )

@@ -192,6 +192,23 @@ class Placement(Struct, frozen=True, forbid_unknown_fields=True):
     """The same rows on the lane itself."""
 
 
+class Packing(Struct, frozen=True, forbid_unknown_fields=True):
+    """One packed width under trial; one number a row, mix after mix. ``mixes``: the tokens of each mix's rows.
+
+    ``cosine``: packed among neighbours against the same row on its rung. ``alone``: largest difference of a component
+    from the same row in a pass of its own; ``moved``: from the same row when the mix's order is turned round. Null
+    where an answer was not finite.
+    """
+
+    width: int
+    mixes: list[list[int]]
+    cosine: Series
+    alone: Series
+    moved: Series
+    reason: str | None = None
+    """Why the trial ended early; then the width does not qualify."""
+
+
 class Performance(Struct, frozen=True, forbid_unknown_fields=True):
     """Reported, never gated. Milliseconds through the host; ``batch_tokens`` in ``batch_s`` seconds."""
 
@@ -238,6 +255,10 @@ class Evidence(Struct, frozen=True, forbid_unknown_fields=True):
     reasons: list[str]
     inputs: EmbedInputs | RerankInputs | GenerateInputs | None = None
     placement: Placement | None = None
+    packing: list[Packing] = []
+    """Trials of packed widths: those that pass may serve, the others may not. No part of the verdict."""
+    cost_ms: dict[str, float] = {}
+    """Measured through the host: one row of each bucket's function, one pass of each packed function."""
     fault: Fault | None = None
     digest: str = ""
 

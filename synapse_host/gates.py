@@ -20,6 +20,7 @@ from synapse_host.evidence import (
     Function,
     Gate,
     GenerateInputs,
+    Packing,
     Precision,
     RerankInputs,
     Series,
@@ -35,6 +36,11 @@ MAX_ON_CPU: Final = 16
 """CPU operations that a function may keep for ids, mask and pooling; more means that it fell apart."""
 CASES: Final = ("length 1", "length 2", "max - 1", "max", "max + 1", "repeated token")
 """Edge lengths that every run tries; only ``max + 1`` is to be refused, by the host."""
+PACKED_ROWS: Final = 64
+PACKED_MIXES: Final = 8
+PACKED_COSINE: Final = 0.9999
+PACKED_DIFFERENCE: Final = 1e-3
+"""What a packed width must show before it serves (ane.md 3.3); fixed."""
 APPROXIMATE_DTYPES: Final = frozenset({"int8"})
 
 
@@ -343,7 +349,8 @@ def _placement_gates(evidence: Evidence, bound: Bounder) -> Iterator[Gate]:
     # PING went to another worker than the run's: its share is somebody else's.
     if placement is not None and evidence.generations and placement.generation != evidence.generations[-1]:
         share = None
-    functions = [] if placement is None else placement.functions
+    # A packed function that is placed badly stays off by itself: see qualified_widths.
+    functions = [] if placement is None else [one for one in placement.functions if one.kind == "bucket"]
     worst = [share_of(function) for function in functions]
     known = [value for value in worst if value is not None]
     cost = [cost_share_of(function) for function in functions]
@@ -355,6 +362,41 @@ def _placement_gates(evidence: Evidence, bound: Bounder) -> Iterator[Gate]:
     yield bound("cost_share", "placement", min(costs) if costs and len(costs) == len(cost) else None)
     yield _zero("cpu_operations", "placement", sum(len(cpu_operations(one, allowed)) for one in functions))
     yield bound("speedup", "placement", _speedup(evidence))
+
+
+def qualified_widths(evidence: Evidence) -> list[int]:
+    """Return the packed widths that may serve: each row as on its rung, whatever its neighbours, on the right device.
+
+    Only where all of that was measured: no trial, a function without placement or one off the Neural Engine, and the
+    width stays off.
+    """
+    placement = evidence.placement
+    functions = {one.tokens: one for one in placement.functions if one.kind == "packed"} if placement else {}
+    allowed = placement.cpu_allowed if placement else []
+
+    def placed(width: int) -> bool:
+        function = functions.get(width)
+        if function is None or cpu_operations(function, allowed):
+            return False
+        pairs = ((share_of(function), "placement_share"), (cost_share_of(function), "cost_share"))
+        return all(value is not None and value >= evidence.thresholds.get(key, 1.0) for value, key in pairs)
+
+    return sorted(
+        one.width for one in evidence.packing if _packs(one) and (placed(one.width) or not evidence.placement_required)
+    )
+
+
+def _packs(one: Packing) -> bool:
+    rows = sum(map(len, one.mixes))
+    cosine, alone, moved = (_finite(series) for series in (one.cosine, one.alone, one.moved))
+    return (
+        one.reason is None
+        and rows >= PACKED_ROWS
+        and len({tuple(mix) for mix in one.mixes}) >= PACKED_MIXES
+        and len(cosine) == len(alone) == len(moved) == rows
+        and min(cosine) >= PACKED_COSINE
+        and max([*alone, *moved]) <= PACKED_DIFFERENCE
+    )
 
 
 def share_of(function: Function) -> float | None:

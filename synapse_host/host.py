@@ -7,6 +7,7 @@ errors are :class:`~synapse_host.errors.SynapseError` with ``safe_to_retry``.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -30,10 +31,10 @@ from engines.protocol.messages import (
     Text,
     Vectors,
 )
-from synapse_host import admission, certificates, hardware
+from synapse_host import admission, certificates, hardware, rungs
 from synapse_host.ane_lane import AneFleet, RungedLane
 from synapse_host.assignment import Assignment, assign, find
-from synapse_host.certificates import Standing
+from synapse_host.certificates import Certificate, Standing
 from synapse_host.config import HostConfig
 from synapse_host.counters import LaneCounters
 from synapse_host.errors import BundleInvalid, DeadlineExceeded, InvalidRequest, NotCertified, SequenceTooLong
@@ -45,6 +46,7 @@ from synapse_host.matrix import HardwareMatrix
 from synapse_host.matrix import load as load_matrix
 from synapse_host.permits import Permits
 from synapse_host.results import EmbedResult, Generation, RerankResult, sigmoid
+from synapse_host.slots import Limits
 from synapse_host.supervisor import Supervisor
 from synapse_host.sync import SyncHost
 from synapse_host.tokenize import Rows, TextTokenizer, id_rows
@@ -90,6 +92,7 @@ class Host:
         self._lane_lock: LaneLock | None = None
         self._fleet: AneFleet | None = None
         self._runged: dict[str, RungedLane] = {}
+        self._qualifying = False
         self.counters = {lane_id: LaneCounters() for lane_id in self.assignments}
         """What each lane has done, for :mod:`synapse_host.metrics`."""
         self.logs = {lane_id: LogRing(config.log_ring_bytes) for lane_id in self.assignments}
@@ -106,11 +109,15 @@ class Host:
         matrix: HardwareMatrix | Path | str | None = None,
         models: Mapping[str, Path | str] | None = None,
         config: HostConfig | None = None,
+        *,
+        qualifying: bool = False,
     ) -> AsyncIterator[Host]:
         """Open a host on *models* (name to bundle folder) and close it, workers and all, at the end of the block.
 
         Default matrix: the packaged one. Default models: the installed bundles of the models directory. Starts no
-        worker: the first request of a lane does. Raises MatrixInvalid, BundleInvalid, InvalidRequest.
+        worker: the first request of a lane does. *qualifying*: Neural Engine workers advertise every packed width of
+        their manifest, for a certification to try; serving packs nothing then. Raises MatrixInvalid, BundleInvalid,
+        InvalidRequest.
         """
         config = config or HostConfig()
         loaded = matrix if isinstance(matrix, HardwareMatrix) else load_matrix(matrix)
@@ -122,6 +129,7 @@ class Host:
         runtime = RuntimeDirectory.open(config.runtime_dir)
         try:
             host = cls(matrix=loaded, bundles=bundles, profile=profile, config=config, runtime=runtime)
+            host._qualifying = qualifying
             try:
                 await host._look_up_certificates()
                 yield host
@@ -239,6 +247,33 @@ class Host:
         assignment = self._find(model, lane, "embed")
         checked = self._checked_ids(rows, assignment, "row")
         return await self._embed_rows(assignment, checked, until)
+
+    async def embed_packed(
+        self, model: str, rows: Sequence[Any], width: int, *, lane: str | None = None, deadline: float | None = None
+    ) -> FloatArray:
+        """Return the vectors of at most 64 rows that share passes of one packed width: what qualifies a width.
+
+        Serving chooses by itself (:mod:`synapse_host.rungs`). InvalidRequest where the lane has no packed functions,
+        ``unsupported_packed_width`` for a width that its worker doesn't advertise.
+        """
+        until = _absolute(deadline)
+        assignment = self._find(model, lane, "embed")
+        checked = self._checked_ids(rows, assignment, "row")
+        serving = self._serving(assignment)
+        if not isinstance(serving, RungedLane):
+            raise InvalidRequest(f"lane {assignment.lane_id} has no packed functions: it is not on the Neural Engine")
+        manifest = assignment.bundle.manifest
+        pooling = Pooling(manifest.pooling) if manifest.pooling is not UNSET else Pooling.MEAN
+        items = [Item(id=str(row), n_tokens=length) for row, length in enumerate(checked.lengths)]
+
+        def build(req_id: str, model_ref: str) -> tuple[EmbedBatch, memoryview]:
+            normalize = manifest.normalize is not False
+            request = EmbedBatch(req_id=req_id, model_ref=model_ref, pooling=pooling, normalize=normalize, items=items)
+            return request, _bytes(checked.ids)
+
+        _, raw = await serving.submit_packed(width, build, deadline=until, stage="embed")
+        vectors: FloatArray = raw.reshape(len(items), manifest.dims)
+        return vectors
 
     async def _embed_rows(self, assignment: Assignment, rows: Rows, until: float | None) -> FloatArray:
         import numpy as np
@@ -531,7 +566,7 @@ class Host:
     async def load(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> None:
         """Start the lane's worker and load the model now instead of at the first request; clears quarantine."""
         until = _absolute(deadline)
-        await self._supervisor(self._any(model, lane)).load(deadline=until)
+        await self._serving(self._any(model, lane)).load(deadline=until)
 
     async def unload(self, model: str, *, lane: str | None = None) -> None:
         """Stop the lane's worker and forget its strikes; ModelInUse while requests run. The next request reloads."""
@@ -549,7 +584,7 @@ class Host:
     async def probe(self, lane_id: str) -> None:
         """Prove a quarantined legacy lane with a fresh worker, LOAD and one served request, and open it again."""
         assignment = self._by_id(lane_id)
-        await self._supervisor(assignment).probe(self._probe_request(assignment))
+        await self._serving(assignment).probe(self._probe_request(assignment))
 
     def _probe_request(self, assignment: Assignment) -> Callable[[str, str], tuple[Any, memoryview]]:
         """Return a small real request of the lane's own task."""
@@ -632,9 +667,35 @@ class Host:
         lane = self._runged.get(assignment.lane_id)
         if lane is None:
             if self._fleet is None:
-                self._fleet = AneFleet()
-            lane = self._runged[assignment.lane_id] = self._fleet.add(supervisor, assignment.placement.artifact)
+                # A quarter of the memory at most: the weights of every resident function count whole (ane.md 4).
+                self._fleet = AneFleet(Limits(nbytes=self.profile.ram_total // 4))
+            artifact, certificate = assignment.placement.artifact, self._packing_certificate(assignment)
+            costs = rungs.costs(artifact, certificate.cost_ms) if certificate is not None else None
+            lane = self._fleet.add(supervisor, artifact, bundle=assignment.bundle, costs=costs)
+            self._runged[assignment.lane_id] = lane
         return lane
+
+    def _packing_certificate(self, assignment: Assignment) -> Certificate | None:
+        """Return the lane's certificate if it holds and qualifies packed widths; none counts while qualifying."""
+        standing = self._standings.get(assignment.lane_id)
+        if self._qualifying or standing is None or standing.why or standing.certificate is None:
+            return None
+        return standing.certificate if standing.certificate.packed_widths else None
+
+    def _on_ane(self, assignment: Assignment, spec: LaneSpec) -> LaneSpec:
+        """Add what a Neural Engine worker gets besides: the lane lock as stdin, packed widths, certified times."""
+        # One host a user on the Neural Engine; the workers hold the lock too, as their standard input.
+        self._lane_lock = self._lane_lock or LaneLock()
+        widths: tuple[int, ...] = ()
+        load = spec.load
+        artifact, certificate = assignment.placement.artifact, self._packing_certificate(assignment)
+        if self._qualifying and artifact is not None:
+            widths = rungs.packed_widths(artifact)
+        elif certificate is not None:
+            widths = tuple(certificate.packed_widths)
+            times = {"certified_ms": json.dumps(certificate.cost_ms), **load.runtime_config}
+            load = replace(load, runtime_config=times)
+        return replace(spec, stdin=self._lane_lock.fileno(), packed_widths=widths, load=load)
 
     def _supervisor(self, assignment: Assignment) -> Supervisor:
         supervisor = self._supervisors.get(assignment.lane_id)
@@ -643,9 +704,7 @@ class Host:
                 raise InvalidRequest("this host is closed")
             spec = self._certified(assignment, assignment.require())
             if spec.device_kind == "ane":
-                # One host a user on the Neural Engine; the workers hold the lock too, as their standard input.
-                self._lane_lock = self._lane_lock or LaneLock()
-                spec = replace(spec, stdin=self._lane_lock.fileno())
+                spec = self._on_ane(assignment, spec)
             supervisor = Supervisor(
                 spec,
                 config=self.config,
@@ -661,10 +720,20 @@ class Host:
         # The configuration may only strengthen what the matrix says.
         return self.config.require_certificate or self.matrix.lanes[assignment.lane].require_certificate
 
+    def _may_pack(self, item: Assignment) -> bool:
+        spec, artifact = item.spec, item.placement.artifact
+        if self._qualifying or spec is None or spec.device_kind != "ane" or artifact is None:
+            return False
+        path = certificates.path_of(spec.engine_id, item.bundle.digest, self.config.data_dir)
+        return bool(rungs.packed_widths(artifact)) and path.exists()
+
     async def _look_up_certificates(self) -> None:
-        """Find out how the lanes stand that need a certificate; their workers are asked who they are (--version)."""
+        """Find out how the lanes stand that need a certificate, or may have one that qualifies packed widths.
+
+        Their workers are asked who they are (--version).
+        """
         placed = [item for item in self.assignments.values() if item.spec is not None]
-        needing = [item for item in placed if self._needs_certificate(item)]
+        needing = [item for item in placed if self._needs_certificate(item) or self._may_pack(item)]
         if not needing:
             return
         engines = {item.spec.engine_id for item in needing if item.spec is not None}

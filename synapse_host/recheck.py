@@ -117,3 +117,9 @@ def _misshapen(evidence: Evidence) -> Iterator[str]:
     for name, (have, want) in sizes.items():
         if have != want:
             yield f"inputs.{name}: {have} entries, {want} expected"
+    for packing in evidence.packing:
+        rows = sum(map(len, packing.mixes))
+        for name in ("cosine", "alone", "moved"):
+            have = len(getattr(packing, name))
+            if have != rows and packing.reason is None:
+                yield f"packing.{packing.width}.{name}: {have} entries, {rows} expected"

@@ -11,9 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import msgspec
+
 from engines.bundle import digest as digests
 from engines.bundle.manifest import FileRef
-from synapse_host import agreement, probe_set
+from synapse_host import agreement, probe_set, qualification
 from synapse_host.errors import SynapseError
 from synapse_host.evidence import (
     DIGITS,
@@ -22,6 +24,7 @@ from synapse_host.evidence import (
     Fault,
     Fixture,
     GenerateInputs,
+    Packing,
     Performance,
     Placement,
     RerankInputs,
@@ -57,6 +60,8 @@ class Trial:
     fixture: Fixture | None = None
     fault: Fault | None = None
     placement: Placement | None = None
+    packing: list[Packing] = field(default_factory=list)
+    cost_ms: dict[str, float] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
     limits: list[Case] = field(default_factory=list)
@@ -112,6 +117,7 @@ class Trial:
                 self._note()
                 self.placement = Placement(share=self.facts["placement_share"], generation=self.facts["generation"])
                 self.inputs = measured
+                await self._packed(probes)
         except SynapseError as exc:
             self._note()
             self.fault = Fault(exc.code, exc.message, self._stage)
@@ -122,6 +128,22 @@ class Trial:
         if probes.task == "embed":
             return await self._embed(probes)
         return await (self._rerank(probes) if probes.task == "rerank" else self._generate(probes))
+
+    async def _packed(self, probes: Fixtures) -> None:
+        """Try the packed widths that the worker advertises: last, so that a width that fails costs itself only."""
+        widths = self.facts.get("packed_widths") or []
+        if not widths or probes.task != "embed" or self.assignment.require().device_kind != "ane":
+            return
+        rows = probes.rows()
+        self._begin("packed widths", len(widths))
+        for width in widths:
+            self.packing.append(await qualification.packing(self.host, self.assignment, rows, width))
+            self._advance()
+        sound = [one.width for one in self.packing if one.reason is None]
+        try:
+            self.cost_ms = await qualification.costs(self.host, self.assignment, sound, rows)
+        except SynapseError as exc:
+            self.packing = [msgspec.structs.replace(one, reason=one.reason or exc.message) for one in self.packing]
 
     def _begin(self, stage: str, total: int) -> None:
         self._stage, self._done, self._total = stage, 0, total
