@@ -289,8 +289,8 @@ REPORTS: Final[tuple[Report, ...]] = (
                 SUPERVISOR + "Supervisor.died",
                 "health forgets a dead worker at once",
                 (
-                    "if self._session is session:\n            self._session = None\n        if exchange is None:",
-                    "if exchange is None:",
+                    "if self._session is session:\n            self._session = None\n        if self.lost",
+                    "if self.lost",
                 ),
             ),
         ),
@@ -477,7 +477,7 @@ REPORTS: Final[tuple[Report, ...]] = (
             _guard(
                 "engines.protocol.connection:Connection._check_reply",
                 "a reply names the request it answers",
-                ("if answered != request.req_id:", "if False:"),
+                ("if known.req_id != request.req_id:", "if False:"),
             ),
         ),
     ),
@@ -681,9 +681,9 @@ REPORTS: Final[tuple[Report, ...]] = (
         "length_fields",
         (
             _guard(
-                "engines.protocol.framing:FrameReader._announced",
+                "engines.protocol.framing:FrameReader.next_control",
                 "a length is compared with max_frame before anything is allocated",
-                ("if size > self.max_frame:", "if False:"),
+                ("self._refuse(size, None)", "pass"),
             ),
         ),
     ),
@@ -844,7 +844,7 @@ REPORTS: Final[tuple[Report, ...]] = (
             _guard(
                 "engines.protocol.connection:Connection._check_reply",
                 "a reply has the model's width",
-                ("(known is not None and reply.dims != known)", "False"),
+                ("(loaded is not None and dims != loaded)", "False"),
             ),
         ),
     ),

@@ -244,7 +244,7 @@ def test_report_37_connect_and_drop(lanes, directory):
     assert kernel.created[0]["pipe_mode"] & (0x4 | 0x2) == 0, "message type or message read mode"
 
 
-@pytest.mark.parametrize("length", [0xFFFFFFFF, 0x80000000, 1025, 0])
+@pytest.mark.parametrize("length", [1025, 0, 0x80000000, 0xFFFFFFFF])
 def test_report_38_length_fields(length):
     """python/cpython#10305 (bpo-17560): a length overflowed; ours is compared before a byte is allocated."""
     asked: list[int] = []
