@@ -1,6 +1,6 @@
 """Remove one guard at a time and see that its report's test fails.
 
-    python tests/faults/guards.py [--only NN ...] [--json FILE] [--jobs N]
+    python -m tests.faults.guards [--only NN ...] [--json FILE] [--jobs N]
 
 The tree is copied, so nothing of the checkout is changed. First every test must pass on the untouched copy; then, guard
 by guard, the copy is changed, the one test runs, and the change is undone. A test that still passes protects nothing:
@@ -206,6 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = summary(removals)
     print(f"{found['noticed']} of {found['guards']} removals noticed; {len(CANNOT_APPLY)} report(s) cannot apply")
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0 if found["noticed"] == found["guards"] else 1
 
