@@ -168,7 +168,7 @@ FAULTS: dict[str, list[dict[str, Any]]] = {
     "a frame too large": [{"torn": {"length": 2**32 - 1, "send": 0}}],
     "a frame torn by death": [{"torn": {"length": 100, "send": 10}}, {"exit": 0}],
     "death inside the payload": [
-        {"thread": [{"sleep": 0.2}, {"exit": 0}]},
+        {"thread": [{"sleep": 1.0}, {"exit": 0}]},
         {"reply": {"stall": {"after": 4, "seconds": 9}}},
     ],
 }
