@@ -435,7 +435,7 @@ class Residency:
 
     def _refuse(self, ticket: Ticket, why: Refusal, slot: int | None = None) -> None:
         del self.tickets[ticket.id]
-        self._actions.append(Refused(ticket.id, why, slot))
+        self._actions.append(Refused(ticket.id, why, slot, ticket.key))
 
     def _refuse_waiters(self, slot: Slot, why: Refusal) -> None:
         for ticket in [t for t in self.tickets.values() if t.slot is None and t.key == slot.key]:

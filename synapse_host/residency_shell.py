@@ -187,8 +187,8 @@ class ResidencyShell:
         match action:
             case Granted(ticket):
                 self._answer(ticket, None)
-            case Refused(ticket, why, slot):
-                self._answer(ticket, self._refusal(why, slot))
+            case Refused(ticket, why, slot, key):
+                self._answer(ticket, self._refusal(why, slot, key))
             case Admit() | Evict() | Restart() | Revive():
                 self._spawn(self._run(action))
             case _:
@@ -271,24 +271,31 @@ class ResidencyShell:
 
     # --- errors ------------------------------------------------------------------------------------------------------
 
-    def _refusal(self, why: Refusal, slot: int | None) -> SynapseError:
+    def _refusal(self, why: Refusal, slot: int | None, key: Key | None) -> SynapseError:
+        lane = self._lanes[key.worker].lane_id if key is not None else "ane"
+        details: dict[str, Any] = {"lane_id": lane, "stage": "ane_admit"}
+        if key is not None:
+            details |= {"kind": key.kind, "tokens": key.tokens}
         match why:
             case Refusal.EXHAUSTED:
                 return WORKER_ERRORS[ErrorCode.ANE_RESOURCES_EXHAUSTED](
-                    "the Neural Engine has no room for another function now; try again"
+                    f"lane {lane}: the Neural Engine has no room for another function now; try again", details=details
                 )
             case Refusal.NEVER_FITS:
+                limits = self.core.limits
                 return WORKER_ERRORS[ErrorCode.ANE_RESIDENCY_LIMIT](
-                    "one function of this model is larger than the whole Neural Engine budget"
+                    f"lane {lane}: one function of its model is larger than the whole Neural Engine budget "
+                    f"({limits.executables} executables, {limits.nbytes} bytes); use another engine for it",
+                    details={**details, "executables": limits.executables, "bytes": limits.nbytes},
                 )
             case Refusal.CLOSED:
                 return EngineCrashed(
-                    "the worker is shut: it was retired or its exit could not be confirmed",
-                    details={"stage": "ane_admit", "cause": "exit"},
+                    f"lane {lane}: the worker is shut: it was retired or its exit could not be confirmed",
+                    details={**details, "cause": "exit"},
                 )
             case Refusal.FAILED:
                 known = self._errors.get(slot) if slot is not None else self._start_error
-                return known or EngineCrashed("the admission failed", details={"stage": "ane_admit"})
+                return known or EngineCrashed(f"lane {lane}: the admission failed", details=details)
             case _:
                 assert_never(why)
 

@@ -80,6 +80,7 @@ class Refused:
     ticket: int
     why: Refusal
     slot: int | None = None
+    key: Key | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

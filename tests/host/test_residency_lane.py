@@ -15,10 +15,17 @@ from engines.bundle.manifest import Artifact, Function
 from engines.protocol.messages import ANE_ENGINE, Pooling
 from synapse_host.ane_lane import AneFleet
 from synapse_host.config import Windows
-from synapse_host.errors import AneLaneBusy, DeadlineExceeded, EngineCrashed, SequenceTooLong, ShapeCompiling
+from synapse_host.errors import (
+    AneLaneBusy,
+    DeadlineExceeded,
+    EngineCrashed,
+    SequenceTooLong,
+    ShapeCompiling,
+    SynapseError,
+)
 from synapse_host.lane_lock import LaneLock
-from synapse_host.rungs import Part, charge, parts
-from synapse_host.slots import Key, Model
+from synapse_host.rungs import Costs, Part, charge, parts
+from synapse_host.slots import Key, Limits, Model
 from tests.host.conftest import FAST, Lanes, Scenario, embed
 
 pytestmark = pytest.mark.process
@@ -298,3 +305,281 @@ def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, mon
 
     asyncio.run(main())
     LaneLock().close()  # free again
+
+
+# --- packed passes ---------------------------------------------------------------------------------------------------
+
+COSTS = Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 4.0})
+ECHO = {"engine": ANE_ENGINE, "vectors": "echo", "dims": 2}
+
+
+def packing(
+    made: Lanes, script: dict[str, Any], *, widths: tuple[int, ...] = (256,), costs: Costs | None = COSTS
+) -> Any:
+    """Return (fleet, supervisor, lane) of a worker started with these widths."""
+    supervisor = made({**ECHO, **script}, expected_engine=ANE_ENGINE, device="ane", lane_id="ane", packed_widths=widths)
+    one = AneFleet()
+    return one, supervisor, one.add(supervisor, ARTIFACT, costs=costs)
+
+
+@pytest.mark.parametrize(
+    ("script", "widths", "costs", "packed"),
+    [
+        ({"packed": True}, (256,), COSTS, True),
+        ({"packed": True}, (256,), None, False),  # nothing measured
+        ({"packed": True}, (256,), Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 15.0}), False),  # does not pay
+        ({"packed": True}, (256,), Costs({128: 3.5, 256: 9.0}, {256: 4.0}), False),  # one rung unmeasured
+        ({"packed": True}, (), COSTS, False),  # not qualified here
+        ({}, (256,), COSTS, False),  # HELLO advertises nothing
+        ({"packed": {"layout": "tight-v1", "widths": [128], "max_rows": 64}}, (256,), COSTS, False),
+    ],
+)
+def test_rows_are_packed_only_where_advertised_measured_and_cheaper(
+    script: dict[str, Any],
+    widths: tuple[int, ...],
+    costs: Costs | None,
+    packed: bool,
+    lanes: Callable[[Scenario], None],
+    tmp_path: Path,
+) -> None:
+    mark = tmp_path / "packed"
+    rules = [{"on": "ANE_ADMIT_PACKED", "do": [{"touch": str(mark)}]}]
+
+    async def scenario(made: Lanes) -> None:
+        one, supervisor, lane = packing(made, {"rules": rules, **script}, widths=widths, costs=costs)
+        try:
+            rows = [[9] * 300, [1, 2], [7] * 100, [3, 4], [5, 6]]
+            reply, raw = await lane.submit(embed(*rows), stage="embed")
+            assert reply.n == 5 and list(raw) == [9, 9, 1, 2, 7, 7, 3, 4, 5, 6]
+            assert mark.exists() is packed and supervisor.generation == 1
+            assert (Key("ane", "m", "packed", 256) in one.shell.core.resident("ane")) is packed
+            if packed:
+                assert Key("ane", "m", "shape", 512) in one.shell.core.resident("ane"), "the long row ran on its rung"
+                assert not any(slot.leases for slot in one.shell.core.slots.values())
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+def test_a_row_alone_is_never_packed(lanes: Callable[[Scenario], None]) -> None:
+    async def scenario(made: Lanes) -> None:
+        one, _, lane = packing(made, {"packed": True}, costs=Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 0.1}))
+        try:
+            await lane.submit(embed([1, 2]), stage="embed")
+            assert one.shell.core.resident("ane") == {Key("ane", "m", "shape", 128)}
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+def test_a_packed_exchange_takes_at_most_64_rows(lanes: Callable[[Scenario], None], tmp_path: Path) -> None:
+    """200 rows of 2 tokens: passes of 64 rows, one an exchange, and nobody is lost or doubled."""
+
+    async def scenario(made: Lanes) -> None:
+        one, supervisor, lane = packing(made, {"packed": True})
+        try:
+            rows = [[n, n + 1] for n in range(200)]
+            _, raw = await lane.submit(embed(*rows), stage="embed")
+            assert list(raw) == [value for row in rows for value in row]
+            assert supervisor.counters.requests["embed", "ok"] == 4
+        finally:
+            await one.aclose()
+
+    plan = parts([2] * 200, [128, 256, 512], costs=COSTS, widths=[256])
+    assert [len(part.rows) for part in plan] == [64, 64, 64, 8] and all(part.kind == "packed" for part in plan)
+    lanes(scenario)
+
+
+def test_an_unadvertised_width_is_refused_before_anything_is_sent(lanes: Callable[[Scenario], None]) -> None:
+    async def scenario(made: Lanes) -> None:
+        one, supervisor, lane = packing(made, {"packed": True})
+        try:
+            with pytest.raises(SynapseError) as refused:
+                await lane.submit_packed(128, embed([1], [2]), stage="embed")
+            assert refused.value.code == "unsupported_packed_width" and supervisor.generation == 1
+            _, raw = await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
+            assert list(raw) == [1, 2, 3, 4]
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+def test_a_packed_width_shares_the_model_s_four_places(lanes: Callable[[Scenario], None]) -> None:
+    async def scenario(made: Lanes) -> None:
+        one, _, lane = packing(made, {"packed": True})
+        try:
+            one.shell.core.limits = Limits(per_model=2)
+            await lane.submit(embed([9] * 300), stage="embed")
+            await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
+            kept = one.shell.core.resident("ane")
+            assert kept == {Key("ane", "m", "shape", 128), Key("ane", "m", "packed", 256)}, "the smallest rung stays"
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+# --- the books -------------------------------------------------------------------------------------------------------
+
+
+def test_load_goes_through_the_books_and_a_request_finds_it(lanes: Callable[[Scenario], None]) -> None:
+    async def scenario(made: Lanes) -> None:
+        one, supervisor, lane = packing(made, {})
+        try:
+            await lane.load()
+            assert one.shell.core.charged() == (1, 22, 1000)
+            assert one.shell.core.resident("ane") == {Key("ane", "m", "shape", 128)}
+            await lane.submit(embed([1, 2]), stage="embed")
+            await lane.load()
+            assert supervisor.generation == 1 and one.shell.core.charged()[0] == 1
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+@pytest.mark.parametrize(
+    ("limits", "code", "transient"),
+    [(Limits(nbytes=999), "ane_residency_limit", False), (Limits(executables=21), "ane_residency_limit", False)],
+)
+def test_a_model_larger_than_the_budget_is_refused_typed_and_starts_nothing(
+    limits: Limits, code: str, transient: bool, lanes: Callable[[Scenario], None]
+) -> None:
+    async def scenario(made: Lanes) -> None:
+        supervisor = made(ECHO, expected_engine=ANE_ENGINE, device="ane", lane_id="ane")
+        one = AneFleet(limits)
+        lane = one.add(supervisor, ARTIFACT)
+        try:
+            for call in (lane.load(), lane.submit(embed([1, 2]), stage="embed")):
+                with pytest.raises(SynapseError) as refused:
+                    await call
+                assert refused.value.code == code and refused.value.transient is transient
+                assert refused.value.details["lane_id"] == "ane"
+            assert supervisor.generation == 0 and one.shell.core.charged() == (0, 0, 0)
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+def test_a_full_budget_is_a_transient_refusal_and_nothing_stays_behind(lanes: Callable[[Scenario], None]) -> None:
+    async def scenario(made: Lanes) -> None:
+        one = AneFleet(Limits(nbytes=1500))
+        spec = {"expected_engine": ANE_ENGINE, "device": "ane"}
+        first = one.add(made(ECHO, lane_id="one", **spec), ARTIFACT)
+        hold = {**ECHO, "rules": [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"sleep": 0.5}]}]}
+        second = one.add(made(hold, lane_id="two", **spec), ARTIFACT)
+        try:
+            await first.load()
+            key = Key("one", "m", "shape", 128)
+            async with one.shell.lease(key):
+                waiting = asyncio.ensure_future(second.load())
+                while len(one.shell.core.tickets) < 2:
+                    await asyncio.sleep(0)
+                one.shell.core.expire(1e12)
+                one.shell._act()
+                with pytest.raises(SynapseError) as refused:
+                    await waiting
+            assert (refused.value.code, refused.value.transient) == ("ane_resources_exhausted", True)
+            assert (refused.value.retry_after_ms, refused.value.safe_to_retry) == (250, True)
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+def test_an_idle_death_reaches_the_books_and_the_next_request_is_served(
+    lanes: Callable[[Scenario], None], tmp_path: Path
+) -> None:
+    async def scenario(made: Lanes) -> None:
+        dying = {"background": [{"wait_for": str(tmp_path / "die")}, {"signal": "SIGKILL"}]}
+        script = {"state": str(tmp_path / "spawns"), "generations": [dying, {}]}
+        one, supervisor, lane = packing(made, script)
+        try:
+            await lane.submit(embed([1] * 200), stage="embed")
+            assert one.shell.core.charged()[0] == 2
+            (tmp_path / "die").touch()
+            while one.shell.core.charged() != (0, 0, 0):
+                await asyncio.sleep(0.01)
+            assert supervisor.generation == 1, "nobody asked: nothing is started"
+            _, raw = await lane.submit(embed([1] * 200), stage="embed")
+            assert list(raw) == [1, 1] and supervisor.generation == 2
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+def test_a_late_load_is_deadline_exceeded_and_goes_on_for_the_next_caller(lanes: Callable[[Scenario], None]) -> None:
+    async def scenario(made: Lanes) -> None:
+        one, supervisor, lane = packing(made, {"rules": [{"on": "LOAD", "do": [{"sleep": 0.5}]}]})
+        try:
+            loop = asyncio.get_running_loop()
+            with pytest.raises(DeadlineExceeded):
+                await lane.submit(embed([1, 2]), deadline=loop.time() + 0.1, stage="embed")
+            await lane.submit(embed([1, 2]), stage="embed")
+            assert supervisor.generation == 1
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+def test_self_check_waits_for_drains_and_blocks_new_serving(lanes: Callable[[Scenario], None], tmp_path: Path) -> None:
+    """The probe of a lane is its self-check: a fresh worker proves itself behind what drains, before what comes."""
+    go = tmp_path / "go"
+
+    async def scenario(made: Lanes) -> None:
+        rules = [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"wait_for": str(go)}]}]
+        one, supervisor, lane = packing(made, {"rules": rules})
+        try:
+            await lane.load()
+            caller = asyncio.ensure_future(lane.submit(embed([66]), stage="embed"))
+            while supervisor.health()["state"] != "serving":
+                await asyncio.sleep(0.01)
+            caller.cancel()
+            check = asyncio.ensure_future(lane.probe(embed([7])))
+            later = asyncio.ensure_future(lane.submit(embed([8, 8]), stage="embed"))
+            await asyncio.sleep(0.2)
+            assert not check.done() and not later.done() and supervisor.generation == 1, "the reply isn't drained yet"
+            go.touch()
+            await check
+            assert supervisor.generation == 2, "the check is a fresh worker's"
+            _, raw = await later
+            assert list(raw) == [8, 8] and supervisor.generation == 2
+            assert one.shell.core.charged()[0] == 1
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
+
+
+def test_cancelled_exchange_faults_channel_before_a_later_request_reads_stale_reply(
+    lanes: Callable[[Scenario], None], tmp_path: Path
+) -> None:
+    """A worker that answers a cancelled request twice: the second answer breaks the channel and reaches nobody."""
+
+    async def scenario(made: Lanes) -> None:
+        twice = {"rules": [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"sleep": 0.2}, {"reply": {"times": 2}}]}]}
+        script = {"state": str(tmp_path / "spawns"), "generations": [twice, {}]}
+        one, supervisor, lane = packing(made, script)
+        try:
+            await lane.load()
+            caller = asyncio.ensure_future(lane.submit(embed([66, 66]), stage="embed"))
+            await asyncio.sleep(0.1)
+            caller.cancel()
+            while True:
+                try:
+                    _, raw = await lane.submit(embed([7, 8]), stage="embed")
+                    break
+                except EngineCrashed as exc:
+                    assert exc.details["cause"] in ("protocol", "exit")
+            assert list(raw) == [7, 8], "its own answer, never the stale one"
+            assert supervisor.generation == 2
+        finally:
+            await one.aclose()
+
+    lanes(scenario)
