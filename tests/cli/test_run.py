@@ -396,7 +396,6 @@ def test_logs_follow(cli: Command, runtime_dir: Path) -> None:
         follow = host.start("logs", "-f")
         try:
             assert follow.stdout is not None
-            time.sleep(0.5)
             assert host("load", "toy").code == 0
             lines = {follow.stdout.readline(), follow.stdout.readline()}
             assert lines == {"embed [stderr] loading now\n", "embed [stdout] and \x1b[31mred\n"}

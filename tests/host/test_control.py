@@ -317,7 +317,7 @@ def test_a_bug_of_ours_ends_one_request(serve: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_ping_tells_who_answers(serve: Any, tmp_path: Path) -> None:
-    started = tmp_path / "started"
+    started, go = tmp_path / "started", tmp_path / "go"
 
     async def work(host: Host, server: ControlServer) -> None:
         client = await Client.to(host)
@@ -330,10 +330,11 @@ def test_ping_tells_who_answers(serve: Any, tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         late = (await client.ask("ping", lane="embed", deadline=0.05))["pings"]["embed"]
         assert late["error"]["code"] == "deadline_exceeded"
+        go.touch()
         await busy
         await client.close()
 
-    serve(work, {"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"sleep": 0.5}]}]})
+    serve(work, {"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"wait_for": str(go)}]}]})
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------

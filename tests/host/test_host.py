@@ -17,6 +17,7 @@ from synapse_host.errors import (
     InvalidRequest,
     NotCertified,
     ProbeRequired,
+    QueueFull,
     SequenceTooLong,
     SynapseError,
     UnknownModel,
@@ -365,6 +366,30 @@ def test_a_closed_host_serves_nothing(bench: Bench) -> None:
             await kept[0].embed("toy", ["a"])
 
     asyncio.run(late())
+
+
+def test_closing_drains_and_a_second_call_hurries_it(bench: Bench, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+
+    async def work(host: Host) -> None:
+        running = asyncio.ensure_future(host.embed("toy", ["a"]))
+        while not started.exists():
+            await asyncio.sleep(0.01)
+        queued = asyncio.ensure_future(host.embed("toy", ["b"]))
+        await asyncio.sleep(0)
+        closing = asyncio.ensure_future(host.aclose(drain=1000))
+        with pytest.raises(QueueFull, match="stopping"):
+            await queued
+        assert host.health()["lanes"]["embed"]["worker_pid"] is not None
+        with pytest.raises(QueueFull, match="stopping"):
+            await host.embed("toy", ["c"])
+        assert not running.done() and not closing.done()
+        await host.aclose()
+        await closing
+        with pytest.raises(EngineCrashed, match="host stopped"):
+            await running
+
+    bench.model("toy").run(work, {"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"sleep": 600}]}]})
 
 
 def test_a_cancelled_caller_leaves_the_lane_usable(bench: Bench) -> None:
