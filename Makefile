@@ -4,6 +4,8 @@
 #   make test      set up, lint, and pass every test that this machine can run
 #   make lint      ruff, mypy --strict, import contracts
 #   make doctor    what this machine can run and what is wrong with it
+#   make faults    the fault campaign R1 to R17 (under six minutes): a table and reports/faults.json
+#   make faults-nightly   the same with the big numbers, the soak and the mutation score
 #   make goldens   recompute the golden files (needs torch and transformers in .venv-reference)
 #   make hw-cuda   hardware tests on an NVIDIA GPU; fails rather than skips without one
 #   make hw-ane    hardware tests on the Apple Neural Engine; fails rather than skips without one
@@ -18,7 +20,7 @@ endif
 REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
-.PHONY: setup demo test lint doctor goldens hw-cuda hw-ane hw-metal
+.PHONY: setup demo test lint doctor faults faults-nightly goldens hw-cuda hw-ane hw-metal
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -36,6 +38,13 @@ lint: setup
 
 doctor: setup
 	@$(BIN)/python -m synapse_host doctor
+
+faults: setup
+	@$(BIN)/python -m tests.faults.campaign
+
+faults-nightly: setup
+	@$(BIN)/python -m tests.faults.guards --json reports/guards.json
+	@$(BIN)/python -m tests.faults.campaign --size nightly --report reports/faults-nightly.json
 
 goldens:
 	@for script in $(GOLDENS); do echo "$$script"; $(REFERENCE) $$script || exit 1; done

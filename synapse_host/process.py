@@ -37,10 +37,12 @@ def worker_environment(
 ) -> dict[str, str]:
     """Return a worker's environment: the list of interfaces.md, SYNAPSE_WORKER_ID, and what the matrix adds."""
     source = os.environ if source is None else source
+    # Windows writes SystemRoot and Path; elsewhere another case is another variable.
+    known = str.upper if os.name == "nt" else str
     kept = {
         name: value
         for name, value in source.items()
-        if name.upper() in ENVIRONMENT or name.startswith(ENVIRONMENT_PREFIXES)
+        if known(name) in ENVIRONMENT or name.startswith(ENVIRONMENT_PREFIXES)
     }
     return {**kept, **extra, "SYNAPSE_WORKER_ID": worker_id}
 
@@ -109,6 +111,11 @@ class WorkerProcess:
             # Nobody would ever watch it.
             for stream in list(self._open_pipes):
                 self._close_pipe(stream)
+            for pipe in (self._popen.stdout, self._popen.stderr):
+                # One that was not watched yet.
+                assert pipe is not None
+                pipe.close()
+            self._close_pidfd()
             self._kill_group()
             self._popen.kill()
             self._popen.wait()
@@ -263,10 +270,7 @@ class WorkerProcess:
             self._loop.call_soon_threadsafe(self._exit_seen)
 
     def _exit_seen(self) -> None:
-        if self._pidfd is not None:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+        self._close_pidfd()
         if self.exited.done():
             return
         self._kill_group()
@@ -276,6 +280,12 @@ class WorkerProcess:
         self.exited.set_result(returncode)
         if self._on_exit is not None:
             self._on_exit()
+
+    def _close_pidfd(self) -> None:
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
 
     def _kill_group(self) -> None:
         if sys.platform != "win32":

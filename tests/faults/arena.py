@@ -112,7 +112,9 @@ async def arena(row: Row) -> AsyncIterator[Arena]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def run(row: Row, body: Callable[[], Any], *, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> Row:
+def run(
+    row: Row, body: Callable[[], Any], *, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> Row:
     """Run one row: *body* returns a coroutine, or None when it did its work itself. Counts leaks; never raises."""
     logging.getLogger("synapse_host").setLevel(logging.CRITICAL)
     gc.collect()

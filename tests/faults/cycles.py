@@ -63,7 +63,9 @@ async def _cycle_lane(ground: Arena, number: int, turns: Any, counted: bool) -> 
     row = ground.row
     for turn in turns:
         way = ("stop", "stop", "kill", "unload", "missing")[turn % 5]
-        lane = ground.lanes({}, lane_id=f"cycle{number}", command=("/nonexistent/worker",) if way == "missing" else LIGHT)
+        lane = ground.lanes(
+            {}, lane_id=f"cycle{number}", command=("/nonexistent/worker",) if way == "missing" else LIGHT
+        )
         pid = None
         right = True
         if way == "missing":
@@ -127,7 +129,10 @@ def r9(seconds: float, *, seed: int = 9) -> Any:
             gc.collect()
             hours = seconds * 0.75 / 3600
             slope = (rss() - first_rss) / 2**20 / hours
-            thirds = [_p99([taken for at, taken, _ in marks if low <= at / seconds < low + 1 / 3]) for low in (0.0, 1 / 3, 2 / 3)]
+            thirds = [
+                _p99([taken for at, taken, _ in marks if low <= at / seconds < low + 1 / 3])
+                for low in (0.0, 1 / 3, 2 / 3)
+            ]
             row.notes |= {
                 "requests": len(marks),
                 "p99_ms_by_third": [round(value * 1000, 2) for value in thirds],

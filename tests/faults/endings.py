@@ -113,10 +113,8 @@ def r13(count: int) -> Any:
                     (program.root / "go").touch()
                 told = program.line()
                 running, *queued = told["outcomes"]
-                if forced:
-                    right = running != "ok" and running["code"] == "engine_crashed"
-                else:
-                    right = running == "ok"
+                ending = running if running == "ok" else running["code"]
+                right = ending == ("engine_crashed" if forced else "ok")
                 row.check(right, f"the running request ends with {running}")
                 typed = all(outcome != "ok" and outcome["code"] == "queue_full" for outcome in queued)
                 row.check(typed and len(queued) == 5, f"the queued requests end with {queued}")

@@ -52,7 +52,9 @@ class History:
     async def embed(self, lane: Supervisor, first: int | None = None, *, deadline: float | None = None) -> Any:
         """Embed two rows of ids that nobody else uses, the first beginning with *first*; raise what the lane raises."""
         rows = ([self.fresh() if first is None else first, self.fresh()], [self.fresh()])
-        call = self.begin(lane.spec.lane_id, (*rows[0], *rows[1]), [*expected_vector(rows[0]), *expected_vector(rows[1])])
+        call = self.begin(
+            lane.spec.lane_id, (*rows[0], *rows[1]), [*expected_vector(rows[0]), *expected_vector(rows[1])]
+        )
 
         def build(req_id: str, ref: str) -> Any:
             items = [Item(str(n), len(row)) for n, row in enumerate(rows)]
@@ -107,7 +109,9 @@ class History:
 
     def mismatched(self) -> list[Call]:
         """Return the requests with a reply that isn't theirs."""
-        return [call for call in self.calls if any(kind == "ok" and got != call.expected for kind, got in call.outcomes)]
+        return [
+            call for call in self.calls if any(kind == "ok" and got != call.expected for kind, got in call.outcomes)
+        ]
 
     def counts(self) -> dict[str, int]:
         """Return how often each kind of outcome occurred."""

@@ -49,7 +49,11 @@ async def orphans(lanes: Lanes, root: Path, history: History) -> None:
         "ignores SIGTERM": lanes({"ignore": ["SIGTERM", "SIGINT"]}, lane_id="deaf"),
         "behind a wrapper": lanes({}, lane_id="wrapped", command=wrapper({}, wrapped)),
         "behind a wrapper, busy in C": lanes(
-            {}, lane_id="wrapped-busy", command=wrapper({"rules": [{**rules[0], "do": [{"touch": str(root / "wbusy")}, {"ccall": 600}]}]}, wrapped_busy)
+            {},
+            lane_id="wrapped-busy",
+            command=wrapper(
+                {"rules": [{**rules[0], "do": [{"touch": str(root / "wbusy")}, {"ccall": 600}]}]}, wrapped_busy
+            ),
         ),
     }
     await asyncio.gather(*(lane.load() for lane in made.values()))
@@ -102,7 +106,9 @@ async def drain(lanes: Lanes, root: Path, history: History) -> None:
 
 async def interrupt(lanes: Lanes, root: Path, history: History) -> None:
     """A SIGINT to the whole group of the host must not reach its workers."""
-    lane = lanes({"rules": [{"first_id": LONG, "do": [{"touch": str(root / "running")}, {"wait_for": str(root / "go")}]}]})
+    lane = lanes(
+        {"rules": [{"first_id": LONG, "do": [{"touch": str(root / "running")}, {"wait_for": str(root / "go")}]}]}
+    )
     seen = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, seen.set)
     await history.embed(lane)

@@ -36,9 +36,9 @@ class Row:
     leaked: int = 0
     """Descriptors, threads, children and socket files left behind."""
     times: list[float] = field(default_factory=list)
-    """From each fault to its typed answer, less the time this process itself waited for a CPU."""
+    """From each fault to its typed answer. Of one beyond the limit this process's wait for a CPU is taken off."""
     waited: float = 0.0
-    """The longest wait for a CPU that was taken off one of the times."""
+    """The longest wait that was taken off one of the times: above 0 the machine was busy with other things."""
     limit: float | None = None
     median_limit: float | None = None
     percentile: float = 100.0
@@ -55,8 +55,10 @@ class Row:
 
     def took(self, seconds: float, waited: float = 0.0) -> None:
         """Record one time; *waited*: the part of it in which this process was runnable, but had no CPU."""
-        self.times.append(max(0.0, seconds - waited))
-        self.waited = max(self.waited, waited)
+        if self.limit is not None and seconds > self.limit:
+            self.waited = max(self.waited, min(seconds, waited))
+            seconds = max(0.0, seconds - waited)
+        self.times.append(seconds)
 
     @property
     def worst(self) -> float | None:
@@ -137,7 +139,10 @@ def table(rows: Sequence[Row]) -> str:
     widths = [max(len(line[n]) for line in lines) for n in range(len(head))]
     text = []
     for line in lines:
-        cells = [cell.rjust(width) if 0 < n < 9 else cell.ljust(width) for n, (cell, width) in enumerate(zip(line, widths))]
+        cells = [
+            cell.rjust(width) if 0 < n < 9 else cell.ljust(width)
+            for n, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
         text.append("  ".join(cells).rstrip())
     for row in rows:
         text += [f"{row.id}: {problem}" for problem in [*row.problems[:10], *row.slow]]

@@ -1,4 +1,4 @@
-"""The lightest worker there is: HELLO, LOADED, PONG and the exit, in standard library only (interpreter flags -I -S)."""
+"""The lightest worker there is: HELLO, LOADED, PONG and the exit, by the standard library (flags -I -S)."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 
 
 def main(argv):
-    options = dict(zip(argv[::2], argv[1::2]))
+    options = dict(zip(argv[::2], argv[1::2], strict=True))
     link = socket.socket(socket.AF_UNIX)
     link.connect(options["--socket"])
 

@@ -76,7 +76,7 @@ def test_the_environment_is_reduced():
         "NVIDIA_VISIBLE_DEVICES": "0",
         "OMP_NUM_THREADS": "1",
         "GGML_X": "1",
-        "SystemRoot": "C:",
+        "SYSTEMROOT": "C:",
         "AWS_SECRET_ACCESS_KEY": "no",
         "SYNAPSE_LAUNCH_CREDENTIAL": "no",
         "PYTHONPATH": "no",
@@ -258,5 +258,25 @@ def test_a_missing_program_leaks_nothing():
         for _ in range(50):
             with pytest.raises(FileNotFoundError):
                 WorkerProcess(["/no/such/program"], env={}, cwd=None, output=lambda stream, data: None)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_spawn_that_cannot_be_watched_leaves_nothing(monkeypatch, nth):
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        add_reader, calls = loop.add_reader, []
+
+        def refuse(*args):
+            calls.append(args)
+            if len(calls) == nth:
+                raise OSError(28, "no watches left")
+            add_reader(*args)
+
+        monkeypatch.setattr(loop, "add_reader", refuse)
+        with pytest.raises(OSError, match="no watches left"):
+            Child("import time; time.sleep(600)")
+        assert len(calls) == nth
 
     run(scenario)

@@ -1,0 +1,212 @@
+"""The real session against the real worker loop in one process: a worker on a thread stands in for the child.
+
+Only the process is played. Runtime directory, listener, accept, peer credentials, asyncio transport, session, watchdog
+and supervisor are the product's own, so is the worker's transport, loop and dispatcher. :class:`SteppedLoop` can jump
+in time: a stall is found by the real watchdog without waiting for its window.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from engines.protocol.errors import EngineError, RemoteProtocolError
+from engines.runtime.engine import WorkerOptions
+from engines.runtime.main import identify
+from engines.runtime.transport import PeerGone, SocketTransport, TransportFailed, connect_socket
+from engines.runtime.worker import DeviceLostExit
+from synapse_host import session as session_module
+from tests.support.scripted import Actions, Script, ScriptedWorker, scripted_engine
+
+JOIN_S = 10.0
+
+
+class SteppedLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock can be moved on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.offset
+
+    async def step(self, seconds: float) -> None:
+        """Let *seconds* pass at once, then run what is due."""
+        self.offset += seconds
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+class Wire:
+    """The worker's socket; a subclass spoils what goes through. ``waiting`` is true while the worker reads nothing."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.waiting = False
+
+    def recv_into(self, view: memoryview) -> int:
+        self.waiting = True
+        try:
+            return self.socket.recv_into(view)
+        finally:
+            self.waiting = False
+
+    def send(self, view: memoryview) -> int:
+        return self.socket.send(view)
+
+    def sendmsg(self, views: Sequence[memoryview]) -> int:
+        return self.socket.sendmsg(views)
+
+    def quiet(self) -> bool:
+        """True when the worker waits for bytes and none are on their way to it."""
+        try:
+            return self.waiting and not unread(self.socket)
+        except OSError:
+            return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.socket, name)
+
+
+def unread(sock: socket.socket) -> int:
+    """Return how many bytes wait to be read."""
+    return int(struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.FIONREAD, b"\0" * 4))[0])
+
+
+class ThreadProcess:
+    """What a session knows of its worker's process, over a thread of this one."""
+
+    script: ClassVar[Script] = {}
+    wrap: Callable[[socket.socket], Any] = Wire
+    made: ClassVar[list[ThreadProcess]] = []
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path | None,
+        output: Callable[..., None],
+        on_exit: Callable[[], None] | None = None,
+        **_: Any,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_exit = on_exit
+        self.exited: asyncio.Future[int] = self._loop.create_future()
+        self.pid = os.getpid()
+        self.worker_pid: int | None = None
+        self.killed_at: float | None = None
+        self.bug: BaseException | None = None
+        self.wire: Any = None
+        self._socket: socket.socket | None = None
+        options = dict(zip(command[-6::2], command[-5::2], strict=True))
+        self._thread = threading.Thread(target=self._run, args=(options,), name="worker-on-a-thread", daemon=True)
+        self.made.append(self)
+        self._thread.start()
+
+    def _run(self, options: dict[str, str]) -> None:
+        status = 0
+        try:
+            self._serve(options)
+        except (RemoteProtocolError, TransportFailed, DeviceLostExit, EngineError):
+            status = 1
+        except PeerGone:
+            status = 0
+        except BaseException as exc:
+            self.bug, status = exc, 1
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._end, status)
+
+    def _serve(self, options: dict[str, str]) -> None:
+        chosen = WorkerOptions(device=options["--device"], manifest=None, packed=None)
+        engine = scripted_engine(self.script, chosen)
+        identity = identify(engine, chosen)
+        transport = connect_socket(options["--socket"])
+        self._socket = transport._socket
+        if self.killed_at is not None:
+            transport.shutdown()
+        self.wire = type(self).wrap(transport._socket)
+        worker = ScriptedWorker(SocketTransport(self.wire), engine, identity, exit=lambda status: None)
+        with worker.channel:
+            worker.greet(options["--nonce"])
+            if worker.await_ack():
+                worker.serve()
+
+    def _end(self, status: int) -> None:
+        self._thread.join(JOIN_S)
+        if not self.exited.done():
+            self.exited.set_result(status)
+            if self._on_exit is not None:
+                self._on_exit()
+
+    # --- what WorkerProcess offers -----------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        return not self.exited.done()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.exited.result() if self.exited.done() else None
+
+    def owns(self, pid: int | None) -> bool:
+        return pid == os.getpid()
+
+    def dump(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        if self.killed_at is None:
+            self.killed_at = time.monotonic()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    async def wait(self, limit: float) -> bool:
+        if self.running and limit > 0.15:
+            await asyncio.wait({self.exited}, timeout=limit)
+        elif self.running:
+            # The grace after the end of a stream: a thread ends within a few turns of the loop, or not by itself.
+            await asyncio.wait({self.exited}, timeout=0.02)
+        return not self.running
+
+    async def drain(self, limit: float = 0.0) -> None:
+        pass
+
+    async def destroy(self) -> bool:
+        self.kill()
+        return await self.wait(JOIN_S)
+
+
+@contextlib.contextmanager
+def threads_for_processes(script: Script) -> Iterator[type[ThreadProcess]]:
+    """Let sessions start threads instead of processes; yields the class, whose ``wrap`` may be set."""
+
+    class Made(ThreadProcess):
+        made: ClassVar[list[ThreadProcess]] = []
+
+    Made.script = Actions.script = script
+    real = session_module.WorkerProcess
+    session_module.WorkerProcess = Made  # type: ignore[assignment, misc]
+    try:
+        yield Made
+    finally:
+        session_module.WorkerProcess = real  # type: ignore[misc]
+
+
+def error_of(name: str) -> OSError:
+    """Return the OSError of an errno's name, with the class Python gives it."""
+    number = getattr(errno, name)
+    return OSError(number, os.strerror(number))

@@ -1,0 +1,163 @@
+"""A slice of every row of the campaign, for order and outcomes only: times are the campaign's business."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+from collections import Counter
+
+import pytest
+
+from tests.faults import campaign, ledger, mutants, quarantine_model
+from tests.faults.arena import arena, run
+from tests.faults.history import History
+from tests.faults.inprocess import SteppedLoop, threads_for_processes
+from tests.faults.ledger import Row
+from tests.faults.mutations import CORPUS, SCRIPT, judge
+from tests.faults.spoil import Plan
+
+pytestmark = [pytest.mark.fault, pytest.mark.process]
+SLICES = [name for name, plan in campaign.PLANS.items() if plan.sizes["slice"] is not None]
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_a_slice_of_every_row(name: str) -> None:
+    row = campaign.PLANS[name].run("slice")
+    assert row is not None
+    assert row.problems == []
+    assert row.injected > 0
+
+
+def test_every_requirement_has_a_row() -> None:
+    assert [f"R{n}" for n in range(1, 18)] == [name for name in campaign.PLANS if name.startswith("R")]
+    assert all(plan.sizes["nightly"] is not None for plan in campaign.PLANS.values())
+    # The mutation score and the soak are nightly.
+    assert [name for name, plan in campaign.PLANS.items() if plan.sizes["ci"] is None] == ["R9", "R15"]
+
+
+def test_the_kept_sessions_still_end_well() -> None:
+    kept = json.loads(CORPUS.read_text())
+    assert len(kept) >= 60
+    row = Row("corpus", "kept sessions")
+
+    async def body() -> None:
+        with threads_for_processes(dict(SCRIPT)) as factory:
+            async with arena(row) as ground:
+                for number, entry in enumerate(kept):
+                    await judge(row, ground, factory, Plan(**entry["plan"]), number, Counter())
+
+    run(row, body, loop_factory=SteppedLoop)
+    assert row.problems == []
+    assert row.injected == len(kept)
+
+
+# --- the campaign would notice ---------------------------------------------------------------------------------------
+
+
+def test_the_checker_notices_a_lost_a_doubled_and_a_wrong_answer() -> None:
+    history = History()
+    fine = history.begin("lane", (1,), [1.0])
+    fine.outcomes.append(("ok", [1.0]))
+    lost = history.begin("lane", (2,), [2.0])
+    doubled = history.begin("lane", (3,), [3.0])
+    doubled.outcomes += [("ok", [3.0]), ("engine_crashed", None)]
+    wrong = history.begin("lane", (4,), [4.0])
+    wrong.outcomes.append(("ok", [3.0]))
+    assert history.lost() == [lost, doubled]
+    assert history.mismatched() == [wrong]
+    assert history.counts() == {"engine_crashed": 1, "ok": 3}
+
+
+def test_a_row_fails_by_any_of_its_counts() -> None:
+    def settled(**fields: object) -> Row:
+        row = Row("R0", "x", injected=1, survived=1)
+        for name, value in fields.items():
+            setattr(row, name, value)
+        row.settle()
+        return row
+
+    assert settled().passed
+    for field in ("lost", "mismatched", "leaked"):
+        assert not settled(**{field: 1}).passed
+    assert not settled(survived=0).passed
+    assert not settled(injected=0, survived=0).passed
+    slow = settled(times=[0.2], limit=0.1)
+    assert not slow.passed
+    assert slow.problems == []
+    assert settled(times=[0.05] * 99 + [0.2], limit=0.1, percentile=98).passed
+    assert not settled(times=[0.05, 0.05], median_limit=0.01).passed
+
+
+def test_a_row_counts_what_its_body_leaves_behind() -> None:
+    sockets = []
+
+    async def body() -> None:
+        import socket
+
+        sockets.append(socket.socket())
+
+    row = Row("R0", "x", injected=1, survived=1)
+    try:
+        run(row, body)
+    finally:
+        sockets.pop().close()
+    assert row.leaked == 1
+    assert "leaks" in row.notes
+    failed = run(Row("R0", "x"), lambda: asyncio.sleep("no time"))  # type: ignore[arg-type]
+    assert "TypeError" in failed.problems[0]
+
+
+def test_the_quarantine_walk_notices_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("synapse_host.quarantine.LIMIT", 3)
+    row = Row("R14", "x")
+    quarantine_model.walk("catalog", 200, 1, row)
+    assert row.problems
+
+
+def test_the_table_and_the_document(tmp_path) -> None:
+    row = Row("R0", "something", injected=3, survived=2, limit=0.1, times=[0.05, 0.3])
+    row.settle()
+    text = ledger.table([row])
+    assert "FAIL" in text
+    assert "300.0" in text
+    ledger.write([row], tmp_path / "reports" / "faults.json", size="ci")
+    document = json.loads((tmp_path / "reports" / "faults.json").read_text())
+    assert document["passed"] is False
+    assert document["rows"][0]["injected"] == 3
+    assert document["rows"][0]["worst_ms"] == 300.0
+
+
+def test_the_command_line(tmp_path, capsys) -> None:
+    report = tmp_path / "r.json"
+    assert campaign.main(["--only", "R14", "--size", "slice", "--report", str(report)]) == 0
+    assert "R14" in capsys.readouterr().out
+    assert json.loads(report.read_text())["passed"] is True
+    with pytest.raises(SystemExit):
+        campaign.main(["--only", "R99"])
+
+
+def test_mutants_change_one_thing_each() -> None:
+    source = "\n".join(
+        [
+            '"""Doc."""',
+            "def f(a: int) -> bool:",
+            '    """Doc."""',
+            "    x = a + 1",
+            "    if not a:",
+            '        raise ValueError("no 7")',
+            "    return x > 2 and a is not None",
+        ]
+    )
+    found = [str(mutant) for mutant in mutants.mutants(source)]
+    assert len(found) == len(set(found)) == 12, found
+    assert not any("7 becomes" in text for text in found)
+
+
+def test_a_mutant_is_killed_and_an_unchanged_module_is_not() -> None:
+    name = "synapse_host.watchdog"
+    tests = mutants.TARGETS[name]
+    mutant = next(mutant for mutant in mutants.sample(name, None, 0) if "Lt becomes LtE" in mutant.what)
+    assert mutants.killed(name, mutant, tests)
+    source = (mutants.ROOT / "synapse_host" / "watchdog.py").read_text()
+    assert not mutants.killed(name, mutants.Mutant(0, "nothing", ast.parse(source)), tests)
