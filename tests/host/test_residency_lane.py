@@ -17,6 +17,7 @@ from synapse_host.ane_lane import AneFleet
 from synapse_host.config import Windows
 from synapse_host.errors import (
     AneLaneBusy,
+    BundleInvalid,
     DeadlineExceeded,
     EngineCrashed,
     SequenceTooLong,
@@ -75,6 +76,24 @@ def test_rungs_ascend_and_a_row_beyond_the_ladder_is_named() -> None:
 
 def test_a_function_is_charged_the_manifest_s_layers_and_all_bytes() -> None:
     assert charge(ARTIFACT) == Model(layers=22, nbytes=1000, smallest=128)
+
+
+def test_a_folder_of_single_function_packages_holds_its_weights_once_a_function() -> None:
+    folder = msgspec.structs.replace(ARTIFACT, path="model-macos14")
+    assert charge(folder).nbytes == 250
+
+
+def test_an_artifact_without_layers_or_buckets_cannot_be_charged() -> None:
+    from engines.bundle.manifest import Bundle, Manifest
+
+    bare = msgspec.structs.replace(ARTIFACT, layers=msgspec.UNSET)
+    fields: dict[str, Any] = {"manifest_version": 1, "model_id": "m", "family": "bert", "task": "embed"}
+    described = Manifest(dims=2, max_tokens=512, artifacts=[bare], config={"num_hidden_layers": 6}, **fields)
+    assert charge(bare, Bundle(Path(), described, "0" * 64)).layers == 6
+    packed_only = msgspec.structs.replace(ARTIFACT, functions=[Function("packed256", packed_width=256)])
+    for artifact in (bare, packed_only):
+        with pytest.raises(BundleInvalid):
+            charge(artifact)
 
 
 def test_rungs_are_admitted_once_and_served(lanes: Callable[[Scenario], None]) -> None:
@@ -296,7 +315,13 @@ def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, mon
         config = HostConfig(runtime_dir=tmp_path / "rt")
         async with Host.open(matrix=tmp_path / "matrix.yaml", models={"toy": bundle}, config=config) as host:
             rows = [[9] * 300, [1, 2], [7] * 130, [3, 4]]
+            await host.load("toy")
+            assert host._fleet is not None
+            books = host._fleet.shell.core
+            assert books.limits.nbytes == host.profile.ram_total // 4 and books.limits.executables == 100
+            assert books.charged() == (1, 22, 1000), "a load is charged like any other start"
             vectors = await host.embed_ids("toy", rows)
+            assert books.charged() == (3, 66, 3000) and host.health()["lanes"]["embed"]["generation"] == 1
             assert vectors.tolist() == [[9, 9], [1, 2], [7, 7], [3, 4]]
             with pytest.raises(AneLaneBusy):
                 LaneLock()
