@@ -64,8 +64,11 @@ class Channel(asyncio.BufferedProtocol):
             return
         self._fill(nbytes)
         try:
-            while not self.closed and (event := self._next()) is not None:
+            while (event := self._next()) is not None:
                 self._on_event(event)
+                # After its reply a worker has nothing to say, so usually nothing else has arrived.
+                if self.closed or not self.connection.mid_frame:
+                    return
         except RemoteProtocolError as exc:
             self.closed = True
             self._on_fault(exc)

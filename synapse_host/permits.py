@@ -54,7 +54,7 @@ class Permits:
 
     def try_acquire(self, device: str) -> bool:
         """Take a permit if one is free and nobody waits."""
-        pool = self._pool(device)
+        pool = self._pools.get(device) or self._pool(device)
         if pool.free > 0:
             pool.free -= 1
             return True
@@ -86,7 +86,7 @@ class Permits:
 
     def release(self, device: str) -> None:
         """Give a permit back; the longest waiter gets it."""
-        pool = self._pool(device)
+        pool = self._pools.get(device) or self._pool(device)
         while pool.waiters:
             waiter = pool.waiters.popleft()
             if not waiter.done():

@@ -75,6 +75,11 @@ class Quarantine:
         """A fresh worker was loaded and has served one request: any lane starts over."""
         self._reset()
 
+    @property
+    def open(self) -> bool:
+        """True while nothing shuts the lane; when False only :meth:`admits` knows whether the cool-down is over."""
+        return self._shut_at is None
+
     def admits(self, now: float) -> bool:
         """Return whether a request may go on; at the very end of the cool-down it may."""
         if self._shut_at is None:

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
+from msgspec import Struct
+
 from engines.protocol.connection import (
     Event,
     HelloReceived,
@@ -78,31 +80,19 @@ class StartFailed(Exception):
         self.death = death
 
 
-class Exchange:
+class Exchange(Struct, eq=False):
     """One request on its way: who waits for it, and what it holds until the reply is drained."""
 
-    __slots__ = ("deadline", "payload", "permit", "request", "stage", "turn", "waiter")
-
-    def __init__(
-        self,
-        request: AnyRequest,
-        payload: Any,
-        waiter: asyncio.Future[Any],
-        stage: str,
-        deadline: float | None = None,
-        permit: bool = False,
-        turn: bool = True,
-    ) -> None:
-        self.request = request
-        self.payload = payload
-        self.waiter = waiter
-        self.stage = stage
-        self.deadline = deadline
-        """When the caller stops waiting, in loop time; the exchange goes on."""
-        self.permit = permit
-        """It holds an execution permit."""
-        self.turn = turn
-        """It holds the stream's turn; the LOAD of a start doesn't, whoever waits for the start does."""
+    request: AnyRequest
+    payload: Any
+    waiter: asyncio.Future[Any]
+    stage: str
+    deadline: float | None = None
+    """When the caller stops waiting, in loop time; the exchange goes on."""
+    permit: bool = False
+    """It holds an execution permit."""
+    turn: bool = True
+    """It holds the stream's turn; the LOAD of a start doesn't, whoever waits for the start does."""
 
 
 class Sink(Protocol):

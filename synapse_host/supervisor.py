@@ -132,7 +132,9 @@ class Supervisor:
                 await self._wait_turn(deadline, stage)
             else:
                 self._held = True
-            outcome = await self._serve(build, deadline, stage)
+            waiter = self._at_once(build, deadline, stage)
+            # None: a start or a permit has to be waited for.
+            outcome = await (self._serve(build, deadline, stage) if waiter is None else waiter)
         except BaseException as exc:
             self.counters.failed(stage, exc)
             raise
@@ -267,6 +269,26 @@ class Supervisor:
             await self._begin(session, Ping(req_id=session.next_req_id()), None, "ping", deadline=deadline)
         return self.health()
 
+    def _at_once(self, build: Build, deadline: float | None, stage: str) -> asyncio.Future[Outcome] | None:
+        """Send a request that nothing keeps waiting, without a coroutine of its own; None when something does.
+
+        The caller holds the turn, and still does after None.
+        """
+        session = self._session
+        if session is None or session.dead or session.model_ref is None:
+            return None
+        if deadline is not None and self._loop.time() >= deadline:
+            return None
+        try:
+            request, payload = build(session.next_req_id(), session.model_ref)
+        except BaseException:
+            self._pass_turn()
+            raise
+        permit = type(request) in SERVING
+        if permit and not self._permits.try_acquire(self.spec.device):
+            return None
+        return self._begin(session, request, payload, stage, deadline=deadline, permit=permit)
+
     async def _serve(self, build: Build, deadline: float | None, stage: str, *, probing: bool = False) -> Outcome:
         """Run one exchange; the caller holds the turn, which this gives back in every case."""
         permit = False
@@ -378,6 +400,8 @@ class Supervisor:
 
     def _admit(self, *, probing: bool = False) -> None:
         """Raise what a closed, refused or quarantined lane answers; a probe or unload asks only if it is closed."""
+        if self._refusal is None and not self._closing and self._quarantine.open:
+            return
         if self._closing:
             raise self._stopping()
         if probing:
@@ -770,4 +794,4 @@ def _floats(payload: memoryview) -> tuple[Any, bool]:
     array = np.frombuffer(payload, np.float32)
     flags = np.isfinite(array)
     # On replies of usual size searching the flags' bytes takes half the time of `all()`, on large ones many times it.
-    return array, (flags.tobytes().find(0) < 0 if len(array) <= 4096 else bool(flags.all()))
+    return array, (flags.tobytes().find(b"\0") < 0 if len(array) <= 4096 else bool(flags.all()))

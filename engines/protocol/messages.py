@@ -486,7 +486,6 @@ def decode_ack(data: Buffer) -> HelloAck:
     return _ack.decode(data)
 
 
-_POOLINGS: Final = frozenset(Pooling)
 DECODE_ERRORS: Final = (msgspec.DecodeError, ValueError, RecursionError)
 """What decoding a stranger's bytes may raise: malformed or mistyped JSON, bad UTF-8, absurd numbers, deep nesting."""
 
@@ -538,7 +537,7 @@ def _check_batch(request: EmbedBatch | Rerank | RerankSequences, data: bytes) ->
         or data.find(b"-", data.find(b"[")) >= 0
     )
     if isinstance(request, EmbedBatch):
-        suspicious = suspicious or request.packed_width is not UNSET or request.pooling not in _POOLINGS
+        suspicious = suspicious or request.packed_width is not UNSET or type(request.pooling) is not Pooling
         if not suspicious:
             lengths = [len(item.id) for item in request.items]
             # An empty list is the connection's to refuse: it counts items.
