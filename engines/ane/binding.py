@@ -1,18 +1,19 @@
 """The last calls into Apple's framework, through PyObjC. Never executed until evidence from a Mac exists.
 
 Sources, named at each call: [A] Apple's CoreML headers (developer.apple.com/documentation/coreml, macOS 14.4 and 15
-SDK); [P] PyObjC 12 (pyobjc-framework-CoreML/Lib/CoreML/_metadata.py for out-arguments and blocks,
-pyobjc-core/Modules/objc/varlist.m for buffers). PyObjC turns ``selector:with:error:`` into ``selector_with_error_``
-and returns an error out-argument beside the result [P]. It releases the GIL around every message [P: ffi_call in
-pyobjc-core/Modules/objc/libffi_support.m], so the peer watcher and progress run during a long load. Arrays belong to
+SDK); [P] PyObjC 12.2 (CoreML/_metadata.py for out-arguments, blocks and enums; Modules/objc/varlist.m and
+objc_support.m for memory; Modules/objc/libffi_support.m for calls). PyObjC turns ``selector:with:error:`` into
+``selector_with_error_``, all arguments in order, and returns an error out-argument beside the result [P]. It releases
+the GIL around every message [P], so the peer watcher and progress run during a long load. Arrays belong to
 Objective-C: no Python object is inside them, so Core ML may drop them on any thread (apple/coremltools#2827 crashes
-otherwise). Every use sits in an autorelease pool.
+otherwise). Every use sits in an autorelease pool: outputs are autoreleased, and a Python thread has no pool.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,12 +28,11 @@ if TYPE_CHECKING:
     from engines.ane.compute_plan import PlanView
     from engines.ane.inputs import Feeds
 
-PLAN_TIMEOUT_S: Final = 540.0
-"""Below the 600 s silence window: a plan that takes longer is no plan."""
+PLAN_TIMEOUT_S: Final = 540.0  # below the 600 s silence window: a plan that takes longer is no plan
 UNITS: Final = {"cpu_only": 0, "cpu_and_ne": 3}  # [A] MLComputeUnits; MLComputeUnitsAll (2) is never used
-INFREQUENT: Final = 1  # [A] MLReshapeFrequencyHintInfrequent
-DTYPES: Final = {131104: "int32", 65552: "float16", 65568: "float32"}  # [A] MLMultiArrayDataType; [P] the same enums
-EXHAUSTED: Final = ("no memory", "resource", "program load failure")
+INFREQUENT: Final = 1  # [A] MLReshapeFrequencyHintInfrequent; [P] the same
+DTYPES: Final = {131104: "int32", 65552: "float16", 65568: "float32"}  # [A] MLMultiArrayDataType; [P] the same
+EXHAUSTED: Final = ("no memory", "resource exhaust", "resources exhaust", "insufficient", "program load failure")
 
 
 def _fail(code: ErrorCode, what: str, error: Any) -> EngineError:
@@ -47,7 +47,7 @@ def devices() -> list[str]:
     import objc
 
     with objc.autorelease_pool():  # [P] objc.autorelease_pool is a context manager
-        # [A] MLAllComputeDevices(), macOS 14; [P] bound as a function
+        # [A] MLAllComputeDevices(), macOS 14; [P] a function that returns an array
         return [type(device).__name__ for device in CoreML.MLAllComputeDevices()]
 
 
@@ -74,7 +74,7 @@ class Handle:
         import Foundation
         import objc
 
-        self._ml, self._ns, self._pool = CoreML, Foundation, objc.autorelease_pool
+        self._ml, self._ns, self._pool = CoreML, Foundation, objc.autorelease_pool  # [P]
         with self._pool():
             self._url = Foundation.NSURL.fileURLWithPath_(str(source.path))  # [A] NSURL fileURLWithPath:
             config = CoreML.MLModelConfiguration.alloc().init()
@@ -84,25 +84,24 @@ class Handle:
             hints = config.optimizationHints()  # [A] MLModelConfiguration.optimizationHints, macOS 14.4
             hints.setReshapeFrequency_(INFREQUENT)  # [A] MLOptimizationHints.reshapeFrequency
             config.setOptimizationHints_(hints)  # [A] a copied property: it must be set back
-            self._config = config
+            self._config, self._only = config, source.function if source.multi else None
             # [A] +[MLModel modelWithContentsOfURL:configuration:error:]; [P] argument 4 is an out-argument
             model, error = CoreML.MLModel.modelWithContentsOfURL_configuration_error_(self._url, config, None)
             if model is None:
                 raise _fail(ErrorCode.ARTIFACT_INVALID, f"loading {source.path.name} {source.function}", error)
             self._model: Any = model
-            self._arrays: dict[str, Any] = {}
+            self._inputs: dict[str, tuple[Any, Any]] = {}
             self._provider: Any = None
 
     def signature(self) -> FunctionSpec | None:
         """[A] MLModel.modelDescription; MLModelDescription.inputDescriptionsByName; MLMultiArrayConstraint."""
 
         def tensors(features: Any) -> dict[str, Tensor]:
-            found = {}
-            for name in features:
-                constraint = features[name].multiArrayConstraint()
-                shape = tuple(int(n) for n in constraint.shape())
-                found[str(name)] = Tensor(shape, DTYPES.get(int(constraint.dataType()), "unknown"))
-            return found
+            constraints = {str(name): features[name].multiArrayConstraint() for name in features}
+            return {
+                name: Tensor(tuple(int(n) for n in one.shape()), DTYPES.get(int(one.dataType()), "unknown"))
+                for name, one in constraints.items()
+            }
 
         with self._pool():
             about = self._model.modelDescription()
@@ -114,27 +113,24 @@ class Handle:
             if self._provider is None:
                 self._provider = self._make_provider(feeds)
             for name, value in feeds.items():
-                _view(self._arrays[name], value.dtype)[...] = value
+                self._inputs[name][1][...] = value
             # [A] -[MLModel predictionFromFeatures:error:]; [P] argument 3 is an out-argument
             result, error = self._model.predictionFromFeatures_error_(self._provider, None)
             if result is None:
                 raise _fail(ErrorCode.INFERENCE_FAILED, "prediction", error)
-            outputs = {}
-            for name in result.featureNames():  # [A] MLFeatureProvider.featureNames, featureValueForName:
-                array = result.featureValueForName_(name).multiArrayValue()  # [A] MLFeatureValue.multiArrayValue
-                outputs[str(name)] = _view(array).astype("float32", order="C", copy=True)
-            return outputs
+            names = result.featureNames()  # [A] MLFeatureProvider.featureNames, then MLFeatureValue.multiArrayValue
+            return {str(name): _read(result.featureValueForName_(name).multiArrayValue()) for name in names}
 
     def _make_provider(self, feeds: Feeds) -> Any:
-        values = self._ns.NSMutableDictionary.dictionary()
+        values = self._ns.NSMutableDictionary.dictionary()  # [A] NSMutableDictionary
         for name, value in feeds.items():
-            shape = self._ns.NSArray.arrayWithArray_([int(n) for n in value.shape])
+            shape = [int(n) for n in value.shape]
             kind = next(code for code, dtype in DTYPES.items() if dtype == value.dtype.name)
             # [A] -[MLMultiArray initWithShape:dataType:error:]; Core ML owns the memory
             array, error = self._ml.MLMultiArray.alloc().initWithShape_dataType_error_(shape, kind, None)
             if array is None:
                 raise _fail(ErrorCode.OOM, f"input {name}", error)
-            self._arrays[name] = array
+            self._inputs[name] = array, _writable(array)
             values[name] = self._ml.MLFeatureValue.featureValueWithMultiArray_(array)
         # [A] -[MLDictionaryFeatureProvider initWithDictionary:error:]; kept for the function's whole life
         provider, error = self._ml.MLDictionaryFeatureProvider.alloc().initWithDictionary_error_(values, None)
@@ -143,8 +139,7 @@ class Handle:
         return provider
 
     def plan(self) -> PlanView | None:
-        """[A] +[MLComputePlan loadContentsOfURL:configuration:completionHandler:], macOS 14.4, the load's
-        configuration."""
+        """[A] +[MLComputePlan loadContentsOfURL:configuration:completionHandler:], macOS 14.4, as it was loaded."""
         from engines.ane.compute_plan import from_objc
 
         got: list[Any] = []
@@ -154,7 +149,6 @@ class Handle:
             got.extend((plan, error))
             done.set()
 
-        only = self._config.functionName()
         try:
             with self._pool():
                 self._ml.MLComputePlan.loadContentsOfURL_configuration_completionHandler_(
@@ -162,7 +156,7 @@ class Handle:
                 )
                 if not done.wait(PLAN_TIMEOUT_S) or got[0] is None:
                     raise _fail(ErrorCode.PLACEMENT_UNREPORTED, "compute plan", got[1] if got else None)
-                return from_objc(got[0], only=str(only) if only else None)
+                return from_objc(got[0], only=self._only)
         except Exception as exc:  # any plan error is a line on stderr and no value (ane.md 1.1, 6)
             print(f"no compute plan for {self._url.lastPathComponent()}: {exc}", file=sys.stderr)
             return None
@@ -171,18 +165,35 @@ class Handle:
         """Drop the model inside a pool of its own: without it capacity isn't returned until some later pool drains."""
         with self._pool():
             self._provider, self._model, self._config = None, None, None
-            self._arrays.clear()
+            self._inputs.clear()
 
 
-def _view(array: Any, dtype: Any = None) -> Any:
-    """Return a numpy view of an MLMultiArray by its strides: rows of a Neural Engine output may be padded."""
+def _layout(array: Any) -> tuple[int, Callable[[Any], Any]]:
+    """Return the bytes from the first to the last element, and what makes a buffer of them an array by its strides."""
     import numpy as np
 
-    kind = np.dtype(dtype if dtype is not None else DTYPES[int(array.dataType())])
-    shape, strides = ([int(n) for n in part] for part in (array.shape(), array.strides()))  # [A] strides in elements
-    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    # [P] varlist.as_buffer(count) over a void pointer counts bytes; checked, since a wrong size would be silent.
-    buffer = array.dataPointer().as_buffer(span * kind.itemsize)
-    if buffer.nbytes != span * kind.itemsize:
-        raise RuntimeError(f"the binding gave {buffer.nbytes} bytes of {span * kind.itemsize}")
-    return np.lib.stride_tricks.as_strided(np.frombuffer(buffer, kind), shape, [s * kind.itemsize for s in strides])
+    kind = np.dtype(DTYPES[int(array.dataType())])  # [A] MLMultiArray.dataType, .shape, .strides (in elements)
+    shape, strides = [int(n) for n in array.shape()], [int(n) * kind.itemsize for n in array.strides()]
+    nbytes = kind.itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return nbytes, lambda buffer: np.lib.stride_tricks.as_strided(np.frombuffer(buffer, kind), shape, strides)
+
+
+def _writable(array: Any) -> Any:
+    """Return a numpy view of an array of ours, for its whole life: each as_buffer() leaks a small object [P]."""
+    nbytes, strided = _layout(array)
+    # [A] MLMultiArray.dataPointer; [P] a varlist, whose as_buffer(count) over void counts bytes (a void's size is 1)
+    buffer = array.dataPointer().as_buffer(nbytes)
+    if buffer.nbytes != nbytes:
+        raise RuntimeError(f"the binding gave {buffer.nbytes} bytes of {nbytes}")
+    return strided(buffer)
+
+
+def _read(array: Any) -> Any:
+    """Copy an output out as dense float32, by its strides: rows of a Neural Engine output may be padded."""
+    nbytes, strided = _layout(array)
+    got: list[bytes] = []
+    # [A] -[MLMultiArray getBytesWithHandler:], macOS 12.3; [P] the block gets a copy of (bytes, size), on this thread
+    array.getBytesWithHandler_(lambda data, size: got.append(bytes(data)))
+    if len(got) != 1 or len(got[0]) < nbytes:
+        raise RuntimeError(f"the binding gave {len(got[0]) if got else 0} bytes of {nbytes}")
+    return strided(got[0]).astype("float32", order="C", copy=True)

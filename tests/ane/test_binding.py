@@ -63,6 +63,9 @@ class Pool:
 class MultiArray:
     """An MLMultiArray whose last axis is padded, as Neural Engine outputs are (200 -> 224 elements)."""
 
+    views = 0
+    """How often a buffer over its memory was made: the real one leaks an object each time."""
+
     def __init__(self) -> None:
         self.pad = 0
 
@@ -97,7 +100,12 @@ class MultiArray:
 
     def dataPointer(self) -> Any:
         memory = self._memory
+        MultiArray.views += 1
         return types.SimpleNamespace(as_buffer=lambda count: memoryview(memory)[:count])
+
+    def getBytesWithHandler_(self, handler: Any) -> None:
+        assert Pool.depth
+        handler(bytes(self._memory), len(self._memory))
 
     def dense(self) -> np.ndarray:
         flat = np.frombuffer(self._memory, self._dtype)
@@ -131,9 +139,6 @@ def framework(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         def setFunctionName_(self, name: str) -> None:
             self.name = name
             record.calls.append(("function", name))
-
-        def functionName(self) -> Any:
-            return self.name
 
         def optimizationHints(self) -> Any:
             return types.SimpleNamespace(setReshapeFrequency_=lambda n: record.calls.append(("reshape", n)))
@@ -196,7 +201,6 @@ def framework(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         fileURLWithPath_=lambda path: types.SimpleNamespace(path=path, lastPathComponent=lambda: Path(path).name)
     )
     foundation.NSMutableDictionary = types.SimpleNamespace(dictionary=dict)  # type: ignore[attr-defined]
-    foundation.NSArray = types.SimpleNamespace(arrayWithArray_=list)  # type: ignore[attr-defined]
     objc = types.ModuleType("objc")
     objc.autorelease_pool = Pool  # type: ignore[attr-defined]
     for module in (core, foundation, objc):
@@ -225,6 +229,7 @@ def test_a_single_function_package_gets_no_function_name(framework: Recorder) ->
 
 
 def test_padded_outputs_are_read_by_their_strides_and_inputs_are_reused(framework: Recorder) -> None:
+    MultiArray.views = 0
     one = handle()
     first = one.run(feeds(first=5))["last_hidden_state"]
     second = one.run(feeds(first=9))["last_hidden_state"]
@@ -232,6 +237,7 @@ def test_padded_outputs_are_read_by_their_strides_and_inputs_are_reused(framewor
     assert first[0, :, 0].tolist() == [5, 6, 7, 8] and (first == first[..., :1]).all()
     assert second[0, :, 7].tolist() == [9, 10, 11, 12], "the arrays are filled anew"
     assert [name for name, _ in framework.calls].count("provider") == 1, "made once per function"
+    assert MultiArray.views == 2, "one view an input, however often it runs; outputs are copied"
     one.close()
     assert Pool.depth == 0
 
@@ -240,7 +246,9 @@ def test_padded_outputs_are_read_by_their_strides_and_inputs_are_reused(framewor
     ("text", "code"),
     [
         ("Unable to load model", ErrorCode.ARTIFACT_INVALID),
+        ("The resource could not be found", ErrorCode.ARTIFACT_INVALID),
         ("E5 program load failure: no memory (transient)", ErrorCode.ANE_RESOURCES_EXHAUSTED),
+        ("ANE: resources exhausted", ErrorCode.ANE_RESOURCES_EXHAUSTED),
     ],
 )
 def test_load_errors_are_typed(text: str, code: ErrorCode, framework: Recorder) -> None:
@@ -271,6 +279,25 @@ def test_a_short_buffer_is_noticed(framework: Recorder, monkeypatch: pytest.Monk
     )
     with pytest.raises(RuntimeError, match="bytes"):
         handle().run(feeds())
+
+
+@pytest.mark.parametrize("given", [[], [b"12"], [b"1" * 4096, b"2"]])
+def test_an_output_that_is_not_given_once_and_whole_is_noticed(
+    given: list[bytes], framework: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give(self: MultiArray, handler: Any) -> None:
+        for data in given:
+            handler(data, len(data))
+
+    monkeypatch.setattr(MultiArray, "getBytesWithHandler_", give)
+    with pytest.raises(RuntimeError, match="bytes"):
+        handle().run(feeds())
+
+
+def test_a_plan_asks_nothing_that_macos_14_lacks(framework: Recorder) -> None:
+    """``functionName`` is macOS 15's; a single-function package must be planned without it."""
+    assert handle(multi=False).plan() is None
+    assert ("plan", True) in framework.calls
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="off a Mac")
