@@ -259,7 +259,7 @@ def verify(bundle: Bundle, progress: Progress = silent) -> list[str]:
             progress(stage, done, total)
 
         try:
-            if tree is None:
+            if tree is None or path.is_file():  # a zipped package has its archive's digest
                 digest.verify_file(path, stated, report)
             else:
                 found = digest.tree_digest(path, report)

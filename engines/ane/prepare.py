@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from engines.ane.package import MAIN, SPEC, SUFFIX, PackageSpec, read_spec
 from engines.bundle import manifest, preparation
 from engines.bundle.digest import same, tree_digest
 from engines.bundle.manifest import BundleError
+from engines.bundle.materialize import materialize, sweep
 from engines.bundle.preparation import FunctionRecord, Preparation, TensorRecord
 
 if TYPE_CHECKING:
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from engines.bundle.manifest import Artifact
 
 COMPILED_SUFFIX = ".mlmodelc"
-STALE_S = 24 * 3600.0
 
 
 def prepare(
@@ -70,9 +71,11 @@ def _prepare(
     compiler: Callable[[Path], Path],
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Any]:
-    digest = tree_digest(source, lambda done, total: progress("digest", done, total))
-    if not same(artifact.digest, digest.compatible) or not same(str(artifact.tree), digest.injective):
-        raise BundleError(f"{source}: digest is sha256:{digest.compatible}, expected {artifact.digest}; build it again")
+    # An archive is unpacked beside what is compiled from it; a folder is used as it lies.
+    source = materialize(source, artifact.digest, cache, progress=partial(progress, "digest")).path
+    found = tree_digest(source)
+    if not same(str(artifact.tree), found.injective):
+        raise BundleError(f"{source}: tree is sha256:{found.injective}, expected {artifact.tree}; build it again")
     root = preparation.folder(cache, artifact.digest)
     root.mkdir(parents=True, exist_ok=True)
     sweep(root)
@@ -122,18 +125,20 @@ def _compile(
     final = root / preparation.COMPILED
     if not final.exists():
         staging = Path(tempfile.mkdtemp(dir=root, prefix=".compiled.", suffix=".tmp"))
-        for index, (key, path) in enumerate(packages.items()):
-            target = staging / f"{key or 'model'}{COMPILED_SUFFIX}"
-            # coremltools' own helper moves *into* an existing folder of that name; the target here is always new.
-            shutil.move(str(compiler(path)), str(target))
-            progress("compile", index + 1, len(packages))
         try:
+            for index, (key, path) in enumerate(packages.items()):
+                target = staging / f"{key or 'model'}{COMPILED_SUFFIX}"
+                # The compiler's place may be another volume, so this may copy; only the rename below has to be atomic.
+                # coremltools' own helper moves *into* an existing folder of that name; the target here is always new.
+                shutil.move(str(compiler(path)), str(target))
+                progress("compile", index + 1, len(packages))
             staging.rename(final)
         except OSError:
-            shutil.rmtree(staging, ignore_errors=True)
+            # Another preparer won the race: its result stands at the same path.
             if not final.is_dir():
                 raise
-            # Another preparer won the race: its result stands at the same path.
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     return {name: _record(specs[None if multi else name], name, multi) for name in names}
 
 
@@ -157,14 +162,3 @@ def write(file: Path, record: Preparation) -> None:
         out.flush()
         os.fsync(out.fileno())
     Path(name).replace(file)
-
-
-def sweep(root: Path, now: float | None = None) -> list[Path]:
-    """Remove staging left by a crash more than 24 hours ago; return what was removed."""
-    limit = (time.time() if now is None else now) - STALE_S
-    removed = []
-    for path in root.glob(".*.tmp"):
-        if path.lstat().st_mtime < limit:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink()
-            removed.append(path)
-    return removed
