@@ -145,3 +145,12 @@ def test_order_nonce_before_engine_and_pid_before_engine():
 def test_another_version_is_a_refusal():
     error = refused_version(spec(), VersionMismatch(2, 3))
     assert error.details == {"lane_id": "l", "reason": "version", "expected": 3, "observed": 2}
+
+
+def test_a_worker_that_reports_nothing_is_told_as_nothing():
+    silent = refusal(hello(manifest_digest=msgspec.UNSET))
+    assert (silent["reason"], silent["observed"]) == ("manifest", None)
+    with pytest.raises(LaneRefused, match="manifest is nothing, expected"):
+        check(hello(manifest_digest=msgspec.UNSET))
+    with pytest.raises(LaneRefused, match="kernel revision is 'r1', expected 'r2'"):
+        check(hello(), revision="r2")

@@ -193,3 +193,22 @@ class QuarantineMachine(RuleBasedStateMachine):
 
 QuarantineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 test_quarantine_against_its_model = QuarantineMachine.TestCase
+
+
+def test_open_is_what_a_strike_shuts_and_only_a_look_at_the_clock_opens_again():
+    lane = catalog()
+    assert lane.open is True
+    strike(lane, 1)
+    assert lane.open is True
+    strike(lane, 2, 5.0)
+    assert lane.open is False
+    assert lane.admits(5.0 + 600.0)
+    assert lane.open is True
+
+
+def test_strikes_lapse_with_the_cool_down_without_being_asked_for_entry():
+    lane = catalog()
+    strike(lane, 1)
+    strike(lane, 2, 5.0)
+    assert lane.strikes(604.9) == 2
+    assert lane.strikes(605.0) == 0

@@ -197,3 +197,78 @@ class WatchdogMachine(RuleBasedStateMachine):
 
 WatchdogMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 test_watchdog_against_its_model = WatchdogMachine.TestCase
+
+
+# --- the longest silence of each window, for metrics -----------------------------------------------------------------
+
+
+def test_a_fresh_watchdog_watches_nothing():
+    dog = Watchdog(DISTINCT)
+    assert (dog.deadline, dog.window, dog.gaps) == (None, 0.0, {})
+
+
+def test_the_longest_silence_is_kept_by_window():
+    gaps: dict[str, float] = {}
+    dog = Watchdog(DISTINCT, gaps)
+    assert dog.gaps is gaps
+    dog.start(EmbedBatch, CUDA_ENGINE, 100.0)
+    dog.progress(Phase.SETUP, 107.0)
+    dog.progress(Phase.INFERENCE, 110.0)
+    # The first seven seconds and the three before the switch were measured against the window of setup.
+    assert gaps == {"setup": 7.0}
+    dog.header(115.0)
+    assert gaps == {"setup": 7.0, "inference": 5.0}
+    dog.header(121.0)
+    assert gaps["inference"] == 5.0
+    dog.stop(122.0)
+    assert gaps["inference"] == 7.0
+    assert dog.deadline is None
+    dog.start(Ping, LLAMA_ENGINE, 200.0)
+    dog.stop(200.5)
+    assert gaps == {"setup": 7.0, "inference": 7.0, "ping": 0.5}
+
+
+def test_a_shorter_silence_changes_nothing_and_an_equal_one_neither():
+    dog = Watchdog(DISTINCT)
+    for long in (4.0, 2.0, 4.0):
+        dog.start(EmbedBatch, LLAMA_ENGINE, 50.0)
+        dog.stop(50.0 + long)
+        assert dog.gaps == {"inference": 4.0}
+
+
+def test_each_exchange_starts_its_own_silence():
+    dog = Watchdog(DISTINCT)
+    dog.start(EmbedBatch, LLAMA_ENGINE, 0.0)
+    dog.stop(1.0)
+    dog.start(EmbedBatch, LLAMA_ENGINE, 500.0)
+    dog.progress(Phase.INFERENCE, 500.25)
+    assert dog.gaps == {"inference": 1.0}
+
+
+def test_an_exchange_that_is_given_up_leaves_no_silence():
+    dog = Watchdog(DISTINCT)
+    dog.start(EmbedBatch, LLAMA_ENGINE, 0.0)
+    dog.stop()
+    assert dog.gaps == {}
+
+
+def test_an_expiry_is_a_silence_and_a_jump_is_none():
+    dog = Watchdog(DISTINCT)
+    dog.start(EmbedBatch, LLAMA_ENGINE, 0.0)
+    assert not dog.expired(5000.0, late=5000.0 - INFERENCE)
+    assert dog.gaps == {}
+    dog.progress(Phase.INFERENCE, 5003.0)
+    assert dog.gaps == {"inference": 3.0}
+    assert dog.expired(5003.0 + INFERENCE)
+    assert dog.gaps == {"inference": INFERENCE}
+
+
+def test_the_header_renews_in_every_exchange_anew():
+    dog = Watchdog(DISTINCT)
+    for start in (0.0, 1000.0):
+        dog.start(EmbedBatch, LLAMA_ENGINE, start)
+        dog.header(start + 10.0)
+        assert dog.deadline == start + 10.0 + INFERENCE
+        dog.header(start + 20.0)
+        assert dog.deadline == start + 10.0 + INFERENCE
+        dog.stop(start + 20.0)
