@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -27,17 +25,15 @@ from synapse_host.errors import InvalidRequest, SynapseError
 from synapse_host.evidence import EngineFacts, Evidence, Machine, Model, Placement
 from synapse_host.host import Host
 from synapse_host.placements import Plans, plan_tool
-from synapse_host.trial import Progress, Trial
+from synapse_host.trial import Progress, Trial, single_calls, timed
 
 if TYPE_CHECKING:
-    from engines.bundle.fixtures import Fixtures
     from synapse_host.assignment import Assignment
     from synapse_host.hardware import HostProfile
     from synapse_host.matrix import HardwareMatrix
 
 FORCED: Final = {"ane": {"compute_units": "cpu_only", "placement": "off"}}
 """LOAD keys that force an engine to the CPU, by its name in the matrix."""
-FORCED_ROWS: Final = 16
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -143,8 +139,8 @@ async def _placed(
         functions=functions,
         cpu_allowed=allowed,
         reason=reason,
-        forced_ms=[round(ms, 3) for ms in forced],
-        native_ms=[round(ms, 3) for ms in trial.single_ms[: len(forced)]],
+        forced_ms=forced,
+        native_ms=trial.native_ms,
     )
 
 
@@ -156,28 +152,13 @@ async def _forced(trial: Trial, matrix: HardwareMatrix, order: Order, config: Ho
         return []
     slow = msgspec.structs.replace(engine, runtime_config={**engine.runtime_config, **keys})
     matrix = msgspec.structs.replace(matrix, engines={**matrix.engines, engine.id: slow})
-    times = []
     try:
         async with Host.open(matrix, {order.model: order.bundle}, config) as host:
-            calls = _single_calls(host, trial, probes)[:FORCED_ROWS]
-            await calls[0]()
-            for number, call in enumerate(calls):
-                trial.progress("forced to the CPU", number, len(calls))
-                started = time.perf_counter()
-                await call()
-                times.append((time.perf_counter() - started) * 1000)
+            trial.progress("forced to the CPU", 0, 0)
+            return await timed(single_calls(host, trial, probes))
     except SynapseError:
         # An engine that can't be forced leaves the speed-up unmeasured, and unmeasured doesn't pass.
         return []
-    return times
-
-
-def _single_calls(host: Host, trial: Trial, probes: Fixtures) -> list[Callable[[], Awaitable[Any]]]:
-    if probes.task == "embed":
-        return [lambda row=row: host.embed_ids(trial.model, [row], lane=trial.lane) for row in probes.rows()]  # type: ignore[misc]
-    queries, of = probes.rows("query"), probes.arrays["query_of"].tolist()
-    pairs = zip(of, probes.rows("candidate"), strict=True)
-    return [lambda q=queries[q], c=c: host.rerank_ids(trial.model, q, [c], lane=trial.lane) for q, c in pairs]  # type: ignore[misc]
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -15,8 +16,9 @@ import msgspec
 
 from engines.bundle import digest as digests
 from engines.bundle.manifest import FileRef
+from engines.protocol.errors import ErrorCode
 from synapse_host import agreement, probe_set, qualification
-from synapse_host.errors import SynapseError
+from synapse_host.errors import WORKER_ERRORS, SynapseError
 from synapse_host.evidence import (
     DIGITS,
     Case,
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
 ROWS: Final = 32
 """Rows of one batch exchange: enough for every kind of padding, few enough to find a bad row quickly."""
 SEED: Final = 20261129
+TIMED: Final = 16
+"""Probes whose single requests are compared with the same engine forced to the CPU."""
+ROUNDS: Final = 4
 REPEATED: Final = 8
 """Prompts whose continuation is asked for twice."""
 
@@ -112,6 +117,11 @@ class Trial:
             self._note()
             if probes is not None:
                 measured = await self._measured(probes)
+                if self.assignment.require().device_kind == "ane":
+                    self._begin("timing", 0)
+                    # A probe that isn't finite has failed its own gate already: without its time, no speed-up.
+                    with suppress(WORKER_ERRORS[ErrorCode.NONFINITE_OUTPUT]):
+                        self.native_ms = await timed(single_calls(self.host, self, probes))
                 self._begin("ping", 0)
                 await self.host.ping(self.model, lane=self.lane)
                 self._note()
@@ -272,7 +282,6 @@ class Trial:
         norms = np.linalg.norm(ours.astype(np.float64), axis=1)
         own, best = _against(batch, singles, exchanges, len(rows))
         permuted_own, permuted_best = _against(permuted, singles, mixed, len(rows))
-        self.native_ms = self.single_ms
         return EmbedInputs(
             cosine=_series(dict(zip(known, cosine.tolist(), strict=True)), len(rows)),
             norm=_series(dict(zip(known, norms.tolist(), strict=True)), len(rows)),
@@ -344,7 +353,6 @@ class Trial:
         permuted = await self._batches("permuted", ask, mixed)
         self.repeat_differs = await self._differs(ask, exchanges[0], batch)
         carried = {n: number for number, rows in enumerate(exchanges) for n in rows}
-        self.native_ms = self.single_ms
         return RerankInputs(
             query=of,
             reference=_rounded(probes.arrays["logits"].tolist()),
@@ -400,6 +408,30 @@ class Trial:
         for row, wanted, made in zip(prompts[:REPEATED], reference, greedy, strict=False):
             self.repeat_differs += await ask(row, len(wanted)) != made
         return GenerateInputs(reference, greedy, depths, following, sorted(stops))
+
+
+def single_calls(host: Host, trial: Trial, probes: Fixtures) -> list[Callable[[], Awaitable[Any]]]:
+    """Return single requests for TIMED probes of all lengths, to be timed on one host and on another."""
+    chosen = sorted(range(len(probes)), key=trial.tokens.__getitem__)[:: max(1, len(probes) // TIMED)][:TIMED]
+    if probes.task == "embed":
+        rows = probes.rows()
+        return [lambda n=n: host.embed_ids(trial.model, [rows[n]], lane=trial.lane) for n in chosen]  # type: ignore[misc]
+    queries, of, candidates = probes.rows("query"), probes.arrays["query_of"].tolist(), probes.rows("candidate")
+    return [
+        lambda n=n: host.rerank_ids(trial.model, queries[of[n]].tolist(), [candidates[n]], lane=trial.lane)  # type: ignore[misc]
+        for n in chosen
+    ]
+
+
+async def timed(calls: Sequence[Callable[[], Awaitable[Any]]]) -> list[float]:
+    """Return each call's best of ROUNDS in milliseconds: the machine's noise only ever adds."""
+    best = [float("inf")] * len(calls)
+    for _ in range(ROUNDS):
+        for number, call in enumerate(calls):
+            started = time.perf_counter()
+            await call()
+            best[number] = min(best[number], (time.perf_counter() - started) * 1000)
+    return [round(ms, 3) for ms in best]
 
 
 def _chunks(rows: Sequence[int]) -> list[Sequence[int]]:
