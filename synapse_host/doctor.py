@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from engines.bundle import manifest
 from engines.bundle.manifest import BundleError
+from synapse_host import certificates, hardware
 from synapse_host import floor as floors
-from synapse_host import hardware
 from synapse_host.errors import SynapseError
 from synapse_host.floor import Floor
 from synapse_host.listener import SUN_PATH
@@ -108,6 +109,7 @@ def examine(
     models_dir: Path,
     runtime_dir: Path | None = None,
     cache_dir: Path | None = None,
+    data_dir: Path | None = None,
     probe_limit: float = floors.TIME_LIMIT,
 ) -> Report:
     """Examine this machine against *matrix*; blocks for seconds at most, plus *probe_limit* where a probe hangs."""
@@ -138,6 +140,7 @@ def examine(
         *socket_findings(runtime),
         *stale_findings(runtime),
         *bundles,
+        *certificate_findings(matrix, profile, versions, models_dir, data_dir),
         *lane_findings(matrix, engines),
     ]
     host = {
@@ -413,6 +416,52 @@ def bundle_findings(models_dir: Path) -> Iterator[Finding]:
         if not wrong:
             formats = ", ".join(f"{artifact.format} {artifact.dtype}" for artifact in bundle.manifest.artifacts)
             yield Finding(f"model.{name}.ok", "info", f"model {name}: digests match ({formats})")
+
+
+def certificate_findings(
+    matrix: HardwareMatrix,
+    profile: HostProfile,
+    versions: Mapping[str, str],
+    models_dir: Path,
+    data_dir: Path | None = None,
+) -> Iterator[Finding]:
+    """Say of every certificate on this machine whether it still holds, and what voided it. *versions*: worker lines."""
+    from synapse_host import catalogue
+
+    bundles: dict[str, tuple[str, Bundle]] = {}
+    with suppress(OSError):
+        for name, path in catalogue.installed(models_dir).items():
+            with suppress(BundleError):
+                bundle = manifest.read(path)
+                bundles[bundle.digest] = (name, bundle)
+    for path, found in certificates.stored(data_dir):
+        if found is None:
+            yield Finding(f"certificate.{path.stem[:12]}.unreadable", "warning", f"{path} can't be read", f"rm {path}")
+            continue
+        name, known = bundles.get(found.manifest_digest, (found.model_id, None))
+        what = f"certificate {found.lane}/{found.engine_id}/{name}"
+        id = f"certificate.{found.lane}.{found.engine_id}.{name}"
+        if known is None:
+            yield Finding(f"{id}.unused", "info", f"{what}: its bundle is not installed here, or was made anew since")
+            continue
+        again = f"synapse certify {found.lane} --model {name} --engine {found.engine_id}"
+        engine = matrix.engines.get(found.engine_id)
+        if engine is None:
+            yield Finding(f"{id}.void", "warning", f"{what}: the matrix has no engine {found.engine_id}", f"rm {path}")
+            continue
+        artifacts = known.artifacts(engine.format)
+        artifact = next((one for one in artifacts if one.dtype == found.binding.dtype), None)
+        if artifact is None:
+            reasons = [f"the bundle has no {engine.format} {found.binding.dtype} any more"]
+        else:
+            identity = certificates.identity_of(versions.get(engine.id, ""))
+            now = certificates.present(engine, artifact, profile, identity)
+            reasons = certificates.void_because(found.binding, now)
+        if reasons:
+            yield Finding(f"{id}.void", "warning", f"{what}: void since {'; '.join(reasons)}", again)
+        else:
+            kind = ", approximate" if found.precision == "approximate" else ""
+            yield Finding(f"{id}.valid", "info", f"{what}: holds (since {found.certified_at[:10]}{kind})")
 
 
 def _installed(*names: str) -> dict[str, str]:

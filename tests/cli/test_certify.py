@@ -17,7 +17,7 @@ N = 256
 
 @pytest.fixture
 def certifiable(cli: Command) -> Command:
-    """The toy bundle with the scripted worker's own answers as its reference; all it writes stays in the test's folder."""
+    """The toy bundle with the scripted worker's own answers as its reference; it writes into the test's folder."""
     cli.environment["XDG_DATA_HOME"] = str(cli.root / "data")
     bundle = cli.root / "models" / "toy"
     rewrite(bundle, normalize=False)
