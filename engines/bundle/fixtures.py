@@ -3,7 +3,8 @@
 Arrays, by task (n probes):
 
 ``meta``          uint8: JSON ``{"format": "synapse-fixtures-v1", "task", "computed_by"}``
-``texts``         uint8: JSON list; embed and generate: strings, rerank: ``[query, document]``
+``texts``         uint8: JSON list; embed and generate: strings, rerank: ``[query, document]``; null for a probe made of
+                  ids only (rows at the edges of what a model takes)
 embed             ``input_ids`` int32, ``cu_seqlens`` int32 (n + 1): rows with special tokens;
                   ``vectors_q`` int16 (n, dims), ``vectors_scale`` float32 (n): vector = q * scale
 rerank            ``query_ids``, ``query_cu``, ``candidate_ids``, ``candidate_cu`` int32: bare ids; ``query_of`` int32

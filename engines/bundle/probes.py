@@ -6,6 +6,7 @@ spacing and characters, and a ladder of lengths. They are made here, by rule, so
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 _TOPICS: Final = (
@@ -137,5 +138,19 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def prompts() -> list[str]:
-    """Return the probe prompts for generation: the texts that are long enough to say how they go on."""
-    return [text for text in texts() if len(text) > 1]
+    """Return the probe prompts for generation, more than are kept: texts, questions, sentences half said."""
+    asked = [f"Question: {form.format(*topic)}\nAnswer:" for topic in _TOPICS for form in (_FORMS[1], _FORMS[4])]
+    asked += [f"The most important thing about {place} is that {people}" for place, people, _ in _TOPICS]
+    asked += [f"{people.capitalize()} {deed} because" for _, people, deed in _TOPICS]
+    asked += [f"{place.capitalize()} is a place where {people} {deed}, and where" for place, people, deed in _TOPICS]
+    return [text for text in texts() if len(text) > 1] + asked
+
+
+def edges(ids: Sequence[int], limit: int) -> list[list[int]]:
+    """Return rows of ids that no text gives: lengths 1, 2, limit - 1 and limit, and one id repeated.
+
+    *ids*: ids without special ones, as they occur in texts, two at least.
+    """
+    endless = [*ids] * (limit // len(ids) + 1)
+    word = ids[len(ids) // 2]
+    return [endless[:1], endless[:2], endless[: limit - 1], endless[:limit], [word] * min(64, limit)]

@@ -23,6 +23,9 @@ from engines.bundle.checkpoint import Checkpoint, CheckpointError
 from engines.bundle.manifest import BundleError
 
 STEPS: Final = 8
+DECIDED: Final = 0.25
+"""A prompt is a probe only where the reference's two best next tokens are at least this far apart, in logits. Closer
+ones are a coin's throw at any rounding (quantised kernels move a logit by about 0.1) and tell nothing of an engine."""
 
 Progress = Callable[[int, int], None]
 
@@ -110,17 +113,20 @@ def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, limit: int, pr
     kept = [i for i, row in enumerate(rows) if len(row) > len(frame[0]) + len(frame[1])]
     model = _model("AutoModel", checkpoint.folder, "float64")
     vectors = []
+    asked = [rows[i] for i in kept]
+    asked += probes.edges([id for row in asked for id in row[len(frame[0]) : len(row) - len(frame[1])]], limit)
+    texts_of = [*(texts[i] for i in kept), *[None] * (len(asked) - len(kept))]
     with torch.no_grad():
-        for done, i in enumerate(kept, 1):
-            states = model(torch.tensor([rows[i]])).last_hidden_state[0]
+        for done, row in enumerate(asked, 1):
+            states = model(torch.tensor([row])).last_hidden_state[0]
             vector = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[str(known.pooling)]
             vectors.append((vector / vector.norm() if known.normalize else vector).numpy())
-            progress(done, len(kept))
-    ids, cu = fixtures.flatten([rows[i] for i in kept])
+            progress(done, len(asked))
+    ids, cu = fixtures.flatten(asked)
     quantised, scale = fixtures.quantize(np.array(vectors))
     arrays = {"input_ids": ids, "cu_seqlens": cu, "vectors_q": quantised, "vectors_scale": scale}
-    fixtures.write(out, task="embed", texts=[texts[i] for i in kept], computed_by=_by("float64"), arrays=arrays)
-    return len(kept)
+    fixtures.write(out, task="embed", texts=texts_of, computed_by=_by("float64"), arrays=arrays)
+    return len(asked)
 
 
 def _rerank(checkpoint: Checkpoint, known: facts.Facts, out: Path, limit: int, progress: Progress) -> int:
@@ -135,29 +141,36 @@ def _rerank(checkpoint: Checkpoint, known: facts.Facts, out: Path, limit: int, p
     pairs = [(query, document) for query, document in pairs if bare[query] and bare[document] and room[query] > 0]
     queries = list(dict.fromkeys(query for query, _ in pairs))
     candidates = [bare[document][: room[query]] for query, document in pairs]
+    # Candidates at the edges belong to a query of one id, which comes last.
+    short = [candidates[0][0]]
+    extra = probes.edges([id for row in candidates for id in row], limit - 3 - len(short))
+    asked = [*((bare[query], row) for (query, _), row in zip(pairs, candidates, strict=True))]
+    asked += [(short, row) for row in extra]
+    query_of = [*(queries.index(query) for query, _ in pairs), *[len(queries)] * len(extra)]
     model = _model("AutoModelForSequenceClassification", checkpoint.folder, "float64")
     logits = []
     with torch.no_grad():
-        for done, ((query, _), candidate) in enumerate(zip(pairs, candidates, strict=True), 1):
-            head = [cls, *bare[query], sep]
+        for done, (query_row, candidate) in enumerate(asked, 1):
+            head = [cls, *query_row, sep]
             row = torch.tensor([[*head, *candidate, sep]])
             options = {}
             if known.token_types:
                 options["token_type_ids"] = torch.tensor([[0] * len(head) + [1] * (len(candidate) + 1)])
             logits.append(model(row, **options).logits.item())
-            progress(done, len(pairs))
-    query_ids, query_cu = fixtures.flatten([bare[query] for query in queries])
-    candidate_ids, candidate_cu = fixtures.flatten(candidates)
+            progress(done, len(asked))
+    query_ids, query_cu = fixtures.flatten([*(bare[query] for query in queries), short])
+    candidate_ids, candidate_cu = fixtures.flatten([row for _, row in asked])
     arrays = {
         "query_ids": query_ids,
         "query_cu": query_cu,
         "candidate_ids": candidate_ids,
         "candidate_cu": candidate_cu,
-        "query_of": np.array([queries.index(query) for query, _ in pairs], np.int32),
+        "query_of": np.array(query_of, np.int32),
         "logits": np.array(logits, np.float32),
     }
-    fixtures.write(out, task="rerank", texts=[list(p) for p in pairs], computed_by=_by("float64"), arrays=arrays)
-    return len(pairs)
+    texts = [*(list(pair) for pair in pairs), *[None] * len(extra)]
+    fixtures.write(out, task="rerank", texts=texts, computed_by=_by("float64"), arrays=arrays)
+    return len(asked)
 
 
 def _generate(folder: Path, out: Path, model: Any, limit: int, progress: Progress) -> int:
@@ -167,21 +180,29 @@ def _generate(folder: Path, out: Path, model: Any, limit: int, progress: Progres
     tokenizer = _tokenizer(folder)
     prompts = probes.prompts()
     rows = [tokenizer.encode(prompt, add_special_tokens=False).ids[: limit - STEPS] for prompt in prompts]
-    kept = [i for i, row in enumerate(rows) if row]
-    greedy = []
+    every = [id for row in rows for id in row]
+    texts = [*prompts, *[None] * 3]
+    rows += [every[:1], every[:2], [every[len(every) // 2]] * 64]
+    kept, greedy = [], []
     with torch.no_grad():
-        for done, i in enumerate(kept, 1):
+        for i, row in enumerate(rows):
+            progress(i + 1, len(rows))
+            if not row:
+                continue
             made = []
-            state = model(torch.tensor([rows[i]]), use_cache=True)
+            state = model(torch.tensor([row]), use_cache=True)
+            best = state.logits[0, -1].topk(2).values
+            if float(best[0] - best[1]) < DECIDED:
+                continue
             for _ in range(STEPS):
                 made.append(int(state.logits[0, -1].argmax()))
                 if len(made) < STEPS:
                     state = model(torch.tensor([made[-1:]]), past_key_values=state.past_key_values, use_cache=True)
+            kept.append(i)
             greedy.append(made)
-            progress(done, len(kept))
     ids, cu = fixtures.flatten([rows[i] for i in kept])
     arrays = {"input_ids": ids, "cu_seqlens": cu, "greedy": np.array(greedy, np.int32)}
-    fixtures.write(out, task="generate", texts=[prompts[i] for i in kept], computed_by=_by("float32"), arrays=arrays)
+    fixtures.write(out, task="generate", texts=[texts[i] for i in kept], computed_by=_by("float32"), arrays=arrays)
     return len(kept)
 
 

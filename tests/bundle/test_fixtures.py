@@ -104,12 +104,28 @@ def test_the_shipped_fixtures_hold_256_probes_within_the_vocabulary(name: str, t
         assert found.arrays["vectors_q"].shape == (len(found), 384)
         np.testing.assert_allclose(np.linalg.norm(found.vectors, axis=1), 1, atol=1e-4)
         assert max(map(len, found.rows())) == 256
-        assert all(row[0] == 101 and row[-1] == 102 for row in found.rows())
+        rows = zip(found.texts, found.rows(), strict=True)
+        assert all(row[0] == 101 and row[-1] == 102 for text, row in rows if text is not None)
+        edges = [row for text, row in zip(found.texts, found.rows(), strict=True) if text is None]
+        assert [len(row) for row in edges] == [1, 2, 255, 256, 64]
+        assert len(set(edges[-1].tolist())) == 1
     elif task == "rerank":
         logits = found.arrays["logits"]
         assert logits.min() < -10
         assert logits.max() > 8
         assert len(found.rows("candidate")) == len(found)
+        query = found.rows("query")[-1]
+        pairs = zip(found.texts, found.rows("candidate"), found.arrays["query_of"], strict=True)
+        edges = [len(row) + len(found.rows("query")[of]) + 3 for text, row, of in pairs if text is None]
+        assert (len(query), edges) == (1, [5, 6, 511, 512, 68])
     else:
         assert found.arrays["greedy"].shape == (len(found), 8)
         assert found.arrays["greedy"].max() < 49152
+
+
+def test_edges_of_what_a_model_takes() -> None:
+    rows = probes.edges([7, 8, 9], 20)
+    assert [len(row) for row in rows] == [1, 2, 19, 20, 20]
+    assert rows[3] == ([7, 8, 9] * 7)[:20]
+    assert set(rows[4]) == {8}
+    assert [len(row) for row in probes.edges([7, 8], 512)][4] == 64
