@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from msgspec import UNSET
 
 from engines.ane import REVISION
-from engines.bundle import manifest
+from engines.bundle import manifest, tight
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import (
     ANE_ENGINE,
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from engines.runtime.progress import ProgressReporter
 
 FORMAT: Final = "coreml"
-LAYOUT: Final = "tight-v1"
-MAX_ROWS: Final = 64
 SHAPES: Final[frozenset[type[Request]]] = frozenset({AneAdmitShape, AneEvictShape, AneAdmitPacked, AneEvictPacked})
 
 
@@ -107,7 +105,7 @@ class AneEngine(Engine):
             if function.packed_width is not UNSET
         }
         widths = sorted(have.intersection(asked))
-        return PackedCapability(layout=LAYOUT, widths=widths, max_rows=MAX_ROWS) if widths else None
+        return PackedCapability(layout=tight.LAYOUT, widths=widths, max_rows=tight.MAX_ROWS) if widths else None
 
     def probe_floor(self) -> Probe:
         """Return ``ok``, ``os_unsupported``, ``os_too_old``, ``arch_unsupported``, ``bindings_missing`` or

@@ -5,10 +5,10 @@ Host and worker plan with the same rules: the host to decide what is worth packi
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from engines.protocol.errors import EngineError, ErrorCode
 
@@ -17,8 +17,7 @@ MAX_ROWS: Final = 64
 """Rows of one pass, and of one exchange that asks for packing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(Struct, frozen=True):
     """One execution of one packed function: ``rows`` are batch indices in the order they lie in."""
 
     width: int
@@ -78,8 +77,7 @@ def plan(lengths: Sequence[int], *, width: int, max_rows: int) -> list[Pass]:
     return [Pass(width, tuple(rows), tuple(lengths[row] for row in rows)) for rows in passes]
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """The cheapest way to run a batch: ``width`` None means every row on its own rung. Cost in the table's unit."""
 
     width: int | None
@@ -104,6 +102,8 @@ def choose(
     length must fit the ladder. The kept passes planned again on their own give the same passes: a bin that is gone
     took no other row's place.
     """
+    from bisect import bisect_left
+
     ladder = sorted(single_cost)
     alone = [single_cost[ladder[bisect_left(ladder, length)]] for length in lengths]
     best = Choice(None, (), tuple(range(len(lengths))), sum(alone))
