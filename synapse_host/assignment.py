@@ -158,7 +158,7 @@ def find(
 
     Raises UnknownModel, or InvalidRequest for a lane that doesn't exist or serves another task.
     """
-    bundle = bundles.get(model)
+    bundle = bundles.get(model) if isinstance(model, str) else None
     if bundle is None:
         raise unknown_model(model, bundles)
     if bundle.manifest.task != task:

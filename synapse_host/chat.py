@@ -57,7 +57,18 @@ def chat_ids(bundle: Bundle, tokenizer: TextTokenizer, prompt: str | Sequence[Ma
 
 
 def _messages(prompt: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(item) for item in prompt]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    listed: Any = prompt
+    if not isinstance(listed, Sequence) or isinstance(listed, bytes):
+        raise InvalidRequest(f"the prompt is {type(listed).__name__}, must be text or a list of messages")
+    messages: list[dict[str, str]] = []
+    for index, item in enumerate(listed):
+        if not isinstance(item, Mapping):
+            raise InvalidRequest(
+                f"message {index} is {type(item).__name__}, must be {{'role', 'content'}}", details={"index": index}
+            )
+        messages.append(dict(item))
     if not messages:
         raise InvalidRequest("there is no message")
     for index, message in enumerate(messages):
@@ -72,6 +83,10 @@ def _messages(prompt: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]
             )
         if not message["content"].strip():
             raise InvalidRequest(f"message {index} is empty", details={"index": index})
+        if any("\ud800" <= char <= "\udfff" for char in message["content"]):
+            raise InvalidRequest(
+                f"message {index} holds half a surrogate pair; it is not valid text", details={"index": index}
+            )
     return messages
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -644,14 +645,14 @@ class Host:
         return self._any(model, lane)
 
     def _any(self, model: str, lane: str | None) -> Assignment:
-        bundle = self.bundles.get(model)
+        bundle = self.bundles.get(model) if isinstance(model, str) else None
         return find(self.assignments, self.bundles, model=model, lane=lane, task=bundle.manifest.task if bundle else "")
 
     def _find(self, model: str, lane: str | None, task: str) -> Assignment:
         return find(self.assignments, self.bundles, model=model, lane=lane, task=task)
 
     def _by_id(self, lane_id: str) -> Assignment:
-        assignment = self.assignments.get(lane_id)
+        assignment = self.assignments.get(lane_id) if isinstance(lane_id, str) else None
         if assignment is None:
             raise InvalidRequest(
                 f"no lane {lane_id!r} (have: {', '.join(self.assignments) or 'none'})",
@@ -834,17 +835,27 @@ def _resting(assignment: Assignment) -> dict[str, Any]:
     return state
 
 
-def _check_texts(texts: Sequence[str], name: str) -> None:
+def _check_texts(texts: Any, name: str) -> None:
     if isinstance(texts, str | bytes):
         raise InvalidRequest(f"{name} is one text; pass a list of texts")
+    if not isinstance(texts, Sequence) and not hasattr(texts, "__array__"):
+        # A set or a generator has no order to answer in.
+        raise InvalidRequest(f"{name} is {type(texts).__name__}; pass a list of texts")
     if not len(texts):
         raise InvalidRequest(f"{name} is empty: nothing to do")
 
 
-def _absolute(deadline: float | None) -> float | None:
+def _absolute(deadline: Any) -> float | None:
     if deadline is None:
         return None
-    return asyncio.get_running_loop().time() + deadline
+    try:
+        # Not what merely reads as a number: '5' is a mistake.
+        seconds = math.nan if isinstance(deadline, str | bytes) else float(deadline)
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise InvalidRequest("deadline is not a number of seconds")
+    return asyncio.get_running_loop().time() + seconds
 
 
 def _bytes(ids: npt.NDArray[np.int32]) -> memoryview:

@@ -154,7 +154,9 @@ class RuntimeDirectory:
                 path.unlink()
 
     def _take_lock(self) -> None:
-        handle = self.lock_path.open("a+b")
+        # 0600 whatever the umask: whoever may write the lock file may lie about its holder.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
+        handle = os.fdopen(os.open(self.lock_path, flags, 0o600), "a+b")
         try:
             _lock_exclusive(handle)
         except OSError as exc:

@@ -96,6 +96,8 @@ def _convert(node: yaml.Node, source: Source, path: str, seen: set[int], depth: 
     import yaml
 
     mark = Mark(node.start_mark.line + 1, node.start_mark.column + 1)
+    if isinstance(node, yaml.ScalarNode):
+        _check_text(node, source, path, mark)
     # An alias gives the same node object again. Refused: nested ones grow without bound.
     if id(node) in seen:
         raise source.error(mark, path, "anchors and aliases are not supported here; write the value out")
@@ -124,11 +126,18 @@ def _convert(node: yaml.Node, source: Source, path: str, seen: set[int], depth: 
     return Scalar(_scalar(node, source, path, mark), str(node.value), mark)
 
 
+def _check_text(node: yaml.ScalarNode, source: Source, path: str, mark: Mark) -> None:
+    # An escape can write half a surrogate pair, which no argument, variable or file name can hold.
+    if any("\ud800" <= char <= "\udfff" for char in str(node.value)):
+        raise source.error(mark, path, "half a surrogate pair is not valid text")
+
+
 def _key(node: yaml.Node, source: Source, path: str, mark: Mark) -> str:
     import yaml
 
     if not isinstance(node, yaml.ScalarNode):
         raise source.error(mark, path, "a key must be a word")
+    _check_text(node, source, path, mark)
     text = str(node.value)
     match node.tag:
         case "tag:yaml.org,2002:str":

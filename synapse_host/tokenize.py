@@ -230,6 +230,8 @@ def id_rows(rows: Sequence[Any], *, noun: str = "row") -> Rows:
     """
     import numpy as np
 
+    if not isinstance(rows, Sequence | np.ndarray) or isinstance(rows, str | bytes):
+        raise InvalidRequest(f"the {noun}s are {type(rows).__name__}, must be a list of rows of token ids")
     arrays: list[IntArray] = []
     for index, row in enumerate(rows):
         try:

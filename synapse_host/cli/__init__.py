@@ -11,8 +11,10 @@ Only the chosen verb's module is imported, so ``synapse --help`` costs nothing b
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -96,10 +98,26 @@ def _page() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code. No exception leaves here, and no traceback is shown to a user."""
+    _open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Before parsing has succeeded the flags are looked up by hand: a usage error under --json is a document too.
     head = arguments[: arguments.index("--")] if "--" in arguments else arguments
     console = Console(json="--json" in head, quiet="--quiet" in head)
+    try:
+        code = _run(arguments, console)
+        sys.stdout.flush()
+        return code
+    except OSError as exc:
+        # The reader went away (`synapse embed … | head`), or its disk is full: nowhere to say more on stdout.
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - stdout's own flush at exit must not fail again
+        if not isinstance(exc, BrokenPipeError):
+            with suppress(OSError):
+                print(f"synapse: the result can't be written: {exc.strerror or exc}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _run(arguments: list[str], console: Console) -> int:
+    """Run a command and report how it failed; OSError is left only for output that can't be written."""
     try:
         return _dispatch(arguments, console)
     except SynapseError as exc:
@@ -108,11 +126,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.note("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader went away (`synapse embed … | head`): nothing is left to say, and nowhere to say it.
-        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - stdout's own flush at exit must not fail again
-        return EXIT_FAILED
+        raise
     except OSError as exc:
         place = f"{exc.filename}: " if exc.filename else ""
+        if not place and not _in_a_folder():
+            place = "the current folder is gone: "
         return console.fail(InvalidRequest(f"{place}{exc.strerror or exc}"))
     except Exception as exc:  # the process boundary: a bug of ours still gets one line and an exit code
         from engines.bundle.manifest import BundleError
@@ -122,6 +140,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("SYNAPSE_DEBUG"):
             raise
         return console.bug(exc)
+
+
+def _in_a_folder() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109 - Path.cwd would be the same call
+    except OSError:
+        return False
+    return True
+
+
+def _open_standard_streams() -> None:
+    """Fill closed standard descriptors with the null device, and let no character stop a command's words.
+
+    A file or socket that got number 1 or 2 would be written into by whoever prints (``synapse … >&-``).
+    """
+    for number, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is this one: those below are open by now.
+            os.open(os.devnull, mode)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - as long as the process
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A model writes any character; a terminal or pipe of another encoding shows the rest escaped.
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _dispatch(arguments: list[str], console: Console) -> int:

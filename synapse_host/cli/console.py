@@ -60,7 +60,7 @@ class Console:
     def document(self, document: dict[str, Any]) -> None:
         """Print the JSON document, under ``--json`` only."""
         if self.json:
-            print(jsonlib.dumps(document, ensure_ascii=False, allow_nan=False))
+            print(_json(document, allow_nan=False))
 
     def note(self, text: str) -> None:
         """Say something on stderr that is not the result."""
@@ -114,7 +114,7 @@ class Console:
     def fail(self, error: SynapseError) -> int:
         """Report a typed error and return its exit code."""
         if self.json:
-            print(jsonlib.dumps({"error": error.to_dict()}, ensure_ascii=False, default=str))
+            print(_json({"error": error.to_dict()}, default=str))
         else:
             from synapse_host.cli.explanation import explain
 
@@ -132,7 +132,17 @@ class Console:
                 "message": text,
                 "details": {},
             }
-            print(jsonlib.dumps({"error": error}, ensure_ascii=False))
+            print(_json({"error": error}))
         else:
             print(f"synapse: {text}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _json(document: dict[str, Any], **options: Any) -> str:
+    """Return one line of JSON that stdout can take: escaped where its encoding, or half a surrogate, asks for it."""
+    text = jsonlib.dumps(document, ensure_ascii=False, **options)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return jsonlib.dumps(document, **options)
+    return text

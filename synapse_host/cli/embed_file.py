@@ -38,9 +38,10 @@ async def embed_to_file(
     """
     import numpy as np
 
-    if source == "-":
-        # Two passes are needed, one to count and digest: stdin can't be read twice.
-        with read_texts("-") as stream:
+    _check_out(out, source)
+    if source is not None and (source == "-" or not Path(source).is_file()):
+        # Two passes are needed, one to count and digest: stdin, a pipe or <(command) can't be read twice.
+        with read_texts(source) as stream:
             texts, source = list(stream), None
     assignment = host.lane_of(model, lane)
     spec = assignment.require()
@@ -56,7 +57,7 @@ async def embed_to_file(
         "truncate": truncate,
         "rows": total,
     }
-    progress = out.with_name(out.name + ".progress.json")
+    progress = progress_path(out)
     done, truncated = _resume(progress, out, key, (total, dims))
     try:
         if done:
@@ -65,6 +66,7 @@ async def embed_to_file(
         else:
             out.unlink(missing_ok=True)
             array = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(total, dims))
+            _allocate(out)
     except OSError as exc:
         raise InvalidRequest(f"{out}: can't be written: {exc.strerror or exc}", details={"file": str(out)}) from exc
     started, first, tokens = time.monotonic(), done, 0
@@ -105,6 +107,48 @@ async def embed_to_file(
     }
 
 
+def _check_out(out: Path, source: str | None) -> None:
+    """Refuse a place where the result can't be, or where making it would destroy something else."""
+    if not out.name:
+        raise InvalidRequest(f"--out {out}: is not a file name", details={"file": str(out)})
+    if out.exists() and not out.is_file():
+        # It would be unlinked: as root even /dev/null.
+        raise InvalidRequest(f"{out}: can't be written: it is not a regular file", details={"file": str(out)})
+    for place in (out, progress_path(out)):
+        if source not in (None, "-") and place.exists() and Path(source).exists() and place.samefile(source):
+            raise InvalidRequest(f"{out}: --out would overwrite the input", details={"file": str(out)})
+
+
+def progress_path(out: Path) -> Path:
+    """Return where a run that writes *out* notes how far it is."""
+    return out.with_name(out.name + ".progress.json")
+
+
+def _allocate(out: Path) -> None:
+    """Give the file its blocks now: writing to a mapped hole of a full disk is SIGBUS, this is an OSError."""
+    with out.open("r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+                return
+            # macOS and Windows have no such call in Python: zeros after the header, which is there already.
+            start = file.seek(np_header_bytes(out))
+            zeros = bytes(1 << 20)
+            for at in range(start, size, len(zeros)):
+                file.write(zeros[: size - at])
+        except OSError:
+            out.unlink(missing_ok=True)
+            raise
+
+
+def np_header_bytes(out: Path) -> int:
+    """Return where the numbers of a .npy file begin."""
+    import numpy as np
+
+    return int(np.lib.format.open_memmap(out, mode="r").offset)
+
+
 def _texts(source: str | None, texts: list[str]) -> Any:
     if source is not None:
         return read_texts(source)
@@ -119,6 +163,8 @@ def _survey_file(source: str) -> tuple[int, str]:
     rows = 0
     with opened(source) as file:
         while line := file.readline(MAX_LINE + 1):
+            if len(line) > MAX_LINE:
+                raise InvalidRequest(f"{source}: a line is longer than {MAX_LINE} bytes", details={"file": source})
             digest.update(line)
             rows += bool(line.strip())
     return rows, digest.hexdigest()
@@ -137,8 +183,9 @@ def _resume(progress: Path, out: Path, key: dict[str, Any], shape: tuple[int, in
 
     try:
         record = json.loads(progress.read_bytes())
-        array = np.load(out, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        # Not np.load: that takes archives too.
+        array = np.lib.format.open_memmap(out, mode="r")
+    except (OSError, ValueError, EOFError, OverflowError, MemoryError, RecursionError):
         return 0, []
     if not isinstance(record, dict) or any(record.get(name) != value for name, value in key.items()):
         return 0, []
@@ -146,8 +193,9 @@ def _resume(progress: Path, out: Path, key: dict[str, Any], shape: tuple[int, in
     if (
         array.shape != shape
         or array.dtype != np.float32
-        or not isinstance(done, int)
+        or type(done) is not int
         or not isinstance(truncated, list)
+        or not all(type(index) is int and 0 <= index < done for index in truncated)
     ):
         return 0, []
     return (done, truncated) if 0 <= done < shape[0] else (0, [])

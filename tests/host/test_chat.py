@@ -48,7 +48,8 @@ def test_a_conversation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "prompt",
     [[], "", " ", [{"role": "user"}], [{"role": "user", "content": ""}], [{"role": "root", "content": "a"}],
-     [{"role": "user", "content": 1}], [{"role": "user", "content": "a", "tool": "x"}]],
+     [{"role": "user", "content": 1}], [{"role": "user", "content": "a", "tool": "x"}],
+     None, 1, b"a", ["a"], [1], {"role": "user", "content": "a"}, "\ud800", [{"role": "user", "content": "a\udfff"}]],
 )  # fmt: skip
 def test_malformed_messages(tmp_path: Path, prompt: Any) -> None:
     with pytest.raises(InvalidRequest):

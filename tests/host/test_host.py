@@ -29,6 +29,10 @@ from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle, write_matr
 
 pytestmark = pytest.mark.process
 
+NO_TEXTS: list[Any] = [None, 5, b"a", {"a"}, {"a": 1}, (text for text in ["a"]), [None], [b"a"], ["a", 1]]
+NO_DEADLINES: list[Any] = [float("nan"), "5", object(), 10**400, [1]]
+NO_NAMES: list[Any] = [None, 1, ["toy"], {"toy": 1}, b"toy"]
+
 A, B, QUERY = (WORDS.index(word) for word in ("a", "b", "query"))
 
 
@@ -187,6 +191,13 @@ def test_local_refusals_start_no_worker(bench: Bench) -> None:
             (SequenceTooLong, host.embed_ids("toy", [[1] * 17])),
             (SequenceTooLong, host.embed("toy", ["a " * 17])),
             (InvalidRequest, host.probe("nowhere")),
+            *((InvalidRequest, host.embed("toy", texts)) for texts in NO_TEXTS),
+            *((InvalidRequest, host.embed("toy", ["a"], deadline=deadline)) for deadline in NO_DEADLINES),
+            *((InvalidRequest, host.load("toy", deadline=deadline)) for deadline in NO_DEADLINES),
+            *((UnknownModel, host.embed(model, ["a"])) for model in NO_NAMES),
+            *((UnknownModel, host.load(model)) for model in NO_NAMES),
+            *((UnknownModel, host.unload(model)) for model in NO_NAMES),
+            *((InvalidRequest, host.probe(lane)) for lane in NO_NAMES),
         ]
         for kind, call in refused:
             with pytest.raises(kind):

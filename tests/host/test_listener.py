@@ -51,6 +51,20 @@ def test_two_private_directories_at_once():
     second.close()
 
 
+def test_a_generous_umask_opens_nothing(runtime_dir):
+    before = os.umask(0)
+    try:
+        made = RuntimeDirectory.open(runtime_dir / "deep" / "rt")
+        listener = made.listen("embed-1")
+        folders = [made.path.parent, made.path, *filter(Path.is_dir, made.path.rglob("*"))]
+        assert {mode(path) for path in folders} == {0o700}
+        assert mode(made.lock_path) == mode(listener.path) == 0o600
+        listener.close()
+        made.close()
+    finally:
+        os.umask(before)
+
+
 def test_an_explicit_directory_is_made_private_and_stays(runtime_dir):
     path = runtime_dir / "deep" / "rt"
     made = RuntimeDirectory.open(path)

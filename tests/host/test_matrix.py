@@ -138,6 +138,15 @@ def test_an_error_names_the_place_the_key_and_the_nearest_valid_one(
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("place", ["embed:", "cpu", "embed,"])
+def test_half_a_surrogate_pair_is_no_text_for_a_name_or_a_value(tmp_path: Path, place: str) -> None:
+    end = place[-1] if place[-1] in ":," else ""
+    assert place in VALID
+    path = write(tmp_path, VALID.replace(place, '"\\ud800"' + end, 1))
+    with pytest.raises(MatrixInvalid, match=r"m\.yaml:\d+:\d+: .*half a surrogate pair"):
+        load(path)
+
+
 @pytest.mark.parametrize("text", ["", "just text", "- a\n- b", "\xff\xfe", "a: [1, 2", "{}", "version: 1\n" * 3])
 def test_what_is_no_matrix_at_all_is_refused_with_a_place(tmp_path: Path, text: str) -> None:
     path = tmp_path / "m.yaml"

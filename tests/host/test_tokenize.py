@@ -182,6 +182,12 @@ def test_ids_that_are_none_are_refused_by_index(rows: Any, index: int) -> None:
     assert caught.value.details == {"index": index}
 
 
+@pytest.mark.parametrize("rows", [None, 5, "ab", b"ab", {1: 2}, {1}, (row for row in [[1]])])
+def test_rows_that_are_no_list_are_refused(rows: Any) -> None:
+    with pytest.raises(InvalidRequest, match="must be a list of rows"):
+        id_rows(rows)
+
+
 def test_ids_may_be_lists_or_arrays() -> None:
     rows = id_rows([[1, 2], np.array([3], np.int64), (4,), np.array([5, 6], np.uint16)])
     assert rows.ids.tolist() == [1, 2, 3, 4, 5, 6] and rows.ids.dtype == np.int32

@@ -1,0 +1,237 @@
+"""A command in odd surroundings: closed or full outputs, other encodings, places that --out must not harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.conftest import Command
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(os.name == "nt", reason="Unix files, descriptors and encodings"),
+]
+
+
+def shell(cli: Command, words: list[str], redirect: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with a redirection of the shell's."""
+    inherited, mark = cli.env()
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$@" {redirect}', "sh", *cli.arguments(*words)],
+        env={**inherited, **environment}, capture_output=True, text=True, timeout=120, check=False, cwd=cli.root,
+    )  # fmt: skip
+    cli.check_clean(mark)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+    return done
+
+
+# --- what --out must not harm ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out", ["in.jsonl", "./in.jsonl", "link.jsonl", "hard.jsonl"])
+def test_out_never_overwrites_its_own_input(cli: Command, out: str) -> None:
+    source = cli.root / "in.jsonl"
+    source.write_text('"a"\n"b"\n')
+    (cli.root / "link.jsonl").symlink_to("in.jsonl")
+    os.link(source, cli.root / "hard.jsonl")
+    done = cli("embed", "--model", "toy", "--file", "in.jsonl", "--out", out)
+    assert done.code == 2 and "would overwrite the input" in done.err
+    assert source.read_text() == '"a"\n"b"\n' and not list(cli.root.glob("*.progress.json"))
+
+
+def test_the_note_of_progress_never_overwrites_the_input(cli: Command) -> None:
+    source = cli.root / "x.npy.progress.json"
+    source.write_text('"a"\n')
+    done = cli("embed", "--model", "toy", "--file", source.name, "--out", "x.npy")
+    assert done.code == 2 and "would overwrite the input" in done.err and source.read_text() == '"a"\n'
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "socket"])
+def test_out_replaces_nothing_but_a_file(cli: Command, kind: str) -> None:
+    place = cli.root / "place"
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        os.mknod(place, stat.S_IFSOCK | 0o600)
+    before = place.lstat()
+    done = cli("embed", "--model", "toy", "--out", "place", "a")
+    assert done.code == 2 and "place: can't be written: it is not a regular file" in done.err
+    assert (place.lstat().st_ino, place.lstat().st_mode) == (before.st_ino, before.st_mode)
+
+
+@pytest.mark.parametrize("out", ["", "/", "."])
+def test_out_needs_a_file_name(cli: Command, out: str) -> None:
+    done = cli("embed", "--model", "toy", "--out", out, "a")
+    assert done.code == 2 and done.err.count("\n") == 1 and "internal error" not in done.err
+
+
+def test_out_has_its_blocks_before_anything_is_computed(cli: Command) -> None:
+    """A hole that is mapped and written on a full disk ends the process by SIGBUS."""
+    from synapse_host.cli.embed_file import _allocate
+
+    out = cli.root / "x.npy"
+    array = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(4096, 64))
+    _allocate(out)
+    assert out.stat().st_blocks * 512 >= array.nbytes
+    assert np.load(out).shape == (4096, 64)
+
+
+def test_out_without_the_call_for_blocks_keeps_the_header(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    from synapse_host.cli.embed_file import _allocate
+
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    out = cli.root / "x.npy"
+    array = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(9000, 64))
+    del array
+    _allocate(out)
+    assert out.stat().st_blocks * 512 >= 9000 * 64 * 4
+    assert np.load(out).shape == (9000, 64)
+
+
+def test_a_place_without_room_is_an_error_and_leaves_nothing(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    from synapse_host.cli.embed_file import _allocate
+
+    out = cli.root / "x.npy"
+    np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(9, 9))
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(OSError, match="No space left"):
+        _allocate(out)
+    assert not out.exists()
+
+
+# --- what a file may be ----------------------------------------------------------------------------------------------
+
+
+def test_a_pipe_as_file_is_read_once(cli: Command) -> None:
+    """``--file <(command)``: nothing can be read from it twice."""
+    os.mkfifo(cli.root / "pipe")
+    writer = threading.Thread(target=lambda: (cli.root / "pipe").write_text('"a"\n"b"\n'), daemon=True)
+    writer.start()
+    done = cli("embed", "--model", "toy", "--file", "pipe", "--out", "x.npy")
+    writer.join(10)
+    assert done.code == 0, done.err
+    assert np.load(cli.root / "x.npy").shape[0] == 2
+
+
+@pytest.mark.parametrize("out", [(), ("--out", "x.npy")])
+def test_a_file_without_an_end_is_refused(cli: Command, out: tuple[str, ...]) -> None:
+    done = cli("embed", "--model", "toy", "--file", "/dev/zero", *out)
+    assert done.code == 2 and "longer than" in done.err
+
+
+def test_an_endless_line_in_a_plain_file_is_refused_while_it_is_counted(cli: Command) -> None:
+    with (cli.root / "long.jsonl").open("wb") as file:
+        file.truncate(70 * 1024 * 1024)
+    done = cli("embed", "--model", "toy", "--file", "long.jsonl", "--out", "x.npy")
+    assert done.code == 2 and "a line is longer than" in done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rows_done", True), ("rows_done", -1), ("rows_done", 99), ("truncated", ["x"]), ("truncated", [5])],
+)
+def test_a_resume_file_that_lies_is_not_believed(cli: Command, name: str, value: object) -> None:
+    from synapse_host.cli.embed_file import _resume
+
+    out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
+    np.save(out, np.zeros((4, 2), np.float32))
+    honest = {"input_digest": "d", "rows_done": 2, "truncated": [1]}
+    note.write_text(json.dumps(honest))
+    assert _resume(note, out, {"input_digest": "d"}, (4, 2)) == (2, [1])
+    note.write_text(json.dumps({**honest, name: value}))
+    assert _resume(note, out, {"input_digest": "d"}, (4, 2)) == (0, [])
+
+
+def test_an_archive_in_place_of_the_vectors_is_not_resumed(cli: Command) -> None:
+    from synapse_host.cli.embed_file import _resume
+
+    out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
+    note.write_text(json.dumps({"rows_done": 2, "truncated": []}))
+    with out.open("wb") as file:
+        np.savez(file, np.zeros((4, 2), np.float32))
+    assert _resume(note, out, {}, (4, 2)) == (0, [])
+    note.write_text("[" * 100_000)
+    assert _resume(note, out, {}, (4, 2)) == (0, [])
+
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("redirect", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("words", [["embed", "--model", "toy", "a"], ["embed", "--model", "toy"], ["models"]])
+def test_closed_descriptors(cli: Command, words: list[str], redirect: str) -> None:
+    done = shell(cli, words, redirect)
+    assert done.returncode == (2 if words == ["embed", "--model", "toy"] else 0)
+    if ">&-" not in redirect.replace("2>&-", "") and done.returncode == 0:
+        assert done.stdout
+
+
+@pytest.mark.parametrize("redirect", ["> /dev/full", "| true"])
+@pytest.mark.parametrize(
+    "words", [["embed", "--model", "toy", "a"], ["embed", "--model", "none", "a", "--json"], ["models", "--json"]]
+)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_outputs_that_take_nothing(cli: Command, words: list[str], redirect: str) -> None:
+    if redirect.startswith("|"):
+        inherited, mark = cli.env()
+        first = subprocess.Popen(
+            cli.arguments(*words), env=inherited, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cli.root
+        )
+        assert first.stdout is not None and first.stderr is not None
+        first.stdout.close()
+        said = first.stderr.read().decode()
+        first.stderr.close()
+        code = first.wait(60)
+        cli.check_clean(mark)
+        assert said.replace("synapse: 1 x 4 from toy on scripted (lane embed)\n", "") == ""
+    else:
+        done = shell(cli, words, redirect)
+        said, code = done.stderr, done.returncode
+        assert "the result can't be written: No space left on device" in said or "No space left" in said
+    assert "Traceback" not in said and "Exception ignored" not in said
+    assert code in (1, 2)
+
+
+def test_another_encoding_of_stdout(cli: Command) -> None:
+    cli.bundle("judge", task="rerank").setup({"rules": []})
+    for options in ([], ["--json"]):
+        done = shell(cli, ["rerank", "--model", "judge", *options, "query", "日本"], "", PYTHONIOENCODING="ascii")
+        assert "internal error" not in done.stderr + done.stdout
+        assert done.stdout.isascii()
+    done = shell(cli, ["embed", "--model", "日本", "--json", "a"], "", PYTHONIOENCODING="ascii")
+    assert "日本" in json.loads(done.stdout)["error"]["message"]
+
+
+def test_bytes_that_are_no_text_in_a_message(cli: Command) -> None:
+    """A file name of bytes comes as half surrogate pairs, which stdout can't encode."""
+    inherited, mark = cli.env()
+    words: list[str | bytes] = [*cli.arguments("embed", "--json"), "--model", b"./\xff", "a"]
+    done = subprocess.run(words, env=inherited, capture_output=True, timeout=60, check=False, cwd=cli.root)
+    cli.check_clean(mark)
+    assert done.returncode == 2 and done.stderr == b""
+    assert json.loads(done.stdout)["error"]["message"].startswith("./\udcff ")
+
+
+def test_a_current_folder_that_is_gone(cli: Command) -> None:
+    (cli.root / "gone").mkdir()
+    inherited, mark = cli.env()
+    words = [*cli.arguments("embed", "--model", "toy"), "--runtime-dir", "rt", "a"]
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'cd gone && rmdir ../gone && exec "$@"', "sh", *words],
+        env=inherited, capture_output=True, text=True, timeout=60, check=False, cwd=cli.root,
+    )  # fmt: skip
+    cli.check_clean(mark)
+    assert done.returncode == 2 and done.stderr == "synapse: the current folder is gone: No such file or directory\n"
