@@ -6,6 +6,8 @@ The evaluator is not Neural Engine arithmetic: it proves the graph and fp16's ra
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +16,14 @@ from engines.ane import inputs, packing
 from engines.ane.inputs import InputRules
 from engines.ane.model import AneModel
 from engines.ane.shapes import Key
+from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Bundle
 from engines.protocol.messages import Pooling
 from engines.runtime.batch import TokenBatch
 from engines.runtime.progress import silent
 from tests.ane.make_goldens import GOLDENS, rows
-from tests.support import mil_reference
+from tests.support import mil_reference, toy_models
+from tests.support.ane_bundle import shape, write_bundle
 
 LoadModel = Callable[..., AneModel]
 Bundles = Callable[[str], Bundle]
@@ -149,3 +153,50 @@ def test_only_a_finite_mask_survives_fp16(
     packing.bias.cache_clear()
     out = function.run(feeds)["last_hidden_state"]
     assert bool(np.isfinite(out).all()) is finite
+
+
+MID = {"layers": 4, "hidden": 256, "heads": 8, "max_positions": 128}
+"""Large enough for activations to pile up, small enough to build in seconds."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "write", "options", "outliers"),
+    [
+        ("qwen3", toy_models.write_qwen3, {"kv_heads": 4, "head_dim": 32, "ffn": 768}, "embed_tokens.weight"),
+        ("modernbert", toy_models.write_modernbert, {"ffn": 384, "rerank": True}, "embeddings.tok_embeddings.weight"),
+    ],
+)
+def test_fp16_holds_a_mid_size_model_with_outlier_channels(
+    name: str, write: Callable[..., Path], options: dict[str, Any], outliers: str, tmp_path: Path
+) -> None:
+    """Trained decoders carry a few channels with values in the thousands: no overflow, and rounding stays harmless.
+
+    Compared with the same graph in float64, since the point is the range of fp16 and not the graph.
+    """
+    (tmp_path / "checkpoint").mkdir()
+    write(tmp_path / "checkpoint", **MID, **options)
+    checkpoint = Checkpoint.open(tmp_path / "checkpoint")
+    plain, touched = checkpoint.f32, []
+
+    def amplified(tensor: str) -> np.ndarray:
+        found = plain(tensor)
+        if tensor == outliers:
+            found = found.copy()
+            found[:, [3, 77]] *= 2000.0 / np.abs(found[:, [3, 77]]).max()
+            touched.append(tensor)
+        return found
+
+    object.__setattr__(checkpoint, "f32", amplified)
+    bundle = write_bundle(checkpoint, tmp_path / "bundle", shape(64))
+    function = mil_reference.load(bundle.root / "model.mlpackage", "s64")
+    row = np.random.default_rng(3).integers(5, 300, 60).astype(np.int32)
+    feeds = inputs.single(row, 64, InputRules(vocab=320))
+    (rounded,) = function.run(feeds).values()
+    function.rounded = False
+    (exact,) = function.run(feeds).values()
+    assert touched and function.peak < 65504 and np.isfinite(rounded).all()
+    if name == "qwen3":
+        assert cosines(rounded[0, : len(row)], exact[0, : len(row)]).min() >= 0.999
+    else:
+        assert abs(float(rounded[0] - exact[0])) <= 0.05

@@ -62,6 +62,10 @@ class Function:
     def __init__(self, operations: list[Any], inputs: dict[str, Any], outputs: list[Any]) -> None:
         self.operations, self._inputs, self._outputs = operations, inputs, outputs
         self._weights: dict[str, np.ndarray] = {}
+        self.rounded = True
+        """False: results keep float64, for telling what rounding to the declared dtype does."""
+        self.peak = 0.0
+        """Largest finite magnitude of any float result so far."""
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         if set(feeds) != set(self._inputs):
@@ -110,7 +114,11 @@ class Function:
         for var, one in zip(op.outputs, results, strict=True):
             from coremltools.converters.mil.mil import types
 
-            array = np.asarray(one, types.nptype_from_builtin(var.dtype))
+            dtype = np.dtype(types.nptype_from_builtin(var.dtype))
+            floating = dtype.kind == "f"
+            array = np.asarray(one, np.float64 if floating and not self.rounded else dtype)
+            if floating and array.size:
+                self.peak = max(self.peak, float(np.abs(np.where(np.isfinite(array), array, 0)).max()))
             assert array.shape == tuple(var.shape), (op.op_type, array.shape, var.shape)
             values[var] = array
 
