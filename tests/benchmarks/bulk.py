@@ -1,0 +1,78 @@
+"""Embed a generated file of many lines through the host into a .npy, and watch the resident set.
+
+    python -m tests.benchmarks.bulk FOLDER LINES      prints: texts/s, MiB grown after the first tenth, peak MiB
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from synapse_host import Host, HostConfig
+from synapse_host.cli.console import Console
+from synapse_host.cli.embed_file import embed_to_file
+from tests.benchmarks import echo_worker
+from tests.support.small_bundle import write_bundle
+
+DIMS = 32
+
+
+def resident() -> dict[str, float]:
+    """Return MiB of anonymous and of file-backed resident memory: the output is a mapped file."""
+    found = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(("RssAnon", "RssFile")):
+            key, value, _ = line.split()
+            found[key.rstrip(":")] = int(value) / 1024
+    return found
+
+
+async def run(folder: Path, lines: int) -> tuple[float, float, float]:
+    """Return texts a second, anonymous MiB grown after a tenth of the lines, and the highest anonymous MiB."""
+    bundle = write_bundle(folder / "bulk-bundle", dims=DIMS, max_tokens=64)
+    source = folder / "bulk.jsonl"
+    with source.open("w") as file:
+        for number in range(lines):
+            text = "a b c d e f query " * (1 + number % 8)
+            file.write(json.dumps(text.strip()) + "\n")
+    command = json.dumps([*echo_worker.command(DIMS)])
+    matrix = folder / "bulk.yaml"
+    matrix.write_text(
+        "version: 1\nhardware: {any: {}}\nengines:\n"
+        f"  echo: {{engine: llama, device: cpu, format: gguf, requires: any, worker: {{command: {command}}}}}\n"
+        "lanes:\n  embed: {task: embed, engines: [echo]}\n"
+    )
+    samples: list[tuple[int, float]] = []
+
+    class Watching:
+        def __init__(self) -> None:
+            self.done = 0
+
+        def advance(self, amount: int = 1) -> None:
+            self.done += amount
+            samples.append((self.done, resident()["RssAnon"]))
+
+    class Quiet(Console):
+        def bar(self, label: str, total: int | None = None, *, unit: str = "") -> Any:
+            from contextlib import nullcontext
+
+            return nullcontext(Watching())
+
+    async with Host.open(matrix, {"bulk": bundle}, HostConfig()) as host:
+        await host.load("bulk")
+        begun = time.perf_counter()
+        await embed_to_file(
+            host, "bulk", source=str(source), texts=[], out=folder / "bulk.npy", lane=None, deadline=None,
+            truncate=True, console=Quiet(quiet=True),
+        )  # fmt: skip
+        rate = lines / (time.perf_counter() - begun)
+    settled = [value for done, value in samples if done >= lines / 10]
+    return rate, settled[-1] - settled[0], max(value for _, value in samples)
+
+
+if __name__ == "__main__":
+    print(*asyncio.run(run(Path(sys.argv[1]), int(sys.argv[2]))))
