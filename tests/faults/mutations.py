@@ -35,6 +35,7 @@ FRAMES = {"worker": 9, "host": 8}
 """HELLO, LOADED, PROGRESS x2, VECTORS and raw, TEXT, SCORES and raw; ACK, LOAD, then three requests with raw."""
 STALL_S = 0.003
 KILL_S = 0.1
+TRIES = 4
 LIMIT_S = 15.0
 STEP_S = 0.9
 """Below the watchdog's idea of a jump: these are seconds of silence, not of a suspended machine."""
@@ -149,7 +150,10 @@ async def _patiently(task: asyncio.Future[Any], factory: type[ThreadProcess], ve
             await asyncio.wait({task})
             break
         process = factory.made[-1] if factory.made else None
-        if process is not None and process.wire is not None and process.running and process.wire.quiet():
+        if process is None or process.wire is None or process.killed_at is not None:
+            # What is killed already needs real time to end, not more silence.
+            continue
+        if process.running and process.wire.quiet():
             verdict.stepped = True
             await loop.step(STEP_S)
     return task.exception() or task.result() if not task.cancelled() else asyncio.CancelledError()
@@ -185,6 +189,7 @@ def r5(sessions: int, headers: int, *, seed: int = 5, real: int = 0, workers: in
             row.mismatched += part["mismatched"]
             row.leaked += part["leaked"]
             again += part["again"]
+            row.notes.setdefault("slow_plans", []).extend(part["slow"][:10])
             row.problems += part["problems"]
             outcomes.update(part["outcomes"])
         row.notes |= {"outcomes": dict(outcomes.most_common(30)), "times_measured_again": again}
@@ -216,6 +221,7 @@ def share(sessions: int, headers: int, seed: int, real: int) -> dict[str, Any]:
             for name in ("injected", "survived", "lost", "mismatched", "leaked", "problems", "waited")
         },
         "times": sorted(row.times)[-200:],
+        "slow": row.notes.get("slow", []),
         "again": row.notes.get("times_measured_again", 0),
         "outcomes": dict(outcomes),
     }
@@ -241,12 +247,14 @@ async def judge(
     if verdict.kill_s is not None:
         # What is slow by itself is slow again; a busy machine is not.
         again = 0
-        while verdict.kill_s > KILL_S and again < 2:
+        while verdict.kill_s > KILL_S and again < TRIES:
             again += 1
             repeated = await spoiled_session(ground, factory, plan, number)
             row.problems += [f"{plan.to_dict()}, again: {finding}" for finding in repeated.findings]
             verdict.kill_s = min(verdict.kill_s, repeated.kill_s or verdict.kill_s)
         row.notes["times_measured_again"] = row.notes.get("times_measured_again", 0) + again
+        if verdict.kill_s > KILL_S:
+            row.notes.setdefault("slow", []).append(plan.to_dict())
         row.took(verdict.kill_s)
     if plan.way in HARMLESS and verdict.outcomes != ["ok"] * 3:
         row.problems.append(f"{plan.to_dict()}: splitting changed the outcome: {verdict.outcomes}")

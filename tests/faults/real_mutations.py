@@ -14,7 +14,7 @@ from typing import Any
 from synapse_host.config import Windows
 from tests.faults.arena import Arena, alive, arena, until
 from tests.faults.ledger import Row
-from tests.faults.mutations import FRAMES, KILL_S, SCRIPT, _typed, kind_of_refusal
+from tests.faults.mutations import FRAMES, KILL_S, SCRIPT, TRIES, _typed, kind_of_refusal
 from tests.faults.spoil import Plan, draw
 from tests.host.conftest import FAST
 
@@ -35,12 +35,16 @@ async def real_sessions(row: Row, count: int, seed: int, outcomes: Counter[str],
 async def _lane(ground: Arena, plans: Any, number: int, outcomes: Counter[str]) -> None:
     for turn, plan in enumerate(plans):
         late = await _session(ground, plan, f"real{number}-{turn}", outcomes)
-        if late is not None and late > KILL_S:
+        for again in range(TRIES):
+            if late is None or late <= KILL_S:
+                break
             # What is slow by itself is slow again; a busy machine is not.
-            again = await _session(ground, plan, f"real{number}-{turn}b", outcomes)
+            repeated = await _session(ground, plan, f"real{number}-{turn}-{again}", outcomes)
             ground.row.notes["times_measured_again"] = ground.row.notes.get("times_measured_again", 0) + 1
-            late = min(late, again or late)
+            late = min(late, repeated or late)
         if late is not None:
+            if late > KILL_S:
+                ground.row.notes.setdefault("slow", []).append(plan.to_dict())
             ground.row.took(late)
 
 
@@ -77,7 +81,8 @@ async def _session(ground: Arena, plan: Plan, name: str, outcomes: Counter[str])
     late: float | None = None
     first = ground.spy.processes.get(f"{name}-1")
     verdict = ground.spy.verdict(lane, 1)
-    if verdict is not None and verdict[1] != "silence":
+    # What the host sends is spoiled behind its back: the worker may finish its work before it reads the rest.
+    if verdict is not None and verdict[1] != "silence" and plan.sender == "worker":
         if struck.exists():
             late = verdict[0] - float(struck.read_text())
         if first is not None:

@@ -200,13 +200,16 @@ class SpoiledWire(Wire):
         if self._sent == self.plan.frame and self.struck_at is None:
             result = spoil(frame, self.plan)
             self.struck = True
-            self.on_strike()
+            if not result.hold:
+                self.on_strike()
             for piece in result.pieces:
                 self.socket.sendall(piece)
             self._held = result.hold
             self._then(result.then, "worker")
             self.struck_at = time.monotonic()
         elif not self._swallow["worker"]:
+            if held:
+                self.on_strike()
             self.socket.sendall(frame + held)
             if held:
                 self.struck_at = time.monotonic()
