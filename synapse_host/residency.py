@@ -207,8 +207,6 @@ class Residency:
             del self.workers[worker]
         else:
             found.recovering = found.restarting = found.down = True
-            waited_for = any(t.slot is None and t.key.worker == worker for t in self.tickets.values())
-            found.dormant = found.dormant or (found.lazy and not waited_for)
         self._pump()
 
     def restored(self, worker: str, generation: int) -> None:
@@ -356,6 +354,13 @@ class Residency:
 
         Return (one waits for room, and it waits for somebody's lease).
         """
+        waited_for = {ticket.key.worker for ticket in self.tickets.values() if ticket.slot is None}
+        for name, worker in self.workers.items():
+            if worker.lazy and worker.down and not worker.reviving and name not in waited_for:
+                # Nobody waits for it (any more): it stays down, and what was set aside for its LOAD goes back.
+                worker.dormant = True
+                for slot in self._of(name):
+                    self._drop(slot)
         for name, worker in self.workers.items():
             if not worker.down or worker.reviving or worker.closed or worker.dormant:
                 continue

@@ -14,6 +14,8 @@ FLEET = {
     "mini": {"mini": Model(layers=6, nbytes=45, smallest=128), "minirank": Model(layers=12, nbytes=66, smallest=128)},
 }
 RUNGS = (128, 256, 512, 1024, 2048)
+WIDTHS = (128, 256)
+LAZY = frozenset({"gte", "mini"})
 
 
 class World:
@@ -34,7 +36,8 @@ class World:
         self.processes: dict[str, set[Key]] = {}
         """What each live process really holds."""
         for name, models in self.fleet.items():
-            self.core.open_worker(name, models)
+            # Some start by themselves, some only for a request, the first time and after every exit.
+            self.core.open_worker(name, models, dormant=name in LAZY)
             self.collect()
 
     # --- events ------------------------------------------------------------------------------------------------------
@@ -68,7 +71,9 @@ class World:
             return
         worker = workers[pick(len(workers))]
         models = list(self.core.workers[worker].models)
-        key = Key(worker, models[pick(len(models))], "shape", RUNGS[pick(len(RUNGS))])
+        model, place = models[pick(len(models))], pick(len(RUNGS) + len(WIDTHS))
+        packed = place - len(RUNGS)
+        key = Key(worker, model, "shape", RUNGS[place]) if packed < 0 else Key(worker, model, "packed", WIDTHS[packed])
         ticket = self.core.request(key, self.now)
         self.waiting.add(ticket)
 
@@ -186,6 +191,10 @@ class World:
         assert max(per_model.values(), default=0) <= limits.per_model
         leases = [t.slot for t in core.tickets.values() if t.slot is not None and t.slot in core.slots]
         assert len(leases) == sum(slot.leases for slot in core.slots.values())
+        for name, worker in core.workers.items():
+            # A lazy worker without a process and without anybody who waits stays down.
+            idle = not any(t.slot is None and t.key.worker == name for t in core.tickets.values())
+            assert not (worker.lazy and worker.down and idle and not worker.reviving) or worker.dormant, name
         # Every process holds no more than is charged for it: a refund came too early otherwise.
         for name, process in self.processes.items():
             charged = {slot.key for slot in core.slots.values() if slot.key.worker == name}
