@@ -6,6 +6,8 @@
 #   make doctor    what this machine can run and what is wrong with it
 #   make faults    the fault campaign R1 to R17 (under six minutes): a table and reports/faults.json
 #   make faults-nightly   the same with the big numbers, the soak and the mutation score
+#   make bench     the benchmark suite: a table, reports/bench.json and reports/bench.html (QUICK=1: under 3 minutes)
+#   make bench-rivals   install what it is compared with into .venv-rivals (torch and others: large)
 #   make goldens   recompute the golden files (needs torch and transformers in .venv-reference)
 #   make hw-cuda   hardware tests on an NVIDIA GPU; fails rather than skips without one
 #   make hw-ane    hardware tests on the Apple Neural Engine; fails rather than skips without one
@@ -20,7 +22,7 @@ endif
 REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
-.PHONY: setup demo test lint doctor faults faults-nightly goldens hw-cuda hw-ane hw-metal
+.PHONY: setup demo test lint doctor faults faults-nightly bench bench-rivals goldens hw-cuda hw-ane hw-metal
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -45,6 +47,14 @@ faults: setup
 faults-nightly: setup
 	@$(BIN)/python -m tests.faults.guards --json reports/guards.json
 	@$(BIN)/python -m tests.faults.campaign --size nightly --report reports/faults-nightly.json
+
+bench: setup
+	@$(BIN)/python -m synapse_host bench --out reports $(if $(QUICK),--quick)
+
+bench-rivals: setup
+	@test -x .venv-rivals/bin/python || $(BIN)/python -m venv .venv-rivals
+	@.venv-rivals/bin/python -m pip install --quiet $$($(BIN)/python scripts/rivals.py)
+	@echo "rivals are in .venv-rivals; make bench compares with them"
 
 goldens:
 	@for script in $(GOLDENS); do echo "$$script"; $(REFERENCE) $$script || exit 1; done

@@ -1,0 +1,73 @@
+"""``synapse bench``: the benchmark suite of a checkout, rivals in the same run.
+
+The suite lives with the tests and measures engines in and out of the host, so it runs as a process of its own: the
+host's package imports none of it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from synapse_host.cli.parser import Parser
+from synapse_host.errors import EXIT_FAILED, DeadlineExceeded, InvalidRequest
+
+if TYPE_CHECKING:
+    import argparse
+
+    from synapse_host.cli.console import Console
+
+SUITE = Path("tests") / "benchmarks" / "__main__.py"
+
+
+def configure(parser: Parser) -> None:
+    """Add the verb's arguments."""
+    parser.description = (
+        "Measure the wire, the workers' lives and real models against what else is installed here, in the same\n"
+        "rounds: medians with their spread, ratios, targets. Needs a checkout; `make bench-rivals` installs rivals in an\n"
+        "environment of their own, and one that is absent is reported as not installed. Run it on a quiet machine."
+    )
+    parser.examples("""
+        synapse bench --quick
+        synapse bench --out reports
+        synapse bench --only wire --json
+    """)
+    parser.add_argument("--quick", action="store_true", help="under 3 minutes: fewer rounds, smaller batches")
+    parser.add_argument("--only", metavar="GROUP,…", help="of wire, lifecycle, models (default: all)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write bench.json and bench.html here")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of every contestant (default: usable cores)")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the verb."""
+    root = checkout()
+    command = [sys.executable, "-m", "tests.benchmarks"]
+    command += ["--quick"] if args.quick else []
+    command += ["--only", args.only] if args.only else []
+    command += ["--out", str(args.out.expanduser().absolute())] if args.out else []
+    command += ["--threads", str(args.threads)] if args.threads else []
+    command += ["--models-dir", str(args.models_dir.expanduser().absolute())] if args.models_dir else []
+    command += ["--json"] if console.json else []
+    command += ["--quiet"] if console.quiet or console.json else []
+    try:
+        done = subprocess.run(command, cwd=root, check=False, timeout=args.deadline)  # noqa: S603 - our own module
+    except subprocess.TimeoutExpired as exc:
+        raise DeadlineExceeded(f"the benchmarks were not done within {args.deadline:g} s") from exc
+    if done.returncode == EXIT_FAILED and console.json:
+        raise RuntimeError("the benchmark suite failed; its own words are on stderr")
+    return done.returncode
+
+
+def checkout() -> Path:
+    """Return the checkout that this installation belongs to, or else the current folder; InvalidRequest elsewhere."""
+    import synapse_host
+
+    for root in (Path(synapse_host.__file__).resolve().parents[1], Path.cwd()):
+        if (root / SUITE).is_file() and (root / "engines").is_dir():
+            return root
+    raise InvalidRequest(
+        f"the benchmark suite is part of a checkout and this is none (no {SUITE.as_posix()} beside the installed "
+        "package or in the current folder). Clone the project and run `make bench` there"
+    )
