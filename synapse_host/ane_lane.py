@@ -75,16 +75,13 @@ class AneLane:
         packed: type[AneAdmitPacked | AneEvictPacked],
         stage: str,
     ) -> Outcome:
-        generation = self._supervisor.generation
-
         def build(req_id: str, model_ref: str) -> tuple[AnyRequest, Any]:
-            if self._supervisor.generation != generation:
-                raise lost(self.lane_id, stage)
             if key.kind == "shape":
                 return shape(req_id=req_id, model_ref=model_ref, shape=key.tokens), None
             return packed(req_id=req_id, model_ref=model_ref, width=key.tokens), None
 
-        return await self._supervisor.submit(build, stage=f"{stage}_{key.kind}")
+        supervisor = self._supervisor
+        return await supervisor.submit(build, stage=f"{stage}_{key.kind}", generation=supervisor.generation)
 
 
 def _subset(request: AnyRequest, payload: Any, rows: Sequence[int]) -> tuple[AnyRequest, memoryview]:
@@ -202,14 +199,6 @@ class RungedLane:
         return await self._fleet.serve(self._lane, tokens, build, kind=kind, deadline=deadline, stage=stage)
 
 
-def lost(lane_id: str, stage: str) -> EngineCrashed:
-    """The worker that held the function was replaced; what it held is gone."""
-    return EngineCrashed(
-        f"lane {lane_id}: the worker was replaced while this request waited",
-        details={"lane_id": lane_id, "stage": stage, "cause": "exit", "quarantined": False},
-    )
-
-
 def unqualified(lane_id: str, width: int) -> SynapseError:
     """The worker's HELLO doesn't advertise the width, so it is never sent (protocol-v3, 3)."""
     return WORKER_ERRORS[ErrorCode.UNSUPPORTED_PACKED_WIDTH](
@@ -301,9 +290,7 @@ class AneFleet:
             held = self.shell.generation(lane)
 
             def guarded(req_id: str, model_ref: str) -> tuple[AnyRequest, Any]:
-                # Behind every wait: the function went with its worker, and nothing is written after the deadline.
-                if supervisor.generation != generation:
-                    raise lost(supervisor.spec.lane_id, stage)
+                # Behind every wait: nothing is written after the deadline.
                 if deadline is not None and asyncio.get_running_loop().time() >= deadline:
                     raise self._late(lane, stage)
                 if key.kind == "packed" and key.tokens not in (supervisor.advertised or ()):
@@ -311,7 +298,7 @@ class AneFleet:
                 return build(req_id, model_ref)
 
             try:
-                return await supervisor.submit(guarded, stage=stage)
+                return await supervisor.submit(guarded, stage=stage, generation=generation)
             except SynapseError as exc:
                 # A function that should be there and isn't: the books are wrong, so they are closed with the process.
                 if isinstance(exc, EngineCrashed) or exc.code == ErrorCode.SHAPE_NOT_ADMITTED:

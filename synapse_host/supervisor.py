@@ -118,12 +118,15 @@ class Supervisor:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    async def submit(self, build: Build, *, deadline: float | None = None, stage: str) -> Outcome:
+    async def submit(
+        self, build: Build, *, deadline: float | None = None, stage: str, generation: int | None = None
+    ) -> Outcome:
         """Run one exchange and return its reply with the payload.
 
-        *deadline* is absolute loop time. Raises what interfaces.md lists: engine_crashed, probe_required,
-        lane_refused, deadline_exceeded, queue_full, nonfinite_output, and the class of the worker's ERR code. A caller
-        that leaves (deadline, cancellation) neither harms the worker nor frees the lane early.
+        *generation*: only on this worker, which holds what the request needs; engine_crashed where it is gone, and
+        nothing is started. *deadline* is absolute loop time. Raises what interfaces.md lists: engine_crashed,
+        probe_required, lane_refused, deadline_exceeded, queue_full, nonfinite_output, and the class of the worker's ERR
+        code. A caller that leaves (deadline, cancellation) neither harms the worker nor frees the lane early.
         """
         started = monotonic()
         try:
@@ -240,7 +243,12 @@ class Supervisor:
                 await asyncio.wait({self._starting})
             session, self._session = self._session, None
             if session is not None:
-                await session.stop(self._config.shutdown_grace)
+                try:
+                    await session.stop(self._config.shutdown_grace)
+                except BaseException:
+                    # Left in the middle: whoever closes the lane ends it.
+                    self._session = self._session or session
+                    raise
             undead = self._undead.process if self._undead is not None else None
             mine = session.process if session is not None else None
             return not any(process is not None and process.running for process in (undead, mine))
@@ -289,13 +297,23 @@ class Supervisor:
             return None
         return self._begin(session, request, payload, stage, deadline=deadline, permit=permit)
 
-    async def _serve(self, build: Build, deadline: float | None, stage: str, *, probing: bool = False) -> Outcome:
+    async def _serve(
+        self,
+        build: Build,
+        deadline: float | None,
+        stage: str,
+        *,
+        probing: bool = False,
+        generation: int | None = None,
+    ) -> Outcome:
         """Run one exchange; the caller holds the turn, which this gives back in every case."""
         permit = False
         try:
             while True:
                 session = self._session
-                if session is None or not session.ready:
+                if session is None or not session.ready or generation not in (None, self._generation):
+                    if generation is not None:
+                        raise self._replaced(stage)
                     session = await self._ready(deadline, stage, probing=probing)
                 ref = session.model_ref
                 assert ref is not None
@@ -436,6 +454,13 @@ class Supervisor:
         return InvalidRequest(
             f"lane {self.spec.lane_id}: the request can't be sent: {exc}",
             details={"lane_id": self.spec.lane_id, "stage": stage},
+        )
+
+    def _replaced(self, stage: str) -> EngineCrashed:
+        lane_id = self.spec.lane_id
+        return EngineCrashed(
+            f"lane {lane_id}: the worker that held what this request needs is gone",
+            details={"lane_id": lane_id, "stage": stage, "cause": "exit", "quarantined": False},
         )
 
     def _stopping(self) -> QueueFull:
@@ -602,7 +627,8 @@ class Supervisor:
         error = self._last_crash = self._charge(session, death, exchange.stage if exchange else "idle", exchange)
         if self._session is session:
             self._session = None
-        if self.lost is not None and (exchange is None or type(exchange.request) is Ping):
+        alone = exchange is None or type(exchange.request) is Ping
+        if self.lost is not None and alone and session.generation == self._generation:
             self.lost()
         if exchange is None:
             return
