@@ -26,8 +26,8 @@ def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
     parser.description = (
         "Measure the wire, the workers' lives and real models against what else is installed here, in the same\n"
-        "rounds: medians with their spread, ratios, targets. Needs a checkout; `make bench-rivals` installs rivals in an\n"
-        "environment of their own, and one that is absent is reported as not installed. Run it on a quiet machine."
+        "rounds: medians with their spread, ratios, targets. Needs a checkout; `make bench-rivals` installs rivals in\n"
+        "an environment of their own, and one that is absent is reported as not installed. Run it on a quiet machine."
     )
     parser.examples("""
         synapse bench --quick

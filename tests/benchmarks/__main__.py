@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(chosen: Sequence[str], *, quick: bool, models_dir: Path | None, threads: int | None, say: Any) -> dict[str, Any]:
+def run(
+    chosen: Sequence[str], *, quick: bool, models_dir: Path | None, threads: int | None, say: Any
+) -> dict[str, Any]:
     """Measure the *chosen* groups and return the document."""
     begun, before = time.time(), machine.load()
     if before is not None and before > 0.5:

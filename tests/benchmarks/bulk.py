@@ -1,6 +1,6 @@
 """Embed a generated file of many lines through the host into a .npy, and watch the resident set.
 
-    python -m tests.benchmarks.bulk FOLDER LINES      prints: texts/s, MiB grown after the first tenth, peak MiB
+python -m tests.benchmarks.bulk FOLDER LINES      prints: texts/s, MiB grown after the first tenth, peak MiB
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows about lives: spawn to HELLO, death to READY, what idle workers and health reads cost, bulk work in flat memory."""
+"""Rows about lives: spawn to HELLO, death to READY, what idle workers and health reads cost, memory in bulk work."""
 
 from __future__ import annotations
 
@@ -125,13 +125,12 @@ def bulk(plan: Plan) -> list[Row]:
     command = [sys.executable, "-m", "tests.benchmarks.bulk", str(plan.folder), str(lines)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2])
     if done.returncode:
-        return [
-            Row(GROUP, f"{lines} lines, one worker", "texts/s", "higher", status="failed", note=done.stderr[-300:])
-        ]
+        return [Row(GROUP, f"{lines} lines, one worker", "texts/s", "higher", status="failed", note=done.stderr[-300:])]
     rate, growth, peak = map(float, done.stdout.split())
     note = f"an engine that computes nothing, so this is host and tokenizer; peak {peak:.0f} MiB"
     return [
-        Row(GROUP, f"{lines} lines to .npy, one worker", "texts/s", "higher", ours=Spread.of([rate]), rounds=1, note=note),
+        Row(GROUP, f"{lines} lines to .npy, one worker", "texts/s", "higher", ours=Spread.of([rate]), rounds=1,
+            note=note),
         Row(GROUP, f"memory grown from a tenth to the end of {lines} lines", "MiB", "lower", ours=Spread.of([growth]),
             target=16.0, absolute=True, rounds=1, note="the host's resident set, the mapped output left out"),
     ]  # fmt: skip

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,7 +208,8 @@ async def rerank(plan: Plan) -> list[Row]:
                 continue
             found.append(
                 row(rates, ours, "cross-encoder", group="models", name=f"{ours} {name}", unit="pairs/s",
-                    better="higher", rival_name=contest.rivals["cross-encoder"].what, target=target, note=_threads(plan))
+                    better="higher", rival_name=contest.rivals["cross-encoder"].what, target=target,
+                    note=_threads(plan))
             )  # fmt: skip
         if "cross-encoder" in contest.rivals:
             score = (await onnx.rerank("ms-marco", query, documents[:1], raw=True))[0]
@@ -285,9 +287,7 @@ async def lanes(plan: Plan) -> list[Row]:
             await asyncio.gather(opened.load("minilm"), opened.load("minilm", lane="other"))
 
             async def both(opened: Host = opened) -> None:
-                await asyncio.gather(
-                    opened.embed("minilm", sentences), opened.embed("minilm", sentences, lane="other")
-                )
+                await asyncio.gather(opened.embed("minilm", sentences), opened.embed("minilm", sentences, lane="other"))
 
             contestants = {
                 "two": timed(both),
@@ -312,7 +312,7 @@ async def lanes(plan: Plan) -> list[Row]:
 def _rows(opened: Host, sentences: list[str]) -> list[Any]:
     ids = opened._tokenizer("minilm").rows(sentences)
     bounds = np.concatenate(([0], np.cumsum(ids.lengths)))
-    return [ids.ids[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [ids.ids[start:stop] for start, stop in pairwise(bounds)]
 
 
 def _batch(opened: Host, sentences: list[str]) -> Any:

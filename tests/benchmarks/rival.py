@@ -2,8 +2,8 @@
 
     .venv-rivals/bin/python tests/benchmarks/rival.py KIND OPTIONS_JSON
 
-First line out: {"ready": true, "what": …} or {"error": …}. Then one line in, one line out: {"op": "embed", "texts": […]}
--> {"seconds": s, "first": […]} with the first vector, so that the suite can see that the same thing was computed.
+First line out: {"ready": true, "what": …} or {"error": …}. Then a line in, a line out: {"op": "embed", "texts": […]} ->
+{"seconds": s, "first": […]} with the first vector, so that the suite can see that the same thing was computed.
 OPTIONS: bundle (folder), folder (scratch), threads, gguf (file). Standard library at the top: what a rival needs is
 imported by that rival alone.
 """
@@ -48,7 +48,9 @@ class Rival:
         from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
         manifest = self.manifest()
-        config = {k: v for k, v in manifest["config"].items() if "dropout" not in k and k not in ("dtype", "_name_or_path")}
+        config = {
+            k: v for k, v in manifest["config"].items() if "dropout" not in k and k not in ("dtype", "_name_or_path")
+        }
         for key in ("layer_norm_eps", "initializer_range"):
             if key in config:
                 config[key] = float(config[key])
@@ -104,7 +106,7 @@ class Rival:
             torch.onnx.export(
                 Encoder(), (ids, torch.ones_like(ids), torch.zeros_like(ids)), str(folder / "model.onnx"),
                 input_names=names, output_names=["last_hidden_state"], opset_version=17, dynamo=False,
-                dynamic_axes={name: axes for name in [*names, "last_hidden_state"]},
+                dynamic_axes=dict.fromkeys([*names, "last_hidden_state"], axes),
             )  # fmt: skip
         (folder / "done").touch()
         return folder
@@ -146,7 +148,9 @@ class CrossEncoder(Rival):
 
         torch.set_num_threads(self.threads)
         folder = self.checkpoint(rerank=True)
-        self.model = sentence_transformers.CrossEncoder(str(folder), device="cpu", max_length=self.manifest()["max_tokens"])
+        self.model = sentence_transformers.CrossEncoder(
+            str(folder), device="cpu", max_length=self.manifest()["max_tokens"]
+        )
         self.what = f"sentence-transformers {sentence_transformers.__version__} CrossEncoder"
 
     def rerank(self, query: str, documents: list[str]) -> Any:
@@ -173,7 +177,10 @@ class Fastembed(Rival):
             dim=manifest["dims"], model_file="model.onnx",
         )  # fmt: skip
         self.model = fastembed.TextEmbedding(
-            "local/bench", specific_model_path=str(self.onnx()), threads=self.threads, providers=["CPUExecutionProvider"]
+            "local/bench",
+            specific_model_path=str(self.onnx()),
+            threads=self.threads,
+            providers=["CPUExecutionProvider"],
         )
         self.what = f"fastembed {fastembed.__version__}"
 
@@ -185,7 +192,7 @@ class Fastembed(Rival):
 
 
 class HandFed(Rival):
-    """onnxruntime as a careful person feeds it: tokenised by `tokenizers`, sorted by length, 32 a batch, all threads."""
+    """onnxruntime as a careful person feeds it: `tokenizers`, sorted by length, 32 a batch, all threads."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(options)

@@ -1,4 +1,4 @@
-"""A copy of an encoder's GGUF with its word pieces in it: llama.cpp's servers take text, our bundles keep no vocabulary."""
+"""A copy of an encoder's GGUF with its word pieces: llama.cpp's servers take text, our bundles keep no vocabulary."""
 
 from __future__ import annotations
 

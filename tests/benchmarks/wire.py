@@ -149,7 +149,10 @@ async def frames(plan: Plan) -> list[Row]:
             size = mib * MIB - (256 if mib == 64 else 0)
             ids = np.zeros(size // 4, np.int32)
             count = max(1, plan.scaled(16 // mib))
-            async with echo_lane(plan.folder, 1, f"up{mib}") as up, echo_lane(plan.folder, size // 4, f"down{mib}") as down:
+            async with (
+                echo_lane(plan.folder, 1, f"up{mib}") as up,
+                echo_lane(plan.folder, size // 4, f"down{mib}") as down,
+            ):
                 large, small = request(1, size // 4, ids.data), request(1, 1, np.zeros(1, np.int32).data)
 
                 async def sent(lane: Any, build: Any, count: int = count) -> float:
