@@ -164,7 +164,20 @@ def _compiled(template: str) -> Any:
         # jinja2's own filter escapes for HTML.
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
-    environment = ImmutableSandboxedEnvironment(
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Refuses one small expression that asks for all memory or all time: ``'a' * 10**10``, ``9**9**9``."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**":
+                raise ValueError("** is not allowed in a chat template")
+            for many, times in ((left, right), (right, left)):
+                if hasattr(many, "__len__") and isinstance(times, int) and len(many) * times > MAX_RENDERED:
+                    raise ValueError(f"a repetition writes more than {MAX_RENDERED} characters")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[Generation, "jinja2.ext.loopcontrols"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -102,6 +103,8 @@ class Host:
         self._standings: dict[str, Standing] = {}
         """Lanes that need a certificate, by id, with how they stand; looked up when the host opens."""
         self._closed = False
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
     @asynccontextmanager
@@ -131,6 +134,7 @@ class Host:
         try:
             host = cls(matrix=loaded, bundles=bundles, profile=profile, config=config, runtime=runtime)
             host._qualifying = qualifying
+            host._loop = asyncio.get_running_loop()
             try:
                 await host._look_up_certificates()
                 yield host
@@ -145,6 +149,9 @@ class Host:
         Idempotent; a call with a shorter *drain* hurries one that still waits.
         """
         self._closed = True
+        if os.getpid() != self._pid:
+            # A forked child leaves the block too: workers and sockets are its parent's.
+            return
         supervisors = dict(self._supervisors)
         if supervisors:
             await asyncio.gather(*(supervisor.aclose(drain=drain) for supervisor in supervisors.values()))
@@ -644,14 +651,26 @@ class Host:
         """Return the assignment that a call for this model uses."""
         return self._any(model, lane)
 
+    def _check_loop(self) -> None:
+        # Futures of one loop are never woken by another's: a call from there would wait for ever.
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            return  # lane_of: it waits for nothing.
+        if self._loop is not None and running is not self._loop and not self._closed:
+            raise InvalidRequest("this host runs on another event loop; call it there, or use SyncHost from any thread")
+
     def _any(self, model: str, lane: str | None) -> Assignment:
+        self._check_loop()
         bundle = self.bundles.get(model) if isinstance(model, str) else None
         return find(self.assignments, self.bundles, model=model, lane=lane, task=bundle.manifest.task if bundle else "")
 
     def _find(self, model: str, lane: str | None, task: str) -> Assignment:
+        self._check_loop()
         return find(self.assignments, self.bundles, model=model, lane=lane, task=task)
 
     def _by_id(self, lane_id: str) -> Assignment:
+        self._check_loop()
         assignment = self.assignments.get(lane_id) if isinstance(lane_id, str) else None
         if assignment is None:
             raise InvalidRequest(

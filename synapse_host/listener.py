@@ -46,6 +46,7 @@ class RuntimeDirectory:
         self._lock: IO[bytes] | None = None
         self._short: Path | None = None
         self._made: dict[Path, tuple[int, int]] = {}
+        self._pid = os.getpid()
 
     @classmethod
     def open(cls, path: Path | str | None = None) -> RuntimeDirectory:
@@ -55,14 +56,7 @@ class RuntimeDirectory:
         else:
             directory = cls(Path(path).resolve(), temporary=False)
         try:
-            # `parents=True` would make them with the umask's mode, and whoever may write above us may replace us.
-            missing = [part for part in directory.path.parents if not part.exists()]
-            for part in reversed(missing):
-                part.mkdir(mode=0o700, exist_ok=True)
-            for part in (directory.path, directory.path / "synapse", directory.workers):
-                part.mkdir(mode=0o700, exist_ok=True)
-                _check_private(part)
-            directory._take_lock()
+            directory._make()
         except OSError as exc:
             directory.close()
             raise InvalidRequest(
@@ -73,6 +67,27 @@ class RuntimeDirectory:
             directory.close()
             raise
         return directory
+
+    def _make(self) -> None:
+        """Make what is missing of the directory, check that it is ours alone, and take its lock."""
+        # `parents=True` would make them with the umask's mode, and whoever may write above us may replace us.
+        missing = [part for part in self.path.parents if not part.exists()]
+        for part in reversed(missing):
+            part.mkdir(mode=0o700, exist_ok=True)
+        for part in (self.path, self.path / "synapse", self.workers):
+            part.mkdir(mode=0o700, exist_ok=True)
+            _check_private(part)
+        if not self._holds_lock():
+            self._take_lock()
+
+    def _holds_lock(self) -> bool:
+        """Tell whether our lock is on the file that others would lock."""
+        if self._lock is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._lock.fileno()), self.lock_path.stat())
+        except OSError:
+            return False
 
     @property
     def lock_path(self) -> Path:
@@ -104,7 +119,16 @@ class RuntimeDirectory:
 
     def listen(self, worker_id: str) -> UnixListener:
         """Bind and listen for one worker. InvalidRequest when the path is taken by something that isn't ours."""
-        return self._bind(self.socket_path(worker_id))
+        try:
+            return self._bind(self.socket_path(worker_id))
+        except FileNotFoundError:
+            # Cleaners of /tmp remove what lay there for days; the lane would be lost until the host restarts.
+            _log.warning("the runtime directory was removed and is made again: path=%s", self.path)
+            if self._short is not None and not self._short.exists():
+                self._short = None
+            self._made = {path: made for path, made in self._made.items() if path.exists()}
+            self._make()
+            return self._bind(self.socket_path(worker_id))
 
     def listen_control(self) -> UnixListener:
         """Bind and listen for operators, in place of a dead host's socket. InvalidRequest as for :meth:`listen`."""
@@ -132,7 +156,9 @@ class RuntimeDirectory:
         return UnixListener(listener, path, self._unlink)
 
     def close(self) -> None:
-        """Remove what is ours and give the lock back; idempotent."""
+        """Remove what is ours and give the lock back; idempotent. A forked child's copy removes nothing."""
+        if os.getpid() != self._pid:
+            return
         for path in list(self._made):
             self._unlink(path)
         if self._short is not None:
@@ -171,6 +197,8 @@ class RuntimeDirectory:
         handle.truncate(0)
         handle.write(f"{os.getpid()}\n".encode())
         handle.flush()
+        if self._lock is not None:
+            self._lock.close()
         self._lock = handle
 
 

@@ -7,11 +7,16 @@ host, since a worker's parent-death signal is tied to the thread that spawned it
 from __future__ import annotations
 
 import asyncio
+import atexit
+import concurrent.futures
+import os
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from synapse_host.errors import InvalidRequest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,13 +30,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LEAVE_S: Final = 5.0
+"""Seconds that calls of other threads get to end by themselves once their host is closed."""
+
 
 class SyncHost:
     """A :class:`~synapse_host.host.Host` behind blocking calls; usable from several threads at once."""
 
-    def __init__(self, host: Host, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, host: Host, thread: LoopThread) -> None:
         self._host = host
-        self._loop = loop
+        self._thread = thread
 
     @classmethod
     @contextmanager
@@ -44,24 +52,27 @@ class SyncHost:
         """Open a host and its loop thread; both end with the block. Arguments as :meth:`Host.open`."""
         from synapse_host.host import Host
 
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, name="synapse-host", daemon=True)
-        thread.start()
+        thread = LoopThread()
+        opened: AbstractAsyncContextManager[Host] = Host.open(matrix, models, config)
+
+        def close() -> None:
+            thread.close(lambda: opened.__aexit__(None, None, None))
+
         try:
-            opened: AbstractAsyncContextManager[Host] = Host.open(matrix, models, config)
-            host = _call(loop, opened.__aenter__())
-            try:
-                yield cls(host, loop)
-            finally:
-                _call(loop, opened.__aexit__(None, None, None))
+            host = thread.call(opened.__aenter__())
+        except BaseException:
+            thread.close(None)
+            raise
+        # A block that is never left ends with the interpreter: later its thread would be frozen, and we with it.
+        atexit.register(close)
+        try:
+            yield cls(host, thread)
         finally:
-            _call(loop, loop.shutdown_default_executor())
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            loop.close()
+            atexit.unregister(close)
+            close()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return _call(self._loop, coroutine)
+        return self._thread.call(coroutine)
 
     def embed(self, model: str, texts: Sequence[str], **options: Any) -> FloatArray:
         """As :meth:`Host.embed`."""
@@ -120,11 +131,70 @@ class SyncHost:
         return self._host.explain(lane)
 
 
-def _call(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the loop's thread; an interrupt here cancels it there."""
-    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
+class LoopThread:
+    """An event loop on a thread of its own, for callers on other threads."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="synapse-host", daemon=True)
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the thread; an interrupt here cancels it there. InvalidRequest once it is closed."""
+        try:
+            with self._lock:
+                # Nothing is handed over once closing began: nobody would run it.
+                self._check_open()
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except InvalidRequest:
+            coroutine.close()
+            raise
+        return self._result(future)
+
+    def close(self, leave: Callable[[], Coroutine[Any, Any, Any]] | None) -> None:
+        """Run *leave*, let the calls of other threads end, stop the thread; idempotent. Nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            if leave is not None:
+                self._result(asyncio.run_coroutine_threadsafe(leave(), self._loop))
+        finally:
+            self._result(asyncio.run_coroutine_threadsafe(_end_calls(), self._loop))
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidRequest(f"this host belongs to process {self._pid}; open one after the fork")
+        if self._closed:
+            raise InvalidRequest("this host is closed")
+
+    def _result(self, future: concurrent.futures.Future[T]) -> T:
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise InvalidRequest("this host is closed") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _end_calls() -> None:
+    """Wait for what still runs on this loop, then cancel it: a thread that waits for an answer must get one."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        _, late = await asyncio.wait(others, timeout=LEAVE_S)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+    with suppress(RuntimeError):
+        # At the interpreter's end no thread can be started any more, and none of the executor's is left.
+        await asyncio.get_running_loop().shutdown_default_executor()

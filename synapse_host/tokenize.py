@@ -7,15 +7,18 @@ a text is cut only where the caller asked for it, inside the special tokens, and
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import UNSET
 
-from engines.bundle.manifest import Bundle
+from engines.bundle.digest import same
+from engines.bundle.manifest import Bundle, open_plain
 from synapse_host.admission import too_long
 from synapse_host.errors import BundleInvalid, InvalidRequest
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
+MAX_TOKENIZER_BYTES: Final = 256 * 1024 * 1024
 MAX_TEXT_BYTES: Final = 16 * 1024 * 1024
 """A text beyond this is refused before it is tokenised: no model takes a thousandth of it."""
 
@@ -73,8 +77,11 @@ class TextTokenizer:
             raise InvalidRequest(
                 f"bundle {self.model} has no tokenizer: send token ids (embed_ids, rerank_ids, generate_ids)"
             )
-        self._path = bundle.path(manifest.tokenizer.path)
-        self._plain = _open(self._path, self.model)
+        path = bundle.path(manifest.tokenizer.path)
+        # Kept: the second object below comes from the same bytes, whatever becomes of the file.
+        self._file = _read(path, manifest.tokenizer.digest, self.model)
+        self._name = path.name
+        self._plain = _open(self._file, self._name, self.model)
         special = manifest.special_ids if manifest.special_ids is not UNSET else {}
         self.single = _single_frame(self._plain, manifest.family, manifest.task, special)
         self._instructed = manifest.task == "rerank" and manifest.family == "qwen3"
@@ -177,7 +184,7 @@ class TextTokenizer:
     @cached_property
     def _special(self) -> Tokenizer:
         # An object of its own: the switch below must never be seen by a thread that encodes a person's text.
-        tokenizer = _open(self._path, self.model)
+        tokenizer = _open(self._file, self._name, self.model)
         tokenizer.encode_special_tokens = False
         return tokenizer
 
@@ -266,15 +273,34 @@ def _cut(rows: Rows) -> list[list[int]]:
     return cut
 
 
-def _open(path: Any, model: str) -> Tokenizer:
+def _read(path: Path, digest: str, model: str) -> bytes:
+    """Return a tokenizer file's bytes, checked: another vocabulary would give wrong vectors without any error."""
+    try:
+        with open_plain(path) as file:
+            data = file.read(MAX_TOKENIZER_BYTES + 1)
+    except OSError as exc:
+        raise BundleInvalid(
+            f"bundle {model}: {path.name} can't be read as a tokenizer: {exc.strerror or exc}. Rebuild the bundle"
+        ) from exc
+    if len(data) > MAX_TOKENIZER_BYTES:
+        raise BundleInvalid(f"bundle {model}: {path.name} has more than {MAX_TOKENIZER_BYTES} bytes")
+    actual = hashlib.sha256(data).hexdigest()
+    if not same(digest, actual):
+        raise BundleInvalid(
+            f"bundle {model}: {path.name} was changed: its digest is sha256:{actual}, the manifest says {digest}. "
+            "Install or build the bundle again",
+            details={"file": str(path), "expected": digest, "observed": f"sha256:{actual}"},
+        )
+    return data
+
+
+def _open(data: bytes, name: str, model: str) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as exc:  # the library raises a bare Exception for any bad file
-        raise BundleInvalid(
-            f"bundle {model}: {path.name} can't be read as a tokenizer: {exc}. Rebuild the bundle"
-        ) from exc
+        raise BundleInvalid(f"bundle {model}: {name} can't be read as a tokenizer: {exc}. Rebuild the bundle") from exc
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True

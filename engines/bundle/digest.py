@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
-from engines.bundle.manifest import BundleError
+from engines.bundle.manifest import BundleError, open_plain
 
 PREFIX: Final = "sha256:"
 BLOCK: Final = 1024 * 1024
@@ -41,7 +41,7 @@ def file_digest(source: Path | str | BinaryIO, progress: Progress | None = None)
     """Return the lowercase hex SHA-256 of a file, read in 1 MiB blocks; an open file from where it stands."""
     if isinstance(source, (str, os.PathLike)):
         try:
-            with Path(source).open("rb", buffering=0) as file:
+            with open_plain(Path(source)) as file:
                 return file_digest(file, progress)
         except OSError as exc:
             raise BundleError(f"{source}: {exc.strerror or exc}") from exc

@@ -6,10 +6,13 @@ manifest: a non-integer number is a string such as ``"1e-12"``.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import stat
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, BinaryIO, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -123,7 +126,7 @@ def parse_strict(data: bytes) -> dict[str, Any]:
         raise BundleError(f"{FILE_NAME}: {text} is not an integer; write non-integers as strings")
 
     if len(data) > MAX_BYTES:
-        raise BundleError(f"{FILE_NAME} has {len(data)} bytes, at most {MAX_BYTES}")
+        raise BundleError(f"{FILE_NAME} has more bytes than may be: at most {MAX_BYTES}")
     try:
         # Decoded here: left to itself, json would guess UTF-16 and UTF-32 as well.
         obj = json.loads(data.decode("utf-8"), object_pairs_hook=pairs, parse_float=number, parse_constant=number)
@@ -133,6 +136,16 @@ def parse_strict(data: bytes) -> dict[str, Any]:
     if not isinstance(obj, dict):
         raise BundleError(f"{FILE_NAME} must hold one JSON object")
     return obj
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file of a bundle; OSError for one that is no plain file. A FIFO or a device would be read for ever."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def read(root: Path | str) -> Bundle:
@@ -145,7 +158,8 @@ def read(root: Path | str) -> Bundle:
         root = root.parent
     file = root / FILE_NAME
     try:
-        data = file.read_bytes()
+        with open_plain(file) as stream:
+            data = stream.read(MAX_BYTES + 1)
     except OSError as exc:
         raise BundleError(f"{root} is not a model bundle: {file.name}: {exc.strerror or exc}") from exc
     return Bundle(root.absolute(), parse(data), manifest_digest(data))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,27 @@ def toy(**changes: Any) -> dict[str, Any]:
 
 def encode(obj: Any) -> bytes:
     return json.dumps(obj, ensure_ascii=False).encode()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO")
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_a_manifest_that_is_no_plain_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "manifest.json"
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "device":
+        place.symlink_to("/dev/zero")
+    else:
+        place.mkdir()
+    with pytest.raises(BundleError, match=r"is not a model bundle: manifest\.json: "):
+        manifest.read(tmp_path)
+
+
+def test_a_manifest_without_end_is_not_read_to_the_end(tmp_path: Path) -> None:
+    with (tmp_path / "manifest.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(BundleError, match="at most 4194304"):
+        manifest.read(tmp_path)
 
 
 def test_the_shortest_manifest_of_the_interface_page_is_valid() -> None:

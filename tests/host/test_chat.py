@@ -61,6 +61,10 @@ def test_malformed_messages(tmp_path: Path, prompt: Any) -> None:
     [
         "{{ messages.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
+        "{{ 'a' * 10**10 }}",
+        "{{ 10000000000 * 'a' }}",
+        "{{ [1] * 9999999999 }}",
+        "{{ 9 ** 9 ** 9 }}",
         "{% set x = messages.clear() %}",
         "{% include '/etc/passwd' %}",
         "{{ undefined_function() }}",

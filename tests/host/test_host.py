@@ -363,6 +363,24 @@ def test_two_hosts_on_one_runtime_directory(bench: Bench, runtime_dir: Path) -> 
     asyncio.run(main())
 
 
+def test_another_event_loop_is_told_so(bench: Bench) -> None:
+    async def work(host: Host) -> None:
+        ends: list[Any] = []
+
+        def elsewhere() -> None:
+            for call in (lambda: host.embed("toy", ["a"]), lambda: host.load("toy"), lambda: host.probe("embed")):
+                try:
+                    ends.append(asyncio.run(call()))
+                except InvalidRequest as exc:
+                    ends.append(exc.message)
+
+        await asyncio.to_thread(elsewhere)
+        assert len(ends) == 3 and all("another event loop" in str(end) for end in ends), ends
+        assert (await host.embed("toy", ["a"])).shape == (1, 8)
+
+    bench.model("toy").run(work)
+
+
 def test_a_closed_host_serves_nothing(bench: Bench) -> None:
     kept: list[Host] = []
 

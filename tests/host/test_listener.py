@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -49,6 +50,42 @@ def test_two_private_directories_at_once():
     assert first.path != second.path
     first.close()
     second.close()
+
+
+def test_a_directory_that_was_removed_is_made_again_and_locked(runtime_dir):
+    made = RuntimeDirectory.open(runtime_dir / "rt")
+    first = made.listen("embed-1")
+    shutil.rmtree(made.path)
+    listener = made.listen("embed-2")
+    assert mode(made.workers) == mode(made.path) == 0o700 and listener.path.exists()
+    with pytest.raises(InvalidRequest, match="is in use by"):
+        RuntimeDirectory.open(made.path)
+    first.close()
+    listener.close()
+    made.close()
+    assert not listener.path.exists()
+    RuntimeDirectory.open(made.path).close()
+
+
+def test_a_removed_directory_that_another_host_took_is_not_shared(runtime_dir):
+    made = RuntimeDirectory.open(runtime_dir / "rt")
+    shutil.rmtree(made.path)
+    other = RuntimeDirectory.open(made.path)
+    shutil.rmtree(other.workers)
+    with pytest.raises(InvalidRequest, match="is in use by"):
+        made.listen("embed-1")
+    other.close()
+    made.close()
+
+
+def test_a_forked_childs_copy_removes_nothing(directory):
+    listener = directory.listen("embed-1")
+    if (pid := os.fork()) == 0:
+        directory.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert listener.path.exists() and directory.lock_path.exists()
+    listener.close()
 
 
 def test_a_generous_umask_opens_nothing(runtime_dir):

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from engines.bundle.manifest import Bundle, read
+from engines.bundle.manifest import Bundle, FileRef, read
 from synapse_host.errors import BundleInvalid, InvalidRequest, SequenceTooLong
 from synapse_host.tokenize import TextTokenizer, compose_ids, id_rows
 from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle
@@ -156,8 +159,39 @@ def test_a_broken_tokenizer_is_a_broken_bundle(tmp_path: Path) -> None:
     found = bundle(tmp_path)
     for text in ("", "{}", "not json"):
         found.path("tokenizer.json").write_text(text)
+        digest = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+        tokenizer = FileRef(path="tokenizer.json", digest=digest)
         with pytest.raises(BundleInvalid, match="can't be read as a tokenizer"):
-            TextTokenizer(found)
+            TextTokenizer(replace(found, manifest=replace(found.manifest, tokenizer=tokenizer)))
+
+
+def test_a_changed_tokenizer_is_refused_before_it_gives_other_ids(tmp_path: Path) -> None:
+    found = bundle(tmp_path)
+    file = found.path("tokenizer.json")
+    file.write_bytes(file.read_bytes() + b" ")
+    with pytest.raises(BundleInvalid, match="was changed: its digest is sha256:") as caught:
+        TextTokenizer(found)
+    assert caught.value.details["expected"] == found.manifest.tokenizer.digest
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO")
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_a_tokenizer_that_is_no_plain_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    found = bundle(tmp_path)
+    file = found.path("tokenizer.json")
+    file.unlink()
+    if kind == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
+    with pytest.raises(BundleInvalid, match="can't be read as a tokenizer: not a plain file"):
+        TextTokenizer(found)
+
+
+def test_both_readings_of_a_tokenizer_are_of_one_file(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(found := bundle(tmp_path))
+    found.path("tokenizer.json").write_text("{}")
+    assert tokenizer.template("<|im_start|>") != tokenizer.literal("<|im_start|>")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,122 @@
+"""The blocking host's life: left, not left, closed under other threads' calls, copied by a fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from synapse_host.errors import InvalidRequest
+from synapse_host.host import SyncHost
+from tests.support.small_bundle import write_bundle, write_matrix
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).parents[2]
+OPEN = """
+import os, sys, threading, time
+from pathlib import Path
+from synapse_host.errors import InvalidRequest
+from synapse_host.host import SyncHost
+matrix, model = map(Path, sys.argv[1:])
+left = SyncHost.open(matrix, {"toy": model})
+host = left.__enter__()
+place = host._host.runtime.path
+assert host.embed("toy", ["a"]).shape == (1, 8)
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> tuple[Path, Path]:
+    return write_matrix(tmp_path), write_bundle(tmp_path / "toy", model_id="toy")
+
+
+def program(toy: tuple[Path, Path], text: str) -> subprocess.CompletedProcess[str]:
+    tmp = toy[0].parent / "tmp"
+    tmp.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN + text, *map(str, toy)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert not list(tmp.iterdir()), "a runtime directory is left"
+    return done
+
+
+def test_a_block_that_is_never_left_ends_with_the_interpreter(toy: tuple[Path, Path]) -> None:
+    done = program(toy, "print('end')")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+def test_a_thread_may_use_the_host_until_it_ends_itself(toy: tuple[Path, Path]) -> None:
+    done = program(
+        toy,
+        "def late():\n"
+        "    threading.main_thread().join()\n"
+        "    print(host.embed('toy', ['a']).shape)\n"
+        "threading.Thread(target=late).start()\n",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 8)\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_harms_nothing_and_waits_for_nothing(toy: tuple[Path, Path]) -> None:
+    done = program(
+        toy,
+        "if (pid := os.fork()) == 0:\n"
+        "    try:\n"
+        "        host.embed('toy', ['a'])\n"
+        "    except InvalidRequest as exc:\n"
+        "        print(exc, flush=True)\n"
+        "    left.__exit__(None, None, None)\n"
+        "    sys.exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), place.exists())\n"
+        "print(host.embed('toy', ['a']).shape, host.health()['lanes']['embed']['generation'])\n",
+    )
+    said, *rest = done.stdout.splitlines()
+    assert said.startswith("this host belongs to process ") and done.stderr == ""
+    assert (done.returncode, rest) == (0, ["7 True", "(1, 8) 1"])
+
+
+def test_closing_answers_the_calls_of_other_threads(tmp_path: Path) -> None:
+    script = {"rules": [{"on": "EMBED_BATCH", "first_id": 99, "do": [{"sleep": 30}]}]}
+    matrix, model = write_matrix(tmp_path, script), write_bundle(tmp_path / "toy", model_id="toy")
+    ends: list[Any] = []
+
+    def call() -> None:
+        try:
+            ends.append(host.embed_ids("toy", [[99]]))
+        except Exception as exc:
+            ends.append(exc)
+
+    with SyncHost.open(matrix, {"toy": model}) as host:
+        threads = [threading.Thread(target=call, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while host.health()["lanes"]["embed"]["state"] != "serving":
+            time.sleep(0.01)
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(ends) == 4 and all(getattr(end, "code", None) is not None for end in ends), ends
+
+
+def test_a_closed_host_says_so(toy: tuple[Path, Path]) -> None:
+    matrix, model = toy
+    with SyncHost.open(matrix, {"toy": model}) as host:
+        pass
+    calls: list[Any] = [
+        lambda: host.embed("toy", ["a"]),
+        lambda: host.health(),
+        lambda: host.load("toy"),
+        lambda: host.unload("toy"),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidRequest, match="this host is closed"):
+            call()
