@@ -136,6 +136,8 @@ def serve(
 ) -> None:
     """Connect, shake hands and serve until the end."""
     deadline = time.monotonic() + HANDSHAKE_S
+    # First of all: until we have connected there is no socket whose end could tell that the host has gone.
+    die_with_parent()
     faulthandler.enable()
     if hasattr(faulthandler, "register"):
         # The host asks a silent worker for its stacks before it kills it (protocol-v3, 5).
@@ -146,7 +148,6 @@ def serve(
     with worker.channel:
         worker.greet(arguments.nonce)
         # The host is checking HELLO now: a good moment for what isn't needed earlier.
-        die_with_parent()
         configure_logging()
         if worker.await_ack(deadline=deadline):
             worker.serve()

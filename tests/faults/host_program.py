@@ -61,13 +61,14 @@ async def orphans(lanes: Lanes, root: Path, history: History) -> None:
         asyncio.create_task(history.embed(made[name], first))
         for name, first in (("busy in C", BUSY), ("spins with the GIL", GIL), ("behind a wrapper, busy in C", BUSY))
     ]
-    starting = lanes({"start": [{"touch": str(root / "starting")}, {"sleep": 600}]}, lane_id="starting")
+    starting = lanes({"start": [{"report": str(root / "starting")}, {"sleep": 600}]}, lane_id="starting")
     tasks.append(asyncio.create_task(starting.load()))
     while not all((root / name).exists() for name in ("busy", "gil", "wbusy", "starting")):
         await asyncio.sleep(0.005)
     pids = {name: lane.health()["worker_pid"] for name, lane in made.items()}
     pids["behind a wrapper: the worker"] = int(wrapped.read_text())
     pids["behind a wrapper, busy in C: the worker"] = int(wrapped_busy.read_text())
+    pids["starting, before its HELLO"] = json.loads((root / "starting").read_text())["pid"]
     say(pids=pids)
     await asyncio.sleep(600)
 
