@@ -136,7 +136,15 @@ def unknown(name: str, folder: Path | None = None) -> UnknownModel:
 
     known = sorted({*DEFAULTS, *installed(folder)})
     if os.sep in name:
-        return UnknownModel(f"{name} is not a model bundle: no {manifest.FILE_NAME} in it", details={"known": known})
+        checkpoint = Path(name, "config.json").is_file()
+        hint = f". It is a checkpoint; make a bundle of it: synapse build {name} OUT" if checkpoint else ""
+        what = f"no {manifest.FILE_NAME} in it" if Path(name).is_dir() else "no such folder"
+        return UnknownModel(f"{name} is not a model bundle: {what}{hint}", details={"known": known})
+    if Path(name, manifest.FILE_NAME).is_file():
+        return UnknownModel(
+            f"no model {name!r} (have: {', '.join(known)}). For the folder of that name: .{os.sep}{name}",
+            details={"known": known},
+        )
     near = get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f", did you mean {near[0]!r}?" if near else ""
     return UnknownModel(

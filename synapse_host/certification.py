@@ -123,6 +123,9 @@ def _single_lane(matrix: HardwareMatrix, order: Order) -> HardwareMatrix:
     if order.engine is not None and order.engine not in lane.engines:
         raise InvalidRequest(f"lane {lane.id} has no engine {order.engine!r} (have: {', '.join(lane.engines)})")
     pinned = msgspec.structs.replace(lane, pin=order.engine or lane.pin, require_certificate=False)
+    if order.engine is not None:
+        # The others are not asked about: what stands in this one's way is the whole answer.
+        pinned = msgspec.structs.replace(pinned, engines=(order.engine,))
     return msgspec.structs.replace(matrix, lanes={lane.id: pinned})
 
 

@@ -276,15 +276,18 @@ def version_findings(engines: Iterable[EngineReport], host_version: str) -> Iter
 
 def lane_findings(matrix: HardwareMatrix, engines: Iterable[EngineReport]) -> Iterator[Finding]:
     """Report lanes that nothing on this machine can serve."""
-    usable = {report.id for report in engines if report.status == "ok"}
+    reports = list(engines)
+    usable = {report.id for report in reports if report.status == "ok"}
+    fixable = {report.id for report in reports if report.status == "failed"}
     for lane in matrix.lanes.values():
         choices = (lane.pin,) if lane.pin else lane.engines
         if not usable.intersection(choices):
+            broken = [id for id in choices if id in fixable]
             yield Finding(
                 f"lane.{lane.id}.no_engine",
                 "failure",
                 f"lane {lane.id}: none of its engines runs on this machine ({', '.join(choices)})",
-                f"synapse matrix explain {lane.id}",
+                "see the findings above: " + ", ".join(broken) if broken else f"synapse matrix explain {lane.id}",
             )
 
 
@@ -440,14 +443,16 @@ def certificate_findings(
             continue
         name, known = bundles.get(found.manifest_digest, (found.model_id, None))
         what = f"certificate {found.lane}/{found.engine_id}/{name}"
-        id = f"certificate.{found.lane}.{found.engine_id}.{name}"
+        id = f"{found.lane}.{found.engine_id}.{name}"
         if known is None:
-            yield Finding(f"{id}.unused", "info", f"{what}: its bundle is not installed here, or was made anew since")
+            why = f"{what}: its bundle is not installed here, or was made anew since"
+            yield Finding(f"certificate.{id}.unused", "info", why)
             continue
         again = f"synapse certify {found.lane} --model {name} --engine {found.engine_id}"
         engine = matrix.engines.get(found.engine_id)
         if engine is None:
-            yield Finding(f"{id}.void", "warning", f"{what}: the matrix has no engine {found.engine_id}", f"rm {path}")
+            why = f"{what}: the matrix has no engine {found.engine_id}"
+            yield Finding(f"certificate.{id}.void", "warning", why, f"rm {path}")
             continue
         artifacts = known.artifacts(engine.format)
         artifact = next((one for one in artifacts if one.dtype == found.binding.dtype), None)
@@ -458,10 +463,10 @@ def certificate_findings(
             now = certificates.present(engine, artifact, profile, identity)
             reasons = certificates.void_because(found.binding, now)
         if reasons:
-            yield Finding(f"{id}.void", "warning", f"{what}: void since {'; '.join(reasons)}", again)
+            yield Finding(f"certificate.{id}.void", "warning", f"{what}: void since {'; '.join(reasons)}", again)
         else:
             kind = ", approximate" if found.precision == "approximate" else ""
-            yield Finding(f"{id}.valid", "info", f"{what}: holds (since {found.certified_at[:10]}{kind})")
+            yield Finding(f"certificate.{id}.valid", "info", f"{what}: holds (since {found.certified_at[:10]}{kind})")
 
 
 def _installed(*names: str) -> dict[str, str]:

@@ -40,6 +40,7 @@ from synapse_host.certificates import Certificate, Standing
 from synapse_host.config import HostConfig
 from synapse_host.counters import LaneCounters
 from synapse_host.errors import BundleInvalid, DeadlineExceeded, InvalidRequest, NotCertified, SequenceTooLong
+from synapse_host.health import LaneHealth
 from synapse_host.lane import LaneSpec
 from synapse_host.lane_lock import LaneLock
 from synapse_host.listener import RuntimeDirectory
@@ -577,7 +578,10 @@ class Host:
         await self._serving(self._any(model, lane)).load(deadline=until)
 
     async def unload(self, model: str, *, lane: str | None = None) -> None:
-        """Stop the lane's worker and forget its strikes; ModelInUse while requests run. The next request reloads."""
+        """Unload the model from its worker and forget the lane's strikes; ModelInUse while requests run.
+
+        The next request loads it again. A worker that doesn't hold it any more stays, until the host closes.
+        """
         assignment = self._any(model, lane)
         supervisor = self._runged.get(assignment.lane_id) or self._supervisors.get(assignment.lane_id)
         if supervisor is not None:
@@ -824,7 +828,11 @@ def open_bundles(models: Mapping[str, Path | str]) -> dict[str, Bundle]:
         try:
             bundles[name] = read_bundle(Path(path))
         except BundleError as exc:
-            raise BundleInvalid(f"model {name}: {exc}", details={"model": name, "path": str(path)}) from exc
+            hint = ""
+            if not Path(path).exists() and len(Path(path).parts) == 1:
+                # Most likely a name where a folder is wanted.
+                hint = f". A model is given by its folder; an installed one's: synapse models path {path}"
+            raise BundleInvalid(f"model {name}: {exc}{hint}", details={"model": name, "path": str(path)}) from exc
     return bundles
 
 
@@ -843,11 +851,14 @@ def _resting(assignment: Assignment) -> dict[str, Any]:
         "device": spec.device if spec else None,
         "worker_pid": None,
         "generation": 0,
+        "kind": spec.kind if spec else None,
         "strikes": 0,
         "quarantine_remaining_s": 0.0,
-        "age_s": None,
-        "rss_mb": None,
+        "waiting": 0,
         "models": [],
+        "load_s": None,
+        "progress": None,
+        **LaneHealth().fields(0.0),
     }
     if spec is None:
         state["reason"] = assignment.placement.why_not()

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from engines.protocol.errors import ErrorCode, LocalProtocolError
 from engines.protocol.messages import (
@@ -56,6 +56,8 @@ was replaced while the request waited, so it must not have side effects."""
 
 Outcome: TypeAlias = tuple[AnyReply, Any]
 """The reply and its payload: float32 (n * dims,) or (candidates,), writable and owned by the caller; or None."""
+
+NOT_READY: Final = ", before its worker was ready"
 
 _log = logging.getLogger(__name__)
 
@@ -444,9 +446,9 @@ class Supervisor:
             retry_after_ms=max(1, round(remaining * 1000)),
         )
 
-    def _late(self, stage: str) -> DeadlineExceeded:
+    def _late(self, stage: str, where: str = "") -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"lane {self.spec.lane_id}: the deadline passed during {stage}",
+            f"lane {self.spec.lane_id}: the deadline passed during {stage}{where}",
             details={"lane_id": self.spec.lane_id, "stage": stage},
         )
 
@@ -478,7 +480,7 @@ class Supervisor:
             if session is not None and session.ready:
                 return session
             if deadline is not None and self._loop.time() >= deadline:
-                raise self._late(stage)
+                raise self._late(stage, NOT_READY)
             timeout = None if deadline is None else deadline - self._loop.time()
             if session is not None and session.dead:
                 # Never a new worker before the old one is reaped, and its strike may have shut the lane.
@@ -493,7 +495,7 @@ class Supervisor:
                 task.add_done_callback(self._started)
             await asyncio.wait({task}, timeout=timeout)
             if not task.done():
-                raise self._late(stage)
+                raise self._late(stage, NOT_READY)
             if task.cancelled():
                 raise self._stopping()
             return task.result()

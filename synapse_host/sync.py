@@ -11,7 +11,7 @@ import atexit
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -86,6 +86,25 @@ class SyncHost:
         """As :meth:`Host.embed_ids`."""
         return self._run(self._host.embed_ids(model, rows, **options))
 
+    def embed_stream(self, model: str, texts: Iterable[str], **options: Any) -> Iterator[EmbedResult]:
+        """As :meth:`Host.embed_stream`; close the iterator when leaving it early."""
+        stream = self._host.embed_stream(model, texts, **options)
+
+        async def following() -> EmbedResult | None:
+            return await anext(stream, None)
+
+        try:
+            while (result := self._run(following())) is not None:
+                yield result
+        finally:
+            # A host that was closed before its iterator has ended it already.
+            with suppress(InvalidRequest):
+                self._run(stream.aclose())
+
+    def embed_packed(self, model: str, rows: Sequence[Any], width: int, **options: Any) -> FloatArray:
+        """As :meth:`Host.embed_packed`."""
+        return self._run(self._host.embed_packed(model, rows, width, **options))
+
     def rerank(self, model: str, query: str, documents: Sequence[str], **options: Any) -> FloatArray:
         """As :meth:`Host.rerank`."""
         return self._run(self._host.rerank(model, query, documents, **options))
@@ -113,6 +132,10 @@ class SyncHost:
     def unload(self, model: str, **options: Any) -> None:
         """As :meth:`Host.unload`."""
         self._run(self._host.unload(model, **options))
+
+    def ping(self, model: str, **options: Any) -> dict[str, Any]:
+        """As :meth:`Host.ping`."""
+        return self._run(self._host.ping(model, **options))
 
     def probe(self, lane_id: str) -> None:
         """As :meth:`Host.probe`."""

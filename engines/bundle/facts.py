@@ -124,7 +124,7 @@ def special_ids(checkpoint: Checkpoint) -> dict[str, int]:
     ids = {role: vocabulary[token] for role, token in names.items() if token in vocabulary}
     decoder = checkpoint.family in ("qwen3", "llama")
     for role in _ROLES:
-        # A decoder's config.json says how the model was trained; its tokenizer may name the chat template's end instead.
+        # A decoder's config.json says how the model was trained; its tokenizer may name the chat's end instead.
         if (decoder or role not in ids) and type(config.get(f"{role}_token_id")) is int:
             ids[role] = config[f"{role}_token_id"]
     if checkpoint.family in ("bert", "modernbert"):

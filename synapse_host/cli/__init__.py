@@ -61,6 +61,7 @@ VERBS: Final[dict[str, Verb]] = {
     "certify": Verb(
         "synapse_host.cli.certify", "does a lane give the right numbers here, and run where it should", "machine"
     ),
+    "bench": Verb("synapse_host.cli.bench", "measure it all, beside rivals where they are installed", "machine"),
     "demo": Verb("synapse_host.cli.demo", "embed, rerank, generate, and kill a worker on purpose", "machine"),
 }
 """A verb is listed here when it works."""
@@ -186,7 +187,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
     module = import_module(verb.module)
     parser = Parser(prog=f"synapse {name}", description=verb.summary[0].upper() + verb.summary[1:] + ".")
     module.configure(parser)
-    common_options(parser)
+    common_options(parser, running=verb.group == "host")
     try:
         args = parser.parse_intermixed_args(arguments[1:]) if parser.intermixed else parser.parse_args(arguments[1:])
     except SystemExit as exc:  # --help only: errors raise UsageError

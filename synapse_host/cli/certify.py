@@ -144,7 +144,8 @@ def _certify(args: argparse.Namespace, console: Console) -> int:
     )
     _page(evidence, console)
     mark = _mark(evidence.verdict == "certified", console)
-    console.line(f"{mark}  {path}   report: {page}")
+    joint = "\n      " if 0 < console.width() < len(f"{path}{page}") + 17 else "   "
+    console.line(f"{mark}  {path}{joint}report: {page}")
     return EXIT_OK if evidence.verdict == "certified" else EXIT_FAILED
 
 
@@ -196,9 +197,11 @@ def _mark(passed: bool, console: Console) -> str:
 
 def _page(evidence: Evidence, console: Console) -> None:
     digest = evidence.model.manifest_digest[:8]
-    console.line(
+    console.hang(
+        "",
         f"certifying {evidence.lane} · {evidence.engine.id} · {evidence.model.name} {evidence.model.dtype} "
-        f"(manifest {digest}…) · {len(evidence.tokens)} probes"
+        f"(manifest {digest}…) · {len(evidence.tokens)} probes",
+        0,
     )
     last = ""
     for gate in sorted(evidence.gates, key=lambda gate: list(_SECTIONS.values()).index(_SECTIONS[gate.group])):
@@ -213,7 +216,7 @@ def _page(evidence: Evidence, console: Console) -> None:
     if not evidence.placement_required:
         console.line(f"  {'placement':<11} not required on this engine")
     if evidence.reported:
-        console.line(f"  {'speed':<11} {_speed(evidence)}")
+        console.hang(f"  {'speed':<11} ", _speed(evidence), 14)
     if evidence.precision == "approximate":
         console.line("  precision   approximate: an int8 artifact; batch against single is reported only")
     if evidence.fixture is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import shutil
 import sys
+import textwrap
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from synapse_host.errors import SynapseError
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+
+_NARROWEST: Final = 20
 
 
 class Bar(Protocol):
@@ -56,6 +60,19 @@ class Console:
         """Print a line of the result; not under ``--json``."""
         if not self.json:
             print(text)
+
+    def hang(self, lead: str, text: str, indent: int) -> None:
+        """Print *lead*, *indent* columns wide, and *text*; a terminal too narrow for it goes on below the text."""
+        self.line(lead + "\n".ljust(indent + 1).join(self.wrapped(text, indent)))
+
+    def wrapped(self, text: str, indent: int) -> list[str]:
+        """Return *text* in lines that fit beside an indent; one line off a terminal."""
+        room = self.width() - indent
+        return textwrap.wrap(text, room, break_on_hyphens=False) or [""] if room >= _NARROWEST else [text]
+
+    def width(self) -> int:
+        """Return the terminal's columns; 0 where nobody looks, and nothing is to be wrapped."""
+        return shutil.get_terminal_size().columns if self.interactive else 0
 
     def document(self, document: dict[str, Any]) -> None:
         """Print the JSON document, under ``--json`` only."""

@@ -51,15 +51,17 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _page(report: Report, console: Console) -> None:
     host = report.host
     quota = f" (quota {host['quota']:.1f})" if host["quota"] is not None else ""
-    console.line(
+    console.hang(
+        "",
         f"synapse {host['version']} · {host['os']} {host['arch']} · Python {host['python']} · "
-        f"{host['cores']} cores{quota} · {host['ram_bytes'] / GB:.1f} GB RAM, {host['ram_free_bytes'] / GB:.1f} free"
+        f"{host['cores']} cores{quota} · {host['ram_bytes'] / GB:.1f} GB RAM, {host['ram_free_bytes'] / GB:.1f} free",
+        0,
     )
     console.line()
     width = max(len(engine.id) for engine in report.engines) + 2
     words = {"ok": console.style("ok  ", "green"), "passed_over": "--  ", "failed": console.style("no  ", "yellow")}
     for engine in report.engines:
-        console.line(f"  {words[engine.status]}  {engine.id:<{width}}{engine.what}")
+        console.hang(f"  {words[engine.status]}  {engine.id:<{width}}", engine.what, width + 8)
     marks = {
         "info": console.style("ok  ", "green"),
         "warning": console.style("WARN", "yellow", "bold"),
@@ -68,8 +70,9 @@ def _page(report: Report, console: Console) -> None:
     if report.findings:
         console.line()
     for finding in sorted(report.findings, key=lambda item: ("info", "warning", "failure").index(item.severity)):
-        console.line(f"  {marks[finding.severity]}  {finding.what}")
+        console.hang(f"  {marks[finding.severity]}  ", finding.what, 8)
         if finding.fix:
+            # Not wrapped: it is there to be copied.
             console.line(f"        fix: {finding.fix}")
     failures = sum(finding.severity == "failure" for finding in report.findings)
     warnings = sum(finding.severity == "warning" for finding in report.findings)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.cli.session import DEFAULT_MODELS, model_name, run_host
+from synapse_host.cli.session import DEFAULT_MODELS, model_name, run_host, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     model = model_name(args.model)
 
     async def work(host: Host) -> EmbedResult:
-        return await host.embed_result(model, texts, lane=args.lane, deadline=args.deadline, truncate=args.truncate)
+        asked = host.embed_result(model, texts, lane=args.lane, deadline=args.deadline, truncate=args.truncate)
+        return await watched(host, console, asked)
 
     result = run_host(args, console, {model: args.model}, work)
     document = _document(result, n=len(result.vectors), dims=result.vectors.shape[1])
@@ -65,7 +66,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         # One line of numbers per text: what a pipe wants. A person sees the beginning.
         numbers = [f"{value:.6f}" for value in row.tolist()]
         if console.interactive and len(numbers) > 8:
-            numbers = [*numbers[:6], "…", numbers[-1]]
+            shown = max(1, min(6, (console.width() - 12) // 10))
+            numbers = [*numbers[:shown], "…", numbers[-1]]
         console.line(" ".join(numbers))
     _remarks(result.truncated, console, result.model)
     console.note(f"{document['n']} x {document['dims']} from {result.model} on {result.engine} (lane {result.lane})")
@@ -114,4 +116,5 @@ def _document(result: EmbedResult, **more: Any) -> dict[str, Any]:
 def _remarks(truncated: list[int], console: Console, model: str) -> None:
     if truncated:
         shown = ", ".join(map(str, truncated[:20])) + (" …" if len(truncated) > 20 else "")
-        console.note(f"{len(truncated)} texts were cut to what {model} takes: {shown}")
+        number = "1 text was" if len(truncated) == 1 else f"{len(truncated)} texts were"
+        console.note(f"{number} cut to what {model} takes, counted from 0: {shown}")

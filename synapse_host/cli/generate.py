@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from synapse_host.cli.parser import Parser, count
-from synapse_host.cli.session import DEFAULT_MODELS, model_name, run_host
+from synapse_host.cli.session import DEFAULT_MODELS, model_name, run_host, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -37,9 +37,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     model = model_name(args.model)
 
     async def work(host: Host) -> Generation:
-        return await host.generate(
+        asked = host.generate(
             model, args.prompt, max_tokens=args.max_tokens, chat=args.chat, lane=args.lane, deadline=args.deadline
         )
+        return await watched(host, console, asked)
 
     result = run_host(args, console, {model: args.model}, work)
     fields = asdict(result)

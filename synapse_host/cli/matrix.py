@@ -40,7 +40,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     matrix = load_matrix(args.matrix)
     if args.lane is not None and args.lane not in matrix.lanes:
-        raise UsageError(f"no lane {args.lane!r} in {matrix.name}{nearest(args.lane, matrix.lanes)}")
+        near = nearest(args.lane, matrix.lanes) or f" (have: {', '.join(matrix.lanes)})"
+        raise UsageError(f"no lane {args.lane!r} in {matrix.name}{near}")
     lanes = [matrix.lanes[args.lane]] if args.lane else list(matrix.lanes.values())
     if args.action == "check":
         console.document({"matrix": str(matrix.path), "lanes": [_listed(lane) for lane in lanes]})
@@ -115,8 +116,12 @@ def _page(matrix: HardwareMatrix, lane: Lane, placement: Placement, remark: str,
     width = max(len(item.engine) for item in placement.considered)
     words = {"yes": console.style("YES", "green", "bold"), "no": "no ", "not_reached": "-  "}
     for number, item in enumerate(placement.considered, 1):
-        console.line(f"  {number} {item.engine:<{width}}  {words[item.verdict]}  {item.reason}")
+        console.hang(f"  {number} {item.engine:<{width}}  {words[item.verdict]}  ", item.reason, width + 11)
     if placement.engine is None:
         console.line(f"  {console.style('no engine fits', 'red')}: a request to this lane ends with backend_missing")
+    elif matrix.engines[placement.engine].command is not None:
+        console.line("  (its worker command was not asked; synapse doctor runs its probe)")
+    if lane.require_certificate:
+        console.line(f"  (serves only with a certificate: synapse certify {lane.id})")
     if remark:
         console.line(f"  ({remark})")

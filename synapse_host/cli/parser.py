@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
+import textwrap
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -18,6 +21,23 @@ class UsageError(InvalidRequest):
     """The command line makes no sense."""
 
 
+EXAMPLES = "examples:\n"
+WIDEST = 110
+
+
+class _Page(argparse.HelpFormatter):
+    """Help as wide as the terminal, at most a readable line; sentences that end a line end a paragraph."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=min(shutil.get_terminal_size().columns - 2, WIDEST))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(EXAMPLES):
+            return text
+        paragraphs = re.split(r"(?<=[.:])\n", text)
+        return "\n".join(textwrap.fill(" ".join(each.split()), width, break_on_hyphens=False) for each in paragraphs)
+
+
 class Parser(argparse.ArgumentParser):
     """One verb's parser. ``examples`` is printed under the options."""
 
@@ -25,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=prog,
             description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Page,
             allow_abbrev=False,
         )
         self.intermixed = True
@@ -33,15 +53,15 @@ class Parser(argparse.ArgumentParser):
 
     def examples(self, text: str) -> None:
         """Set the examples shown at the end of ``--help``."""
-        self.epilog = "examples:\n" + "\n".join(f"  {line.strip()}" for line in text.strip().splitlines())
+        self.epilog = EXAMPLES + "\n".join(f"  {line.strip()}" for line in text.strip().splitlines())
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting, so that ``--json`` can print the error as a document."""
         raise UsageError(f"{message}. See: {self.prog} --help")
 
 
-def common_options(parser: Parser) -> None:
-    """Add the options every verb takes (interfaces.md, Commands)."""
+def common_options(parser: Parser, *, running: bool = False) -> None:
+    """Add the options every verb takes (interfaces.md, Commands). *running*: a verb about ``synapse run``'s host."""
     group = parser.add_argument_group("everywhere")
     group.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else")
     group.add_argument("--quiet", action="store_true", help="no progress bars and no remarks")
@@ -53,9 +73,12 @@ def common_options(parser: Parser) -> None:
         help="hw_matrix.yaml to use (default: the packaged one; env SYNAPSE_MATRIX)",
     )
     group.add_argument("--models-dir", type=Path, metavar="DIR", help="where bundles live (default: the user cache)")
-    group.add_argument(
-        "--runtime-dir", type=Path, metavar="DIR", help="exclusive runtime directory (default: a private one)"
+    where = (
+        "directory of the running host (default: the user's runtime directory)"
+        if running
+        else "exclusive runtime directory (default: a private one)"
     )
+    group.add_argument("--runtime-dir", type=Path, metavar="DIR", help=where)
     group.add_argument("--deadline", type=seconds, metavar="SECONDS", help="give up waiting after this long")
 
 

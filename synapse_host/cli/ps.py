@@ -10,6 +10,7 @@ from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from synapse_host.cli.console import Console
 
@@ -74,14 +75,31 @@ def lanes_page(state: dict[str, Any], console: Console) -> None:
     if len(rows) == 1:
         console.line("no lanes: no model is installed. See: synapse models")
         return
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    columns, below = _fitting(rows, console.width())
+    widths = [max(len(row[column]) for row in rows) for column in columns]
     for index, row in enumerate(rows):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        cells = [row[column].ljust(width) for column, width in zip(columns, widths, strict=True)]
         if index == 0:
-            cells = [console.style(cell, "dim") for cell in cells]
+            cells = [console.style(cell.rstrip() if cell is cells[-1] else cell, "dim") for cell in cells]
         else:
             cells[1] = console.style(cells[1], colours.get(row[1], "dim"))
         console.line("  " + "  ".join(cells).rstrip())
+        if below and index and row[-1]:
+            console.hang("    ", row[-1], 4)
+
+
+def _fitting(rows: Sequence[tuple[str, ...]], width: int) -> tuple[list[int], bool]:
+    """Return the columns that fit a terminal *width* wide, and whether remarks go below their lane; 0 is any width.
+
+    The remarks leave the line first, then what was heard when, memory, the engine.
+    """
+    columns = list(range(len(rows[0])))
+    needed = {column: 2 + max(len(row[column]) for row in rows) for column in columns}
+    for spare in (7, 6, 5, 3):
+        if not width or sum(needed[column] for column in columns) <= width:
+            break
+        columns.remove(spare)
+    return columns, 7 not in columns
 
 
 def remarks(lane: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.cli.session import DEFAULT_MODELS, model_name, run_host
+from synapse_host.cli.session import DEFAULT_MODELS, model_name, run_host, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     model = model_name(args.model)
 
     async def work(host: Host) -> RerankResult:
-        return await _score(host, model, args.query, args.documents, args)
+        return await watched(host, console, _score(host, model, args.query, args.documents, args))
 
     result = run_host(args, console, {model: args.model}, work)
     console.document(_document(result))
@@ -107,6 +107,7 @@ def _page(result: RerankResult, documents: list[str], console: Console) -> None:
     for place, index in enumerate(result.order, 1):
         text = " ".join(documents[index].split())
         shown = text if len(text) <= 90 else f"{text[:89]}…"
-        console.line(f"{place:>3}  {result.scores[index]:.4f}  {shown}")
+        score = f"{place:>3}  {result.scores[index]:.4f}  "
+        console.hang(score, shown, len(score))
     if result.truncated:
         console.note(f"cut to what {result.model} takes: documents {', '.join(map(str, result.truncated))}")

@@ -7,7 +7,7 @@ import contextlib
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from synapse_host.config import HostConfig
 from synapse_host.matrix import HardwareMatrix
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from synapse_host.host import Host
 
 DEFAULT_MODELS: Final = {"embed": "minilm", "rerank": "ms-marco", "generate": "smollm2"}
+
+PATIENCE_S: Final = 0.7
+REFRESH_S: Final = 0.2
 
 T = TypeVar("T")
 
@@ -61,6 +64,37 @@ def run_host(
         return asyncio.run(body())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+
+
+async def watched(host: Host, console: Console, work: Awaitable[T]) -> T:
+    """Await *work*; when it takes long a line on the terminal tells what the lanes have finished."""
+    task = asyncio.ensure_future(work)
+    try:
+        # A quick answer shows nothing, and doesn't pay for importing what shows it.
+        await asyncio.wait({task}, timeout=PATIENCE_S)
+        if not task.done() and console.bars:
+            with console.status() as show:
+                while not task.done():
+                    show(busy_line(host.health()["lanes"]))
+                    await asyncio.wait({task}, timeout=REFRESH_S)
+        return await task
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def busy_line(lanes: dict[str, Any]) -> str:
+    """Return what lanes work at, each with the count of finished work that its worker told (rows, tokens, …)."""
+    parts = []
+    for lane_id, lane in lanes.items():
+        progress = lane.get("progress")
+        if progress:
+            told = f"{progress['stage']}, {progress['completed']} units done, {progress['running_s']:.0f} s"
+            parts.append(f"{lane_id}: {told}")
+        elif lane["state"] == "loading":
+            parts.append(f"{lane_id}: starting a worker for {lane['model']}")
+    return " · ".join(parts) or "waiting"
 
 
 def _stop_on_sigterm() -> None:

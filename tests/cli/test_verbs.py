@@ -54,7 +54,8 @@ def test_embed_by_path_and_from_stdin(cli: Command) -> None:
 def test_embed_truncate_lists_what_was_cut(cli: Command) -> None:
     done = cli("embed", "--model", "toy", "--truncate", "--json", "a", "a " * 30)
     assert done.document["truncated"] == [1]
-    assert "1 texts were cut" in cli("embed", "--model", "toy", "--truncate", "a " * 30).err
+    said = cli("embed", "--model", "toy", "--truncate", "a " * 30).err
+    assert "1 text was cut to what toy takes, counted from 0: 0\n" in said
 
 
 def test_embed_to_a_file_resumes_where_it_stopped(cli: Command) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -305,8 +307,21 @@ def test_a_bundle_may_be_given_as_a_folder(toy: Recipe, tmp_path: Path) -> None:
     bundle = catalogue.install("toy", tmp_path)
     shutil.move(bundle.root, tmp_path / "elsewhere")
     assert catalogue.obtain(str(tmp_path / "elsewhere"), tmp_path / "models").digest == bundle.digest
-    with pytest.raises(UnknownModel, match="is not a model bundle"):
+    with pytest.raises(UnknownModel, match=r"is not a model bundle: no manifest\.json in it$"):
         catalogue.obtain(str(tmp_path), tmp_path / "models")
+
+
+def test_what_is_almost_a_bundle_gets_a_hint(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.move(catalogue.install("toy", tmp_path).root, tmp_path / "here")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnknownModel, match=re.escape(f"For the folder of that name: .{os.sep}here")):
+        catalogue.obtain("here", tmp_path / "models")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text("{}")
+    with pytest.raises(UnknownModel, match=r"It is a checkpoint.*synapse build \S*checkpoint OUT"):
+        catalogue.obtain(str(tmp_path / "checkpoint"), tmp_path / "models")
+    with pytest.raises(UnknownModel, match=r"is not a model bundle: no such folder$"):
+        catalogue.obtain(str(tmp_path / "nowhere"), tmp_path / "models")
 
 
 def test_other_bundles_in_the_folder_are_found_and_kept(toy: Recipe, tmp_path: Path) -> None:

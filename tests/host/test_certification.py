@@ -363,8 +363,19 @@ def test_bad_orders(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no lane 'rerank' for toy"):
         order(lane="rerank")
     rewrite(bundle, artifacts=[Artifact("coreml-less", "x", "sha256:" + "0" * 64, "f16")])
-    with pytest.raises(BackendMissing):
+    described = json.loads(matrix.path.read_text())
+    described["engines"]["other"] = described["engines"]["foreign"]
+    described["lanes"]["embed"]["engines"].append("other")
+    matrix.path.write_text(json.dumps(described))
+    matrix = load(matrix.path)
+    with pytest.raises(BackendMissing) as caught:
         order()
+    assert [item["engine"] for item in caught.value.details["considered"]] == ["foreign", "other"]
+    # One engine was asked for: the others are no part of the answer.
+    with pytest.raises(BackendMissing) as caught:
+        order(engine="other")
+    assert [item["engine"] for item in caught.value.details["considered"]] == ["other"]
+    assert "pinned" not in caught.value.message
 
 
 def test_fixtures_of_another_task_or_width_are_refused(tmp_path: Path) -> None:

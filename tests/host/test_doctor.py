@@ -120,6 +120,10 @@ def test_lanes_that_nothing_serves() -> None:
     assert list(doctor.lane_findings(matrix, some)) == []
     none = list(doctor.lane_findings(matrix, [report("failed", id="llama-cpu")]))
     assert {finding.id for finding in none} == {f"lane.{lane}.no_engine" for lane in matrix.lanes}
+    # A broken engine has its own finding with what to do; explain wouldn't say more.
+    assert {finding.fix for finding in none} == {"see the findings above: llama-cpu"}
+    passed = list(doctor.lane_findings(matrix, [report("passed_over", id="llama-cpu")]))
+    assert {finding.fix for finding in passed} == {f"synapse matrix explain {lane}" for lane in matrix.lanes}
 
 
 def test_bundles_are_hashed_again(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from synapse_host.errors import (
     SynapseError,
     UnknownModel,
 )
-from synapse_host.host import Host, SyncHost
+from synapse_host.host import Host, SyncHost, open_bundles
 from synapse_host.results import sigmoid
 from tests.support.scripted import expected_score, expected_sequence_score, expected_text, expected_vector
 from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle, write_matrix
@@ -451,10 +451,42 @@ def test_the_sync_host_makes_the_same_calls(bench: Bench) -> None:
         assert host.generate_ids("writer", [A], 2).n_prompt == 1
         assert host.health()["lanes"]["embed"]["worker_pid"] is not None
         assert host.explain("embed")[0]["placement"] == "scripted"
+        assert host.ping("toy")["models"] == ["toy"]
+        parts = list(host.embed_stream("toy", (text for text in ["a"] * 1025)))
+        assert [len(part.vectors) for part in parts] == [1024, 1]
+        stream = host.embed_stream("toy", ["a"] * 3000)
+        assert len(next(stream).vectors) == 1024
+        stream.close()
+        left = host.embed_stream("toy", ["a"] * 3000)
+        next(left)
         with pytest.raises(UnknownModel):
             host.embed("other", ["a"])
         host.probe("embed")
         host.unload("toy")
+    left.close()
+
+
+def test_the_sync_host_has_every_call_of_the_host() -> None:
+    calls = {name for name, value in vars(Host).items() if callable(value) and not name.startswith("_")}
+    # Its block closes it, and which lane a call uses is told with the result.
+    assert calls - set(dir(SyncHost)) == {"aclose", "lane_of"}
+
+
+def test_a_lane_that_never_ran_has_the_same_fields(bench: Bench) -> None:
+    async def work(host: Host) -> None:
+        resting = host.health()["lanes"]["embed"]
+        await host.load("toy")
+        assert set(resting) == set(host.health()["lanes"]["embed"])
+
+    bench.model("toy").run(work)
+
+
+def test_a_name_where_a_folder_is_wanted_gets_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BundleInvalid, match=r"model a: .*synapse models path minilm$"):
+        open_bundles({"a": "minilm"})
+    with pytest.raises(BundleInvalid, match=r"No such file or directory$"):
+        open_bundles({"a": str(tmp_path / "nothing")})
 
 
 def test_an_error_at_open_closes_the_loop_thread(bench: Bench, tmp_path: Path) -> None:

@@ -112,6 +112,9 @@ def fixable_codes() -> set[str]:
     return set(re.findall(r'"(\w+)"', listed))
 
 
+NOUNS = {"engine": "<engine>", "lane": "<lane>", "model": "<name>", "certificate": "<certificate>"}
+
+
 def test_every_finding_of_doctor():
     listed = {row[0]: row[1:] for row in tables("id")}
     expected = set()
@@ -119,7 +122,7 @@ def test_every_finding_of_doctor():
         if found == "engine.*.*":
             expected |= {f"engine.<engine>.{code}" for code in floor_codes() | fixable_codes()}
         else:
-            noun = {"engine": "<engine>", "lane": "<lane>", "model": "<name>"}.get(found.partition(".")[0], "")
+            noun = NOUNS.get(found.partition(".")[0], "")
             expected.add(found.replace("*", noun))
     assert len(expected) > 15
     assert set(listed) == expected

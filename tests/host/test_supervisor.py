@@ -686,7 +686,7 @@ def test_a_deadline_during_load_leaves_the_load_to_the_next_caller(lanes, tmp_pa
     async def scenario(make):
         lane = make({"state": str(state), "rules": [on("LOAD", {"wait_for": str(go)})]})
         for _ in range(2):
-            with pytest.raises(DeadlineExceeded):
+            with pytest.raises(DeadlineExceeded, match="during embed_batch, before its worker was ready"):
                 await serve(lane, deadline=soon(0.3))
         with pytest.raises(ModelInUse):
             await lane.unload()

@@ -1,0 +1,135 @@
+"""How pages look on terminals of any width: tables, hanging lines, help, the line that tells of a long request."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import synapse_host
+from synapse_host.cli import VERBS, main
+from synapse_host.cli.console import Console
+from synapse_host.cli.ps import lanes_page
+from synapse_host.cli.session import busy_line, watched
+
+LANE = {
+    "state": "idle", "model": "minilm", "engine": "llama-cpu", "worker_pid": 4121, "generation": 1, "rss_mb": 91,
+    "age_s": 1.2, "models": ["minilm"], "strikes": 0, "quarantine_remaining_s": 0.0,
+}  # fmt: skip
+SHUT = {
+    **LANE, "state": "quarantined", "worker_pid": None, "rss_mb": None, "age_s": None, "models": [], "strikes": 2,
+    "quarantine_remaining_s": 431.0, "last_fault": {"signal": "SIGABRT", "cause": "exit", "stage": "embed"},
+}  # fmt: skip
+REMARK = "for another 431 s, last: SIGABRT during embed"
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def of(width: int) -> Console:
+        monkeypatch.setenv("COLUMNS", str(width))
+        console = Console()
+        console.interactive = True
+        return console
+
+    return of
+
+
+@pytest.mark.parametrize("width", [200, 80, 60, 45])
+def test_the_table_of_lanes_fits(terminal: Any, capsys: pytest.CaptureFixture[str], width: int) -> None:
+    lanes_page({"lanes": {"embed": LANE, "rerank": SHUT}}, terminal(width))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert REMARK in " ".join(" ".join(lines).split())
+    assert all(word in lines[0] for word in ("LANE", "STATE", "MODEL"))
+    assert ("ENGINE" in lines[0], "MEMORY" in lines[0]) == (width > 45, width > 60)
+
+
+def test_off_a_terminal_nothing_is_folded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lanes_page({"lanes": {"embed": LANE, "rerank": SHUT}}, Console())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[2].endswith(REMARK)
+
+
+def test_a_long_line_hangs_below_its_text(terminal: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal(40).hang("  1 engine  ", "a reason that is too long for one line of forty", 12)
+    assert capsys.readouterr().out == (
+        "  1 engine  a reason that is too long\n            for one line of forty\n"
+    )
+    terminal(40).hang("  ", "", 2)
+    assert capsys.readouterr().out == "  \n"
+    # With hardly any room left the terminal folds better than we do.
+    terminal(25).hang("  1 engine  ", "words " * 10, 12)
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_fits_the_terminal(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main([verb, "--help"]) == 0
+    page, _, examples = capsys.readouterr().out.partition("examples:\n")
+    assert max(map(len, page.splitlines())) <= 60
+    # To be copied as they are.
+    assert examples.startswith(f"  synapse {verb}")
+    running = VERBS[verb].group == "host"
+    assert ("running host" in " ".join(page.partition("--runtime-dir DIR  ")[2].split())) is running
+
+
+def test_names_of_the_package_are_listed() -> None:
+    assert "Host" in dir(synapse_host) and all(hasattr(synapse_host, name) for name in dir(synapse_host))
+
+
+class _Host:
+    """A host whose one lane has finished seven units."""
+
+    def health(self) -> dict[str, Any]:
+        progress = {"stage": "generate", "completed": 7, "running_s": 3.0}
+        return {"lanes": {"generate": {"state": "serving", "model": "m", "progress": progress}}}
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_long_request_tells_how_far_it_is(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    finish = asyncio.Event()
+
+    def show(text: str) -> None:
+        shown.append(text)
+        finish.set()
+
+    @contextmanager
+    def status() -> Any:
+        yield show
+
+    console = Console()
+    console.bars = True
+    monkeypatch.setattr(console, "status", status)
+    monkeypatch.setattr("synapse_host.cli.session.PATIENCE_S", 60.0 if quick else 0.0)
+
+    async def work() -> str:
+        if not quick:
+            await finish.wait()
+        return "answer"
+
+    async def body() -> str:
+        return await watched(_Host(), console, work())  # type: ignore[arg-type]
+
+    assert asyncio.run(body()) == "answer"
+    assert shown == ([] if quick else ["generate: generate, 7 units done, 3 s"])
+
+
+def test_an_error_of_a_watched_request_is_its_own() -> None:
+    async def work() -> None:
+        raise ValueError("of the request")
+
+    async def body() -> None:
+        await watched(_Host(), Console(), work())  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match="of the request"):
+        asyncio.run(body())
+
+
+def test_what_a_lane_does_without_progress() -> None:
+    assert busy_line({"embed": {"state": "loading", "model": "m"}}) == "embed: starting a worker for m"
+    assert busy_line({"embed": {"state": "idle", "model": "m"}}) == "waiting"
