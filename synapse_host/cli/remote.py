@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from synapse_host import errors
-from synapse_host.errors import InvalidRequest, SynapseError
+from synapse_host.errors import DeadlineExceeded, InvalidRequest, SynapseError
 from synapse_host.listener import SUN_PATH, RuntimeDirectory, peer_of
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_ANSWER: Final = 16 * 1024 * 1024
 CONNECT_S: Final = 5.0
+ANSWER_S: Final = 10.0
+"""Seconds that a living host may take for an answer that it has at hand."""
 LONGEST: Final = len("/synapse/workers/generate-1000.sock")
 """What has to fit behind a runtime directory's own path."""
 
@@ -76,6 +78,7 @@ class Remote:
     def send(self, op: str, **fields: Any) -> None:
         """Send one request; fields that are None are left out."""
         request = {"op": op, **{name: value for name, value in fields.items() if value is not None}}
+        self._socket.settimeout(_patience(op, fields))
         try:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
         except OSError as exc:
@@ -88,6 +91,11 @@ class Remote:
         while b"\n" not in parts[-1]:
             try:
                 part = self._socket.recv(65536)
+            except TimeoutError as exc:
+                raise DeadlineExceeded(
+                    f"the host on {self._path} doesn't answer: it is stopped or hangs",
+                    details={"stage": "control", "path": str(self._path)},
+                ) from exc
             except OSError as exc:
                 raise self._gone() from exc
             size += len(part)
@@ -137,11 +145,18 @@ def connect(directory: Path) -> Iterator[Remote]:
                 f"the host on {directory} belongs to another user; pass --runtime-dir",
                 details={"reason": "foreign_host", "path": str(path)},
             )
-        # An answer may take as long as a model takes to load; Ctrl-C ends the wait.
-        connection.settimeout(None)
         yield Remote(connection, path)
     finally:
         connection.close()
+
+
+def _patience(op: str, fields: dict[str, Any]) -> float | None:
+    """Return how long an answer may take: what the host may take itself, and then what a living one never needs."""
+    limit: float | None = fields.get("deadline")
+    if op in ("load", "unload") and limit is None:
+        # As long as a model takes to load, or a worker to end; Ctrl-C ends the wait.
+        return None
+    return (limit or 0.0) + (fields.get("wait") or 0.0) + ANSWER_S
 
 
 def revive(document: dict[str, Any]) -> SynapseError:

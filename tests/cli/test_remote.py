@@ -10,6 +10,8 @@ import platformdirs
 import pytest
 
 from synapse_host.cli import remote
+from synapse_host.errors import DeadlineExceeded
+from synapse_host.listener import RuntimeDirectory
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="Unix sockets")
 
@@ -65,3 +67,23 @@ def test_one_below_tmpdir_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_no_warning_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     assert remote.default_directory().is_absolute()  # warnings are errors in tests
+
+
+@pytest.mark.parametrize("op", ["ps", "metrics", "logs", "ping"])
+def test_a_host_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    monkeypatch.setattr(remote, "ANSWER_S", 0.2)
+    fields = {"ping": {"deadline": 0.1}, "logs": {"wait": 0.1}}.get(op, {})
+    runtime = RuntimeDirectory.open(None)
+    listener = runtime.listen_control()
+    try:
+        with remote.connect(runtime.path) as there, pytest.raises(DeadlineExceeded, match="doesn't answer") as caught:
+            there.ask(op, **fields)
+    finally:
+        listener.close()
+        runtime.close()
+    assert caught.value.exit_code == 5
+
+
+def test_a_model_may_take_its_time_to_load() -> None:
+    assert remote._patience("load", {"deadline": None}) is None and remote._patience("unload", {}) is None
+    assert remote._patience("load", {"deadline": 60.0}) == 60.0 + remote.ANSWER_S
