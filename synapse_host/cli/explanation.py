@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 _TAIL_LINES: Final = 8
 _DUMP: Final = re.compile(
     r"Fatal Python error|Current thread|Thread 0x|\s*File \".*\", line \d+|Extension modules:|<no Python frame>"
+    r"|\s*[~^]+\s*$"
 )
 REBUILD: Final = "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
 
@@ -26,7 +27,7 @@ def explain(error: SynapseError) -> str:
 
 
 def _last_words(details: dict[str, Any]) -> list[str]:
-    """Return the tail of the worker's log, with Python's own crash dump left out where anything else was said."""
+    """Return the tail of the worker's log, without Python's crash dump where anything else was said."""
     tail = [line.removeprefix("[stderr] ").removeprefix("[stdout] ") for line in _tail(details)]
     said = [line for line in tail if line.strip() and not _DUMP.match(line)]
     return [f"| {line[:300]}" for line in (said or tail)[-_TAIL_LINES:]]

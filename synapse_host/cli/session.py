@@ -85,13 +85,14 @@ async def watched(host: Host, console: Console, work: Awaitable[T]) -> T:
 
 
 def busy_line(lanes: dict[str, Any]) -> str:
-    """Return what lanes work at, each with the count of finished work that its worker told (rows, tokens, …)."""
+    """Return what lanes work at, each with its worker's count of finished work (layers, tokens, …)."""
     parts = []
     for lane_id, lane in lanes.items():
         progress = lane.get("progress")
         if progress:
-            told = f"{progress['stage']}, {progress['completed']} units done, {progress['running_s']:.0f} s"
-            parts.append(f"{lane_id}: {told}")
+            stage, done = progress["stage"], progress["completed"]
+            label = lane_id if lane_id == stage else f"{lane_id} {stage}"
+            parts.append(f"{label}: {f'{done} steps done, ' if done else ''}{progress['running_s']:.0f} s")
         elif lane["state"] == "loading":
             parts.append(f"{lane_id}: starting a worker for {lane['model']}")
     return " · ".join(parts) or "waiting"

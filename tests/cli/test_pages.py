@@ -11,8 +11,10 @@ import pytest
 import synapse_host
 from synapse_host.cli import VERBS, main
 from synapse_host.cli.console import Console
+from synapse_host.cli.explanation import explain
 from synapse_host.cli.ps import lanes_page
 from synapse_host.cli.session import busy_line, watched
+from synapse_host.errors import EngineCrashed
 
 LANE = {
     "state": "idle", "model": "minilm", "engine": "llama-cpu", "worker_pid": 4121, "generation": 1, "rss_mb": 91,
@@ -116,7 +118,7 @@ def test_a_long_request_tells_how_far_it_is(quick: bool, monkeypatch: pytest.Mon
         return await watched(_Host(), console, work())  # type: ignore[arg-type]
 
     assert asyncio.run(body()) == "answer"
-    assert shown == ([] if quick else ["generate: generate, 7 units done, 3 s"])
+    assert shown == ([] if quick else ["generate: 7 steps done, 3 s"])
 
 
 def test_an_error_of_a_watched_request_is_its_own() -> None:
@@ -133,3 +135,11 @@ def test_an_error_of_a_watched_request_is_its_own() -> None:
 def test_what_a_lane_does_without_progress() -> None:
     assert busy_line({"embed": {"state": "loading", "model": "m"}}) == "embed: starting a worker for m"
     assert busy_line({"embed": {"state": "idle", "model": "m"}}) == "waiting"
+    progress = {"stage": "load", "completed": 0, "running_s": 1.0}
+    assert busy_line({"embed": {"state": "loading", "model": "m", "progress": progress}}) == "embed load: 1 s"
+
+
+def test_a_traceback_shows_its_words_not_its_marks() -> None:
+    tail = "".join(f"[stderr] line {n}\n[stderr]   ^^^^~~~^^^\n" for n in range(9))
+    error = EngineCrashed("died", details={"log_tail": tail})
+    assert explain(error).splitlines()[1:] == [f"         | line {n}" for n in range(1, 9)]
