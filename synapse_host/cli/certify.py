@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.cli.session import DEFAULT_MODELS, bundle_of, config_of, model_name
+from synapse_host.cli.session import DEFAULT_MODELS, bundle_of, config_of, model_name, run_orderly
 from synapse_host.errors import EXIT_FAILED, EXIT_OK
 
 if TYPE_CHECKING:
@@ -99,7 +99,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _certify(args: argparse.Namespace, console: Console) -> int:
-    import asyncio
 
     from synapse_host import certificates, report
     from synapse_host import evidence as documents
@@ -120,7 +119,7 @@ def _certify(args: argparse.Namespace, console: Console) -> int:
         min_placement_share=args.min_placement_share,
     )
     with console.rows(f"certifying {args.lane} · {order.model}") as progress:
-        evidence = asyncio.run(certify(order, matrix, config_of(args), progress=progress))
+        evidence = run_orderly(certify(order, matrix, config_of(args), progress=progress))
     path = args.out / f"{_stem(evidence)}.json"
     digest = documents.write(path, evidence)
     page = report.write(path.with_suffix(".html"), evidence)

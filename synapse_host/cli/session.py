@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -23,6 +23,8 @@ DEFAULT_MODELS: Final = {"embed": "minilm", "rerank": "ms-marco", "generate": "s
 
 PATIENCE_S: Final = 0.7
 REFRESH_S: Final = 0.2
+HURRY_S: Final = 10.0
+"""Seconds after which another Ctrl-C interrupts the end of a command too."""
 
 T = TypeVar("T")
 
@@ -56,9 +58,18 @@ def run_host(
     async def body() -> T:
         from synapse_host.host import Host
 
-        _stop_on_sigterm()
         async with Host.open(matrix, paths, config_of(args)) as host:
             return await work(host)
+
+    return run_orderly(body())
+
+
+def run_orderly(work: Coroutine[Any, Any, T]) -> T:
+    """Run *work* so that Ctrl-C, SIGTERM or a lost terminal end it in order; KeyboardInterrupt after any of them."""
+
+    async def body() -> T:
+        with _ending_in_order():
+            return await work
 
     try:
         return asyncio.run(body())
@@ -98,12 +109,34 @@ def busy_line(lanes: dict[str, Any]) -> str:
     return " · ".join(parts) or "waiting"
 
 
-def _stop_on_sigterm() -> None:
-    """Let SIGTERM end a command as Ctrl-C does: workers stopped, private runtime directory removed."""
-    task = asyncio.current_task()
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Cancel the current task at the first signal: workers are stopped, the private runtime directory is removed.
+
+    That is a matter of seconds, in which impatient further signals change nothing; after HURRY_S they cancel again.
+    """
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    with contextlib.suppress(NotImplementedError, RuntimeError):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    first: list[float] = []
+
+    def stop() -> None:
+        if not first or loop.time() - first[0] > HURRY_S:
+            first.append(loop.time())
+            task.cancel()
+
+    handled = []
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        # Ignored ones stay so: nohup, or a shell's background job.
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                loop.add_signal_handler(number, stop)
+                handled.append(number)
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
 
 
 def model_name(source: str) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -235,3 +237,47 @@ def test_a_current_folder_that_is_gone(cli: Command) -> None:
     )  # fmt: skip
     cli.check_clean(mark)
     assert done.returncode == 2 and done.stderr == "synapse: the current folder is gone: No such file or directory\n"
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "burst", [["SIGINT"], ["SIGTERM"], ["SIGHUP"], ["SIGINT"] * 9, ["SIGTERM", "SIGINT", "SIGHUP"]]
+)
+def test_signals_leave_nothing_behind(cli: Command, burst: list[str]) -> None:
+    started = cli.root / "started"
+    # Deaf to SHUTDOWN: the command is ending for a while, and signals go on coming.
+    script = {"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"sleep": 60}]}]}
+    cli.setup(script)
+    inherited, mark = cli.env()
+    command = subprocess.Popen(
+        cli.arguments("embed", "--model", "toy", "a"), env=inherited, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while not started.exists() and command.poll() is None:
+        time.sleep(0.01)
+    for name in burst:
+        command.send_signal(getattr(signal, name))
+        time.sleep(0.03)
+    _, said = command.communicate(timeout=30)
+    cli.check_clean(mark)
+    # A signal that comes when the interpreter is ending already kills it: a shell shows SIGINT as 130 as well.
+    assert said == b"synapse: interrupted\n"
+    assert command.returncode == 130 or (len(burst) > 1 and command.returncode < 0)
+
+
+def test_an_ignored_signal_stays_ignored(cli: Command) -> None:
+    started, go = cli.root / "started", cli.root / "go"
+    cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"wait_for": str(go)}]}]})
+    inherited, mark = cli.env()
+    command = subprocess.Popen(
+        ["/bin/sh", "-c", 'trap "" HUP; exec "$@"', "sh", *cli.arguments("embed", "--model", "toy", "a", "--json")],
+        env=inherited, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    while not started.exists() and command.poll() is None:
+        time.sleep(0.01)
+    command.send_signal(signal.SIGHUP)
+    go.touch()
+    out, _ = command.communicate(timeout=30)
+    cli.check_clean(mark)
+    assert command.returncode == 0 and json.loads(out)["n"] == 1
