@@ -133,8 +133,9 @@ class Floor:
 
     def send(self, raw: Any) -> float:
         """Return the seconds until the other end has received *raw* into a fresh array."""
+        view = memoryview(raw).cast("B")
         begun = time.perf_counter()
-        send_all(self.sock, [header(b"S", len(raw)), raw])
+        send_all(self.sock, [header(b"S", len(view)), view])
         received(self.sock, self._staging)
         return time.perf_counter() - begun
 

@@ -156,16 +156,17 @@ async def frames(plan: Plan) -> list[Row]:
                 large, small = request(1, size // 4, ids.data), request(1, 1, np.zeros(1, np.int32).data)
 
                 async def sent(lane: Any, build: Any, count: int = count) -> float:
-                    return min(await calls(lane, build, count))
+                    return p50(await calls(lane, build, count))
 
                 contestants = {
                     "to": lambda up=up, large=large: sent(up, large),
-                    "floor to": lambda ids=ids, count=count: min(floor.send(ids.data) for _ in range(count)),
+                    "floor to": lambda ids=ids, count=count: p50([floor.send(ids.data) for _ in range(count)]),
                     "from": lambda down=down, small=small: sent(down, small),
-                    "floor from": lambda size=size, count=count: min(floor.fetch(size) for _ in range(count)),
+                    "floor from": lambda size=size, count=count: p50([floor.fetch(size) for _ in range(count)]),
                 }
-                await interleaved(contestants, 1)
-                figures = await interleaved(contestants, max(3, plan.rounds // 2))
+                with spinners():
+                    await interleaved(contestants, 2)
+                    figures = await interleaved(contestants, plan.rounds)
             for way, label in (("to", "host to worker"), ("from", "worker to host")):
                 figures[way + " rate"] = [size / MIB / 1024 / value for value in figures[way]]
                 figures["floor rate"] = [size / MIB / 1024 / value for value in figures["floor " + way]]
