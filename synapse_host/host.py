@@ -221,9 +221,8 @@ class Host:
     ) -> AsyncGenerator[EmbedResult, None]:
         """Yield results of consecutive chunks of at most 1,024 texts; memory stays bounded however many there are.
 
-        The next chunk is read and tokenised in a thread while the worker computes, and begun before this one is
-        yielded, so the worker doesn't wait for what the caller does with it. Indices (in ``truncated`` and in errors)
-        count from *offset*. Aclose the iterator when leaving it early.
+        The next chunk is read and tokenised in a thread while the worker computes. Indices (in ``truncated`` and in
+        errors) count from *offset*. Aclose the iterator when leaving it early.
         """
         until = _absolute(deadline)
         assignment = self._find(model, lane, "embed")
@@ -236,22 +235,13 @@ class Host:
             return tokenizer.rows(chunk, truncate=truncate, offset=first) if chunk else None
 
         ahead = asyncio.ensure_future(asyncio.to_thread(prepare, start))
-        computing: asyncio.Task[FloatArray] | None = None
         try:
             while (rows := await _within(ahead, until)) is not None:
-                computing = computing or asyncio.create_task(self._embed_rows(assignment, rows, until))
                 start += len(rows.lengths)
                 ahead = asyncio.ensure_future(asyncio.to_thread(prepare, start))
-                vectors = await computing
-                following = ahead.result() if ahead.done() and ahead.exception() is None else None
-                computing = None
-                if following is not None:
-                    computing = asyncio.create_task(self._embed_rows(assignment, following, until))
+                vectors = await self._embed_rows(assignment, rows, until)
                 yield self._embed_result(assignment, vectors, rows.truncated, len(rows.ids))
         finally:
-            if computing is not None:
-                computing.cancel()
-                await asyncio.gather(computing, return_exceptions=True)
             if not ahead.done():
                 # The thread can't be interrupted: wait until it has let go of the caller's iterator.
                 await asyncio.wait([ahead])

@@ -122,23 +122,6 @@ def test_a_stream_reads_ahead_but_not_far(bench: Bench) -> None:
     bench.model("toy").run(work)
 
 
-def test_a_stream_keeps_its_worker_busy_while_the_caller_has_a_chunk(bench: Bench) -> None:
-    async def work(host: Host) -> None:
-        stream = host.embed_stream("toy", ["a"] * 3000)
-        states = []
-        async for _ in stream:
-            await asyncio.sleep(0.01)
-            states.append(host.health()["lanes"]["embed"]["state"])
-        assert states == ["serving", "serving", "idle"]
-        left = host.embed_stream("toy", ["a"] * 3000)
-        await anext(left)
-        await left.aclose()
-        assert (await host.embed("toy", ["b"])).tolist() == [vector([CLS, 5, SEP])]
-
-    # Slower than the tokenizer, so the next chunk is ready in time.
-    bench.model("toy").run(work, {"rules": [{"on": "EMBED_BATCH", "do": [{"sleep": 0.1}]}]})
-
-
 def test_a_bad_text_deep_in_a_stream_is_told_by_its_own_index(bench: Bench) -> None:
     async def work(host: Host) -> None:
         texts = ["a"] * 1500 + ["a " * 30] + ["a"] * 10
