@@ -92,6 +92,9 @@ def library() -> Library:
         if _library is None:
             # Its backtrace printer may start gdb and would push the one-line reason out of the host's log tail.
             os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+            # ggml's barriers are OpenMP's, which spin for milliseconds by default: beside a busy neighbour two threads
+            # then take 5 to 100 times as long (docs/performance.md). libgomp reads this once, when it is loaded.
+            os.environ.setdefault("OMP_WAIT_POLICY", "passive")
             try:
                 from llama_cpp import llama_cpp
             except (ImportError, OSError, RuntimeError) as exc:

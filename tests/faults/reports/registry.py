@@ -289,8 +289,8 @@ REPORTS: Final[tuple[Report, ...]] = (
                 SUPERVISOR + "Supervisor.died",
                 "health forgets a dead worker at once",
                 (
-                    "if self._session is session:\n            self._session = None\n        if self.lost",
-                    "if self.lost",
+                    "if self._session is session:\n            self._session = None\n        alone",
+                    "alone",
                 ),
             ),
         ),
