@@ -13,14 +13,24 @@ from pathlib import Path
 from typing import Any
 
 SPIN = """
-import os
+import ctypes, os
 try:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 except (AttributeError, OSError):
     os.nice(19)
+try:
+    libc = ctypes.CDLL(None)
+    lock = ctypes.c_int()
+    libc.pthread_spin_init(ctypes.byref(lock), 0)
+    libc.pthread_spin_lock(ctypes.byref(lock))
+    libc.pthread_spin_lock(ctypes.byref(lock))
+except (AttributeError, OSError, TypeError):
+    pass
 while True:
     pass
 """
+# Waiting twice for one spin lock is a loop of PAUSE instructions. Virtual cores are often the two threads of one core, and
+# a busy loop beside the measured process would take half of it away.
 PACKAGES = ("synapse-workers", "msgspec", "numpy", "llama-cpp-python", "onnxruntime-gpu", "onnxruntime", "uvloop")
 
 
