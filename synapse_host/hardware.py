@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from engines import machine
 from synapse_host import floor as floors
 from synapse_host.floor import Floor, FloorCache
 
@@ -95,8 +96,6 @@ def detect(keys: Iterable[tuple[str, str]] = (), *, fresh: bool = False, cache_d
     import psutil
 
     memory = psutil.virtual_memory()
-    quota = cpu_quota()
-    usable = _affinity()
     cache = FloorCache(cache_dir or default_cache_dir(), machine_id())
     return HostProfile(
         os=os_name(),
@@ -105,9 +104,9 @@ def detect(keys: Iterable[tuple[str, str]] = (), *, fresh: bool = False, cache_d
         os_build=os_build(),
         cpu_model=_cpu_model(),
         cpu_features=_cpu_features(),
-        cores=max(1, min(usable, int(quota) if quota is not None else usable)),
+        cores=machine.usable_cores(),
         cores_total=os.cpu_count() or 1,
-        quota=quota,
+        quota=machine.cpu_quota(),
         ram_total=memory.total,
         ram_free=memory.available,
         floors=floors.ask(set(keys), cache=cache, fresh=fresh),
@@ -160,50 +159,6 @@ def _os_version() -> str:
     if sys.platform == "darwin":
         return platform.mac_ver()[0]
     return platform.version() if sys.platform == "win32" else platform.release()
-
-
-def _affinity() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0)) or 1
-    return os.cpu_count() or 1
-
-
-def cpu_quota(root: Path = Path("/sys/fs/cgroup"), cgroup: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Return the cgroup limit in cores: the smallest on the way up (v2), or v1's, or None."""
-    try:
-        lines = cgroup.read_text().splitlines()
-    except OSError:
-        return None
-    limits: list[float] = []
-    for line in lines:
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        relative = path.lstrip("/")
-        if hierarchy == "0":
-            for folder in [root / relative, *(root / relative).parents]:
-                limits += _limit_v2(folder / "cpu.max")
-                if folder == root:
-                    break
-        elif "cpu" in controllers.split(","):
-            for folder in (root / controllers / relative, root / "cpu" / relative, root / "cpu"):
-                limits += _limit_v1(folder)
-    return min(limits) if limits else None
-
-
-def _limit_v2(file: Path) -> list[float]:
-    try:
-        quota, period = file.read_text().split()[:2]
-        return [] if quota == "max" else [int(quota) / int(period)]
-    except (OSError, ValueError, ZeroDivisionError):
-        return []
-
-
-def _limit_v1(folder: Path) -> list[float]:
-    try:
-        quota = int((folder / "cpu.cfs_quota_us").read_text())
-        return [] if quota <= 0 else [quota / int((folder / "cpu.cfs_period_us").read_text())]
-    except (OSError, ValueError, ZeroDivisionError):
-        return []
 
 
 @lru_cache(maxsize=1)

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
 from collections.abc import Mapping
 
+from engines.machine import usable_cores
 from synapse_host.errors import DeadlineExceeded
-
-
-def usable_cores() -> int:
-    """Return how many CPUs this process may use: its affinity, not the machine's size."""
-    try:
-        return max(1, len(os.sched_getaffinity(0)))
-    except AttributeError:
-        return max(1, os.cpu_count() or 1)
 
 
 class _Pool:

@@ -5,13 +5,12 @@ Unknown keys are ignored, bad values are ``config_invalid``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final, Literal
 
 from msgspec import Struct
 
+from engines.machine import usable_cores
 from engines.protocol.errors import EngineError, ErrorCode
 
 CPU_CALL_TOKENS: Final = 256
@@ -19,7 +18,6 @@ CPU_CALL_TOKENS: Final = 256
 CUDA_CALL_TOKENS: Final = 32768
 CUDA_CALL_TOKENS_SMALL: Final = 65536
 """For models of at most 512 hidden units, such as MiniLM (8.3.2)."""
-CPU_MAX: Final = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Settings(Struct, frozen=True):
@@ -65,17 +63,6 @@ def parse(config: Mapping[str, str], *, device: str, precision: str) -> Settings
         call_tokens=_number(config, "call_tokens", 0, low=0, high=2**20),
         attention=attention,  # type: ignore[arg-type]  # checked above
     )
-
-
-def usable_cores(cpu_max: Path = CPU_MAX) -> int:
-    """Return the cores this process may use: affinity mask and cgroup quota, rounded down, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = cpu_max.read_text().split()
-        cores = min(cores, int(quota) // int(period))
-    except (OSError, ValueError, ZeroDivisionError):
-        pass  # no cgroup v2, or `max`: no quota
-    return max(1, cores)
 
 
 def _number(config: Mapping[str, str], key: str, default: int, *, low: int, high: int) -> int:

@@ -11,7 +11,7 @@ from typing import Final
 
 from engines.llama.binding import ContextShape, NativeContext, NativeModel
 from engines.llama.gguf import Array, Header
-from engines.llama.quota import free_memory
+from engines.machine import free_memory
 from engines.protocol.errors import EngineError, ErrorCode
 
 F16_BYTES: Final = 2

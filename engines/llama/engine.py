@@ -129,7 +129,7 @@ class LlamaEngine(Engine):
         ``artifact_invalid``, ``model_unsupported`` or ``oom``; all or nothing.
         """
         from engines.llama import config, gguf
-        from engines.llama.quota import usable_cores
+        from engines.machine import usable_cores
         from engines.runtime.artifact import expected_digest, open_artifact, verify
 
         if request.format != "gguf":
@@ -231,7 +231,7 @@ def loses_token_types(descriptor: int, header: gguf.Header) -> bool:
 
 
 def _require_memory(header: gguf.Header) -> None:
-    from engines.llama.quota import free_memory
+    from engines.machine import free_memory
 
     free = free_memory()
     if free is not None and header.tensor_bytes > free:

@@ -26,7 +26,7 @@ class Plan:
     @contextmanager
     def make(cls, *, quick: bool, models_dir: Path | None = None, threads: int | None = None) -> Iterator[Plan]:
         """Make a plan and its folder for the block."""
-        from synapse_host.permits import usable_cores
+        from engines.machine import usable_cores
 
         folder = Path(tempfile.mkdtemp(prefix="synb"))
         try:

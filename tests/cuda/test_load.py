@@ -16,7 +16,7 @@ import pytest
 from engines.bundle import manifest, safetensors
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import Bundle
-from engines.cuda import binding, settings
+from engines.cuda import binding
 from engines.cuda import engine as engine_module
 from engines.cuda.devices import CudaDevice
 from engines.cuda.engine import CudaEngine, kernel_revision, runtime_version
@@ -238,15 +238,6 @@ def test_precision_is_chosen_before_hello(monkeypatch: pytest.MonkeyPatch, bundl
     monkeypatch.setenv(engine_module.PRECISION_VARIABLE, "bf16")
     with pytest.raises(SystemExit):
         engine_for(bundles("bert-mean"), "cuda")
-
-
-def test_cores_respect_the_quota(tmp_path: Path) -> None:
-    file = tmp_path / "cpu.max"
-    cores = settings.usable_cores(tmp_path / "none")
-    assert cores >= 1
-    for text, expected in (("max 100000", cores), ("100000 100000", 1), ("50000 100000", 1), ("150000 100000", 1)):
-        file.write_text(text)
-        assert settings.usable_cores(file) == expected
 
 
 # --- the CUDA lane's assembly, over host memory and the CPU provider --------------------------------------------------

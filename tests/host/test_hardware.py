@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from engines import machine
 from synapse_host import hardware
 
 
@@ -13,7 +14,7 @@ def quota(tmp_path: Path, cgroup: str, files: dict[str, str]) -> float | None:
         file = tmp_path / "fs" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    return hardware.cpu_quota(tmp_path / "fs", tmp_path / "cgroup")
+    return machine.cpu_quota(root=tmp_path / "fs", membership=tmp_path / "cgroup")
 
 
 @pytest.mark.parametrize(
@@ -42,8 +43,8 @@ def test_the_quota_is_the_smallest_on_the_way_up(
 
 def test_cores_are_rounded_down_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, affinity, cores in ((0.5, 4, 1), (2.9, 4, 2), (None, 3, 3), (8.0, 2, 2)):
-        monkeypatch.setattr(hardware, "cpu_quota", lambda limit=limit: limit)
-        monkeypatch.setattr(hardware, "_affinity", lambda affinity=affinity: affinity)
+        monkeypatch.setattr(machine, "cpu_quota", lambda limit=limit, **_: limit)
+        monkeypatch.setattr(machine, "affinity", lambda affinity=affinity: affinity)
         assert hardware.detect().cores == cores
 
 

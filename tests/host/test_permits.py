@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from engines.machine import usable_cores
 from synapse_host.errors import DeadlineExceeded
-from synapse_host.permits import Permits, usable_cores
+from synapse_host.permits import Permits
 
 
 def test_defaults():

@@ -453,7 +453,7 @@ for package in (engines.protocol, engines.bundle, engines.runtime, synapse_host)
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)
             count += 1
-from synapse_host.permits import usable_cores
+from engines.machine import usable_cores
 assert usable_cores() >= 1
 print(count)
 """

@@ -57,7 +57,7 @@ def test_the_host_s_modules_import_without_anything_unix_only():
     import importlib
     for name in {MODULES!r}:
         importlib.import_module(name)
-    from synapse_host.permits import usable_cores
+    from engines.machine import usable_cores
     assert usable_cores() >= 1
     print("imported")
     """)

@@ -98,7 +98,7 @@ def test_a_row_does_not_depend_on_its_neighbours(
 def test_threads_and_contexts_do_not_change_the_bytes(
     load: Any, token_batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engines.llama.quota.usable_cores", lambda: 4)
+    monkeypatch.setattr("engines.machine.usable_cores", lambda: 4)
     batch = token_batch(toy_rows(4, [60, 40] * 30))
     expected = embed(load("bert", threads=1), batch).tobytes()
     for config in ({"threads": 2}, {"threads": 4, "contexts": 2}, {"threads": 3, "contexts": 1}, {"contexts": 4}):

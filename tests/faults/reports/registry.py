@@ -936,22 +936,9 @@ REPORTS: Final[tuple[Report, ...]] = (
         "threads_under_a_cpuset",
         (
             _guard(
-                "engines.cuda.settings:usable_cores",
-                "onnxruntime's threads follow the affinity",
-                (
-                    'len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1',
-                    "os.cpu_count() or 1",
-                ),
-            ),
-            _guard(
-                "engines.llama.quota:_affinity",
-                "llama.cpp's threads follow the affinity",
+                "engines.machine:affinity",
+                "threads and permits follow the affinity",
                 ("return len(os.sched_getaffinity(0))", "return os.cpu_count() or 1"),
-            ),
-            _guard(
-                "synapse_host.permits:usable_cores",
-                "execution permits follow the affinity",
-                ("return max(1, len(os.sched_getaffinity(0)))", "return max(1, os.cpu_count() or 1)"),
             ),
         ),
     ),

@@ -429,10 +429,10 @@ PINNED = """
 import json, os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 from engines.cuda import settings
-from engines.llama import quota
+from engines import machine
 from synapse_host import hardware, permits
-print(json.dumps([settings.parse({}, device="cpu", precision="f32").threads, quota.usable_cores(),
-                  permits.usable_cores(), hardware.detect().cores]))
+print(json.dumps([settings.parse({}, device="cpu", precision="f32").threads, machine.usable_cores(),
+                  permits.Permits().limit("cpu"), hardware.detect().cores]))
 """
 
 

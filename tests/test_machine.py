@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from engines.llama import quota
+from engines import machine
 
 
 @pytest.fixture
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quota, "_affinity", lambda: 16)
+    monkeypatch.setattr(machine, "affinity", lambda: 16)
 
 
 def tree(root: Path, files: dict[str, str]) -> None:
@@ -67,14 +67,14 @@ def test_usable_cores(tmp_path: Path, name: str, membership: str | None, files: 
     own = tmp_path / "cgroup"
     if membership is not None:
         own.write_text(membership)
-    assert quota.usable_cores(root=tmp_path / "fs", membership=own) == expected
+    assert machine.usable_cores(root=tmp_path / "fs", membership=own) == expected
 
 
 def test_the_affinity_mask_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(quota, "_affinity", lambda: 1)
+    monkeypatch.setattr(machine, "affinity", lambda: 1)
     tree(tmp_path, {"cgroup.controllers": "", "cpu.max": "400000 100000"})
     (tmp_path / "own").write_text("0::/\n")
-    assert quota.usable_cores(root=tmp_path, membership=tmp_path / "own") == 1
+    assert machine.usable_cores(root=tmp_path, membership=tmp_path / "own") == 1
 
 
 def test_free_memory_is_the_smaller_of_machine_and_cgroup(tmp_path: Path) -> None:
@@ -83,13 +83,13 @@ def test_free_memory_is_the_smaller_of_machine_and_cgroup(tmp_path: Path) -> Non
     own = tmp_path / "own"
     own.write_text("0::/a\n")
     root = tmp_path / "fs"
-    assert quota.free_memory(root=root, membership=own, meminfo=meminfo) == 50 * 1024
+    assert machine.free_memory(root=root, membership=own, meminfo=meminfo) == 50 * 1024
     tree(root, {"cgroup.controllers": "", "a/memory.max": "40000", "a/memory.current": "30000"})
-    assert quota.free_memory(root=root, membership=own, meminfo=meminfo) == 10_000
+    assert machine.free_memory(root=root, membership=own, meminfo=meminfo) == 10_000
     tree(root, {"a/memory.stat": "anon 5\ninactive_file 7000\n"})
-    assert quota.free_memory(root=root, membership=own, meminfo=meminfo) == 17_000
+    assert machine.free_memory(root=root, membership=own, meminfo=meminfo) == 17_000
     tree(root, {"a/memory.max": "max"})
-    assert quota.free_memory(root=root, membership=own, meminfo=meminfo) == 50 * 1024
+    assert machine.free_memory(root=root, membership=own, meminfo=meminfo) == 50 * 1024
 
 
 def test_free_memory_of_cgroup_version_1(tmp_path: Path) -> None:
@@ -97,6 +97,6 @@ def test_free_memory_of_cgroup_version_1(tmp_path: Path) -> None:
     own.write_text("9:memory:/d\n")
     root = tmp_path / "fs"
     tree(root, {"memory/d/memory.limit_in_bytes": "9000", "memory/d/memory.usage_in_bytes": "8000"})
-    assert quota.free_memory(root=root, membership=own, meminfo=tmp_path / "none") == 1000
+    assert machine.free_memory(root=root, membership=own, meminfo=tmp_path / "none") == 1000
     tree(root, {"memory/d/memory.limit_in_bytes": str(2**63 - 4096)})
-    assert quota.free_memory(root=root, membership=own, meminfo=tmp_path / "none") is None
+    assert machine.free_memory(root=root, membership=own, meminfo=tmp_path / "none") is None

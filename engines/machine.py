@@ -1,7 +1,8 @@
 """What this machine lets the process have: usable cores and free memory, container limits included.
 
-More threads than the CPU quota allows make llama.cpp's spin barriers collapse (a public report measured 45 times
-slower), and neither ``os.cpu_count`` nor the affinity mask knows of a cgroup quota.
+Host and engines read it here, so that both count the same cores. More threads than the CPU quota allows make
+llama.cpp's barriers collapse (a public report measured 45 times slower), and neither ``os.cpu_count`` nor the affinity
+mask knows of a cgroup quota.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ MEMINFO = Path("/proc/meminfo")
 
 def usable_cores(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) -> int:
     """Return the cores this process may use at once: affinity mask and CPU quota, rounded down, at least 1."""
-    cores = _affinity()
-    for quota in _quotas(root, membership):
-        cores = min(cores, int(quota))
-    return max(1, cores)
+    quota = cpu_quota(root=root, membership=membership)
+    cores = affinity()
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def cpu_quota(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) -> float | None:
+    """Return the smallest cgroup CPU limit that applies to this process, in cores, or None without one."""
+    return min(_quotas(root, membership), default=None)
 
 
 def free_memory(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP, meminfo: Path = MEMINFO) -> int | None:
@@ -30,7 +35,8 @@ def free_memory(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP, mem
     return min(known) if known else None
 
 
-def _affinity() -> int:
+def affinity() -> int:
+    """Return how many CPUs the scheduler may run this process on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -45,7 +51,7 @@ def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            mount = root if (root / "cgroup.controllers").exists() else root / "unified"
+            mount = root / "unified" if (root / "unified").is_dir() else root
         elif controller in controllers.split(","):
             mount = next((root / name for name in (controllers, controller) if (root / name).is_dir()), root)
         else:
