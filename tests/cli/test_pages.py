@@ -57,9 +57,7 @@ def test_off_a_terminal_nothing_is_folded(capsys: pytest.CaptureFixture[str], mo
 
 def test_a_long_line_hangs_below_its_text(terminal: Any, capsys: pytest.CaptureFixture[str]) -> None:
     terminal(40).hang("  1 engine  ", "a reason that is too long for one line of forty", 12)
-    assert capsys.readouterr().out == (
-        "  1 engine  a reason that is too long\n            for one line of forty\n"
-    )
+    assert capsys.readouterr().out == ("  1 engine  a reason that is too long\n            for one line of forty\n")
     terminal(40).hang("  ", "", 2)
     assert capsys.readouterr().out == "  \n"
     # With hardly any room left the terminal folds better than we do.
