@@ -112,6 +112,8 @@ class Floor:
         self.process = subprocess.Popen([sys.executable, str(Path(__file__).resolve()), path])
         self.sock, _ = listener.accept()
         listener.close()
+        # One floor after another uses this folder.
+        Path(path).unlink()
         self._staging = memoryview(bytearray(STAGING_BYTES))
 
     def echo(self, raw: bytes, calls: int) -> list[float]:
