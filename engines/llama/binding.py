@@ -93,8 +93,10 @@ def library() -> Library:
             # Its backtrace printer may start gdb and would push the one-line reason out of the host's log tail.
             os.environ.setdefault("GGML_NO_BACKTRACE", "1")
             # ggml's barriers are OpenMP's, which spin for milliseconds by default: beside a busy neighbour two threads
-            # then take 5 to 100 times as long (docs/performance.md). libgomp reads this once, when it is loaded.
-            os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+            # then wait up to ten times as long. This many turns cost nothing on a quiet machine (docs/performance.md).
+            # libgomp reads it once, when it is loaded; what the matrix sets for the engine wins.
+            if "OMP_WAIT_POLICY" not in os.environ:
+                os.environ.setdefault("GOMP_SPINCOUNT", "2000")
             try:
                 from llama_cpp import llama_cpp
             except (ImportError, OSError, RuntimeError) as exc:
