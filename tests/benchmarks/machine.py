@@ -29,8 +29,8 @@ except (AttributeError, OSError, TypeError):
 while True:
     pass
 """
-# Waiting twice for one spin lock is a loop of PAUSE instructions. Virtual cores are often the two threads of one core, and
-# a busy loop beside the measured process would take half of it away.
+# Waiting twice for one spin lock is a loop of PAUSE instructions. Virtual cores are often the two threads of one core,
+# and a busy loop beside the measured process would take half of it away.
 PACKAGES = ("synapse-workers", "msgspec", "numpy", "llama-cpp-python", "onnxruntime-gpu", "onnxruntime", "uvloop")
 
 
