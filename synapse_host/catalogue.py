@@ -29,7 +29,7 @@ from synapse_host import builder
 from synapse_host.builder import Progress, silent
 from synapse_host.errors import BundleInvalid, SynapseError, UnknownModel
 
-RECIPE: Final = 3
+RECIPE: Final = 4
 """Raised when a recipe changes what it builds: an older bundle is then made anew."""
 
 

@@ -367,6 +367,7 @@ class Trial:
     async def _generate(self, probes: Fixtures) -> GenerateInputs:
         prompts = [row.tolist() for row in probes.rows()]
         reference: list[list[int]] = probes.arrays["greedy"].tolist()
+        clear: list[list[int]] = probes.arrays["clear"].tolist()
         self.tokens = [len(row) for row in prompts]
         stops = probe_set.stops(self.bundle)
         limit = self.bundle.manifest.max_tokens
@@ -398,9 +399,10 @@ class Trial:
             self._advance()
         self._begin("next tokens", len(prompts))
         depths, following = [], []
-        for number, (row, wanted) in enumerate(zip(prompts, reference, strict=True)):
+        for number, (row, wanted, apart) in enumerate(zip(prompts, reference, clear, strict=True)):
             known = next((i for i, id in enumerate(wanted) if id in stops), len(wanted) - 1)
-            depth = number % (known + 1)
+            usable = [depth for depth in range(known + 1) if apart[depth]] or [0]
+            depth = usable[number % len(usable)]
             made = await ask([*row, *wanted[:depth]], 1)
             depths.append(depth)
             following.append(made[0] if made else None)

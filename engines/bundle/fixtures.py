@@ -10,7 +10,8 @@ embed             ``input_ids`` int32, ``cu_seqlens`` int32 (n + 1): rows with s
 rerank            ``query_ids``, ``query_cu``, ``candidate_ids``, ``candidate_cu`` int32: bare ids; ``query_of`` int32
 (n);
                   ``logits`` float32 (n): raw
-generate          ``input_ids``, ``cu_seqlens``; ``greedy`` int32 (n, steps): the reference's own continuation
+generate          ``input_ids``, ``cu_seqlens``; ``greedy`` int32 (n, steps): the reference's own continuation;
+                  ``clear`` uint8 (n, steps): 1 where its best token stands well apart from the second
 
 Why int16 is enough for a cosine gate at 0.9999: each component is off by at most half a step, scale / 2 <= max|v| /
 65534, so a unit vector of 384 dims moves by at most sqrt(384) / 65534 = 3.0e-4 in the worst case and typically by
@@ -41,7 +42,7 @@ MAX_BYTES: Final = 64 * 1024 * 1024
 _KEYS: Final = {
     "embed": ("input_ids", "cu_seqlens", "vectors_q", "vectors_scale"),
     "rerank": ("query_ids", "query_cu", "candidate_ids", "candidate_cu", "query_of", "logits"),
-    "generate": ("input_ids", "cu_seqlens", "greedy"),
+    "generate": ("input_ids", "cu_seqlens", "greedy", "clear"),
 }
 
 
@@ -153,3 +154,4 @@ def _check(path: Path, found: Fixtures) -> None:
         need(of.shape == (n,) and bool(((of >= 0) & (of < len(arrays["query_cu"]) - 1)).all()), "queries")
     else:
         need(arrays["greedy"].dtype == np.int32 and len(arrays["greedy"]) == n, "continuations")
+        need(arrays["clear"].dtype == np.uint8 and arrays["clear"].shape == arrays["greedy"].shape, "clear steps")

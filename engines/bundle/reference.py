@@ -24,7 +24,7 @@ from engines.bundle.manifest import BundleError
 
 STEPS: Final = 8
 DECIDED: Final = 0.25
-"""A prompt is a probe only where the reference's two best next tokens are at least this far apart, in logits. Closer
+"""A next token is asked for only where the reference's two best are at least this far apart, in logits. Closer
 ones are a coin's throw at any rounding (quantised kernels move a logit by about 0.1) and tell nothing of an engine."""
 
 Progress = Callable[[int, int], None]
@@ -183,25 +183,30 @@ def _generate(folder: Path, out: Path, model: Any, limit: int, progress: Progres
     every = [id for row in rows for id in row]
     texts = [*prompts, *[None] * 3]
     rows += [every[:1], every[:2], [every[len(every) // 2]] * 64]
-    kept, greedy = [], []
+    kept, greedy, clear = [], [], []
     with torch.no_grad():
         for i, row in enumerate(rows):
             progress(i + 1, len(rows))
             if not row:
                 continue
-            made = []
+            made: list[int] = []
+            apart: list[bool] = []
             state = model(torch.tensor([row]), use_cache=True)
-            best = state.logits[0, -1].topk(2).values
-            if float(best[0] - best[1]) < DECIDED:
-                continue
-            for _ in range(STEPS):
-                made.append(int(state.logits[0, -1].argmax()))
+            while len(made) < STEPS:
+                best = state.logits[0, -1].topk(2)
+                apart.append(float(best.values[0] - best.values[1]) >= DECIDED)
+                if not apart[0]:
+                    break
+                made.append(int(best.indices[0]))
                 if len(made) < STEPS:
                     state = model(torch.tensor([made[-1:]]), past_key_values=state.past_key_values, use_cache=True)
-            kept.append(i)
-            greedy.append(made)
+            if apart[0]:
+                kept.append(i)
+                greedy.append(made)
+                clear.append(apart)
     ids, cu = fixtures.flatten([rows[i] for i in kept])
     arrays = {"input_ids": ids, "cu_seqlens": cu, "greedy": np.array(greedy, np.int32)}
+    arrays["clear"] = np.array(clear, np.uint8)
     fixtures.write(out, task="generate", texts=[texts[i] for i in kept], computed_by=_by("float32"), arrays=arrays)
     return len(kept)
 

@@ -121,6 +121,8 @@ def test_the_shipped_fixtures_hold_256_probes_within_the_vocabulary(name: str, t
     else:
         assert found.arrays["greedy"].shape == (len(found), 8)
         assert found.arrays["greedy"].max() < 49152
+        assert found.arrays["clear"][:, 0].all()
+        assert 0.5 < found.arrays["clear"].mean() < 1
 
 
 def test_edges_of_what_a_model_takes() -> None:

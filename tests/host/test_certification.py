@@ -243,7 +243,8 @@ def generator(folder: Path, *, wrong: int = 0) -> Path:
         greedy[n][0] += 300
     # The scripted text is a function of prompt and length: continue one token at a time, as the reference does.
     ids, cu = stored.flatten(rows)
-    arrays = {"input_ids": ids, "cu_seqlens": cu, "greedy": np.array([made[:1] for made in greedy], np.int32)}
+    first = np.array([made[:1] for made in greedy], np.int32)
+    arrays = {"input_ids": ids, "cu_seqlens": cu, "greedy": first, "clear": np.ones_like(first, np.uint8)}
     give_fixtures(folder, "generate", [None] * N, arrays)
     return folder
 

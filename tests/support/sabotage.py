@@ -118,7 +118,7 @@ def stale_reference(folder: Path) -> None:
         if offsets in arrays:
             arrays[offsets] = arrays[offsets][: keep + 1]
             arrays[name] = arrays[name][: arrays[offsets][-1]]
-    for name in ("vectors_q", "vectors_scale", "query_of", "logits", "greedy"):
+    for name in ("vectors_q", "vectors_scale", "query_of", "logits", "greedy", "clear"):
         if name in arrays:
             arrays[name] = arrays[name][:keep]
     fixtures.write(path, task=found.task, texts=found.texts[:keep], computed_by=found.computed_by, arrays=arrays)
