@@ -43,6 +43,8 @@ _INT32: Final = np.dtype("<i4")
 _FLOAT32: Final = np.dtype(np.float32)
 FEW: Final = 4096
 """Elements up to which searching the flags' bytes beats a reduction, whose call alone costs more."""
+BLOCK: Final = 131072
+"""Elements whose flags stay in the cache; flags of tens of megabytes at once cost twice as much."""
 
 
 class Inference:
@@ -157,8 +159,10 @@ def batch_of(ids: IntArray, rows: Sequence[Item] | Sequence[Segment], what: str,
 
 def check_ids(ids: IntArray) -> None:
     """Refuse negative ids; *ids* has at least one element."""
-    if np.minimum.reduce(ids) < 0:
-        index = int((ids < 0).argmax())
+    # Finding the smallest costs a third of reducing to it.
+    index = ids.argmin()
+    if ids.item(index) < 0:
+        index = (ids < 0).argmax()
         raise EngineError(ErrorCode.INVALID_REQUEST, f"token {index} has the negative id {int(ids[index])}")
 
 
@@ -177,9 +181,23 @@ def bytes_of(array: FloatArray, shape: tuple[int, ...]) -> memoryview:
     assert array.dtype == _FLOAT32 and array.shape == shape, f"{array.dtype} {array.shape} instead of f32 {shape}"
     data = array.data
     assert data.c_contiguous, "a model returned a strided array"
-    flags = np.isfinite(array)
-    finite = flags.tobytes().find(b"\0") < 0 if array.size <= FEW else bool(flags.all())
-    if not finite:
-        row = int(flags.reshape(shape[0], -1).all(axis=1).argmin())
+    if not all_finite(array):
+        row = int(np.isfinite(array).reshape(shape[0], -1).all(axis=1).argmin())
         raise EngineError(ErrorCode.NONFINITE_OUTPUT, f"row {row} of {shape[0]} holds NaN or infinity")
     return data.cast("B")
+
+
+def all_finite(array: FloatArray) -> bool:
+    """Return whether no element is NaN or infinite; *array* is C-contiguous."""
+    size = array.size
+    if size <= FEW:
+        return np.isfinite(array).tobytes().find(b"\0") < 0
+    if size <= BLOCK:
+        return bool(np.isfinite(array).all())
+    flat = array.reshape(-1)
+    flags = np.empty(BLOCK, np.bool_)
+    for start in range(0, size, BLOCK):
+        part = flat[start : start + BLOCK]
+        if not np.isfinite(part, flags[: len(part)]).all():
+            return False
+    return True
