@@ -55,6 +55,46 @@ def spinners() -> Iterator[None]:
             child.wait()
 
 
+ONE_CORE = "both ends on one core"
+
+
+def placements() -> dict[str, tuple[set[int], set[int]] | None]:
+    """Return where the two ends of a ping-pong may run: (ours, the others'), or None where cores can't be chosen.
+
+    It decides more than anything else here: on one core a switch is a few microseconds, between two virtual cores a
+    wake-up may be an exit to the hypervisor. Left to the scheduler, one contestant may get the one and its rival the
+    other.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return {ONE_CORE: None}
+    cores = sorted(os.sched_getaffinity(0))
+    found: dict[str, tuple[set[int], set[int]] | None] = {ONE_CORE: ({cores[0]}, {cores[0]})}
+    if len(cores) > 1:
+        found["each on its own core"] = ({cores[0]}, {cores[1]})
+    return found
+
+
+@contextmanager
+def placed(where: tuple[set[int], set[int]] | None, others: list[int]) -> Iterator[None]:
+    """Pin this process and all threads of the processes *others* for the block."""
+    if where is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, where[0])
+        for pid in others:
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), where[1])
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+        for pid in others:
+            with suppress(OSError):
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    os.sched_setaffinity(int(thread.name), before)
+
+
 def load() -> float | None:
     """Return the load average of the last minute."""
     try:

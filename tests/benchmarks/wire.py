@@ -16,9 +16,8 @@ from synapse_host.config import HostConfig
 from synapse_host.lane import LaneSpec, LoadSpec
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.supervisor import Supervisor
-from tests.benchmarks import echo_worker
+from tests.benchmarks import echo_worker, machine
 from tests.benchmarks.floor import Floor
-from tests.benchmarks.machine import spinners
 from tests.benchmarks.rounds import Row, Spread, interleaved, p50, row
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ GROUP = "wire"
 ECHO_DIMS = 1024
 LENGTHS = (256, 1024, 4096, 16384, 49152, 262144)
 """Bytes of the echo's raw frames, for the picture of latency against length."""
+TARGET_BYTES = 4096
 MIB = 1024 * 1024
 SPEC = LaneSpec(
     lane_id="echo",
@@ -83,47 +83,53 @@ async def rows(plan: Plan) -> list[Row]:
 
 
 async def echo(plan: Plan) -> list[Row]:
-    """Return the 4 KiB echo, and latency against length."""
-    import numpy as np
-
-    floor = Floor(plan.folder)
+    """Return the 4 KiB echo with both ends on one core and on two, and latency against length."""
     found: list[Row] = []
+    floor = Floor(plan.folder)
     try:
-        with spinners():
-            for size in LENGTHS:
-                dims = size // 4
-                raw = np.zeros(dims, np.int32).tobytes()
-                async with echo_lane(plan.folder, dims, f"echo{size}") as lane:
-                    build = request(1, dims, raw)
-                    count = plan.scaled(400 if size <= 16384 else 100)
-
-                    async def ours(lane: Any = lane, build: Any = build, count: int = count) -> float:
-                        return p50(await calls(lane, build, count))
-
-                    def theirs(raw: bytes = raw, count: int = count) -> float:
-                        return p50(floor_echo(floor, raw, count))
-
-                    await calls(lane, build, 200)
-                    figures = await interleaved({"ours": ours, "floor": theirs}, plan.rounds)
-                found.append(
-                    row(
-                        figures,
-                        "ours",
-                        "floor",
-                        group=GROUP,
-                        name=f"echo of {_size(size)} each way, p50",
-                        unit="µs",
-                        better="lower",
-                        scale=1e6,
-                        rival_name="two blocking processes",
-                        target=0.45 if size == 4096 else None,
-                        note="one low-priority spinner per core",
-                        extra={"bytes": size},
-                    )
-                )
+        for size in LENGTHS:
+            for name, placed in machine.placements().items():
+                if size != TARGET_BYTES and name != machine.ONE_CORE:
+                    continue
+                found.append(await _echo(plan, floor, size, name, placed))
     finally:
         floor.close()
     return found
+
+
+async def _echo(plan: Plan, floor: Floor, size: int, name: str, placed: tuple[set[int], set[int]] | None) -> Row:
+    import numpy as np
+
+    dims = size // 4
+    raw = np.zeros(dims, np.int32).tobytes()
+    count = plan.scaled(400 if size <= 16384 else 100)
+    async with echo_lane(plan.folder, dims, f"echo{size}") as lane:
+        build = request(1, dims, raw)
+
+        async def ours() -> float:
+            return p50(await calls(lane, build, count))
+
+        def theirs() -> float:
+            return p50(floor_echo(floor, raw, count))
+
+        worker = lane.health()["worker_pid"]
+        with machine.placed(placed, [floor.process.pid, worker]), machine.spinners():
+            await calls(lane, build, 200)
+            figures = await interleaved({"ours": ours, "floor": theirs}, plan.rounds)
+    return row(
+        figures,
+        "ours",
+        "floor",
+        group=GROUP,
+        name=f"echo of {_size(size)} each way, {name}, p50",
+        unit="µs",
+        better="lower",
+        scale=1e6,
+        rival_name="two blocking processes",
+        target=0.45 if size == TARGET_BYTES else None,
+        note="one low-priority spinner per core",
+        extra={"bytes": size} if name == machine.ONE_CORE else None,
+    )
 
 
 def floor_echo(floor: Floor, raw: bytes, count: int) -> list[float]:
@@ -164,7 +170,7 @@ async def frames(plan: Plan) -> list[Row]:
                     "from": lambda down=down, small=small: sent(down, small),
                     "floor from": lambda size=size, count=count: p50([floor.fetch(size) for _ in range(count)]),
                 }
-                with spinners():
+                with machine.spinners():
                     await interleaved(contestants, 2)
                     figures = await interleaved(contestants, plan.rounds)
             for way, label in (("to", "host to worker"), ("from", "worker to host")):
@@ -197,7 +203,7 @@ async def reply_overhead(plan: Plan) -> Row:
     async with echo_lane(plan.folder, 1024, "reply") as lane:
         build = request(32, 32, ids.data)
         await calls(lane, build, 200)
-        with spinners():
+        with machine.spinners():
             values = [p50(await calls(lane, build, plan.scaled(200))) * 1e6 for _ in range(plan.rounds)]
     return Row(
         group=GROUP,
