@@ -153,8 +153,13 @@ def _axes(
 
 def _threshold(line: Line, at: float) -> str:
     above = at - 5 if at > TOP + 14 else at + 13
-    return _stroke(LEFT, at, WIDTH - RIGHT, at, "var(--bad)") + _text(
-        WIDTH - RIGHT - 2, above, line.label, "end", 11, "var(--bad)"
+    # The words may lie on bars: a rim of the background keeps them readable.
+    rim = '<g paint-order="stroke" stroke="var(--card)" stroke-width="3">'
+    return (
+        _stroke(LEFT, at, WIDTH - RIGHT, at, "var(--bad)")
+        + rim
+        + _text(WIDTH - RIGHT - 2, above, line.label, "end", 11, "var(--bad)")
+        + "</g>"
     )
 
 
