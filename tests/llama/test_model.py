@@ -384,7 +384,7 @@ def test_nonfinite_states_are_typed(toys: Any, load: Any, token_batch: Batch, tm
 
 
 def test_weights_beyond_free_memory_are_oom(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engines.llama.quota.free_memory", lambda: 1000)
+    monkeypatch.setattr("engines.machine.free_memory", lambda: 1000)
     assert "free" in refused(ErrorCode.OOM, lambda: load("bert"))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -311,10 +313,18 @@ def test_pong_reports_real_memory_and_the_number_of_models(desk: Desk) -> None:
 
 
 def test_resident_memory_grows_with_what_is_touched() -> None:
-    before = resident_bytes()
-    block = np.ones(64 * 2**20, np.uint8)
-    assert 60 * 2**20 < resident_bytes() - before < 80 * 2**20
-    del block
+    # A fresh process: in this one the kernel may take pages back while the block is written.
+    script = (
+        "from engines.runtime.dispatch import resident_bytes\n"
+        "import mmap\n"
+        "block = mmap.mmap(-1, 64 * 2**20)\n"
+        "before = resident_bytes()\n"
+        "block.write(bytes(64 * 2**20))\n"
+        "print(resident_bytes() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    grown = int(done.stdout) / 2**20
+    assert 60 < grown < 160  # the block, and perhaps still the bytes that filled it
 
 
 def test_pong_omits_what_is_unknown(desk: Desk) -> None:
