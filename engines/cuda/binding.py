@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.cuda.faults import refuse
 from engines.cuda.floor import LINUX, WINDOWS, Facts
+from engines.cuda.graph import UNFUSED, Graph
 from engines.protocol.errors import EngineError, ErrorCode
 
 # Since 1.31 onnxruntime keeps a database of events and sends them to its maker unless this is set before its import.
@@ -24,8 +25,6 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-    from engines.cuda.graph import Graph
 
 
 def driver_facts(index: int) -> Facts:
@@ -69,8 +68,8 @@ def _opens(library: str) -> bool:
         return False
 
 
-def session(graph: Graph, *, threads: int, cuda: dict[str, str] | None = None) -> Any:
-    """Create a session: on the CPU, or with provider options *cuda* on the GPU and no node elsewhere (EngineError)."""
+def session(graph: Graph, *, threads: int, spin: bool = False, cuda: dict[str, str] | None = None) -> Any:
+    """Create a session: on the CPU, awake between nodes if *spin*, or by *cuda* on the GPU only (EngineError)."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()  # [P] SessionOptions
@@ -78,18 +77,20 @@ def session(graph: Graph, *, threads: int, cuda: dict[str, str] | None = None) -
     options.inter_op_num_threads = 1
     options.enable_mem_pattern = False  # [P]: patterns are cached per input shape, and shapes vary here
     options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # [K]: idle threads give their core away
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin)))  # [K]
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # [K]: idle threads give their core away
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")  # [K]
     names = list(graph.weights)
     values = [ort.OrtValue.ortvalue_from_numpy(graph.weights[name]) for name in names]  # [P]: no copy on the CPU
     options.add_external_initializers(names, values)  # [P]
     providers: list[Any] = ["CPUExecutionProvider"]
+    off = UNFUSED if cuda is None else None
     if cuda is not None:
         # [K]: creation fails when a node would land on the CPU; without it onnxruntime falls back and says nothing.
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         providers = [("CUDAExecutionProvider", cuda)]  # [E] options
     try:
-        made = ort.InferenceSession(graph.model, options, providers, enable_fallback=0)  # [P] InferenceSession
+        made = ort.InferenceSession(graph.model, options, providers, enable_fallback=0, disabled_optimizers=off)  # [P]
     except Exception as exc:  # onnxruntime's classes share no base below Exception
         refuse(exc, creating=True)
     wanted = "CPUExecutionProvider" if cuda is None else "CUDAExecutionProvider"

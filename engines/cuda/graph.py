@@ -26,6 +26,8 @@ OPSET: Final = 20
 """Standard operators: 20 brought Gelu; LayerNormalization is older."""
 IR_VERSION: Final = 10
 CONTRIB: Final = "com.microsoft"
+UNFUSED: Final = ["SkipLayerNormFusion"]
+"""Optimizers off on the CPU: SkipLayerNormalization takes three times its two parts there (performance.md)."""
 
 Precision = Literal["f32", "f16"]
 Attention = Literal["plain", "fused", "packed"]

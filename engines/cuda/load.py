@@ -228,7 +228,8 @@ class _Assembly:
         routes = []
         for variant, limit in cpu_variants(self.spec, self.chosen.attention):
             graph = self._graph(variant)
-            made = binding.session(graph, threads=self.chosen.threads)
+            # A single call waits for its threads some sixty times; with nothing beside it they may stay awake.
+            made = binding.session(graph, threads=self.chosen.threads, spin=twin)
             self.progress.advance()
             narrow = None
             if twin:
