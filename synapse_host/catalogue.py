@@ -29,7 +29,7 @@ from synapse_host import builder
 from synapse_host.builder import Progress, silent
 from synapse_host.errors import BundleInvalid, SynapseError, UnknownModel
 
-RECIPE: Final = 4
+RECIPE: Final = 5
 """Raised when a recipe changes what it builds: an older bundle is then made anew."""
 
 
@@ -373,8 +373,8 @@ def _make_embedder(name: str, recipe: Recipe, files: Path, out: Path, progress: 
         files,
         out,
         formats=_formats(),
-        # The placement takes bf16 only where the processor multiplies it itself, f16 elsewhere.
-        dtypes={"gguf": ("f16", "bf16"), "safetensors-package": ("f32",)},
+        # The placement takes what the processor multiplies fastest: bf16, f32, or f16 where neither leads.
+        dtypes={"gguf": ("f16", "bf16", "f32"), "safetensors-package": ("f32",)},
         model_id=name,
         task=recipe.task,
         overrides={"license": recipe.license, "source": recipe.source, **recipe.overrides},
@@ -390,7 +390,7 @@ def _make_reranker(name: str, recipe: Recipe, files: Path, out: Path, progress: 
         files,
         out,
         formats=_formats(),
-        dtypes={"gguf": ("f16",), "safetensors-package": ("f32",)},
+        dtypes={"gguf": ("f16", "f32"), "safetensors-package": ("f32",)},
         model_id=name,
         task=recipe.task,
         overrides={"license": recipe.license, "source": recipe.source, **recipe.overrides},

@@ -32,6 +32,7 @@ LINUX = HostProfile(
     floors={"llama:cpu": OK, "cuda:cpu": OK, "cuda:cuda": NO_DRIVER},
 )
 OLD_CPU = dataclasses.replace(LINUX, cpu_features=frozenset({"avx2"}))
+FP16_CPU = dataclasses.replace(LINUX, cpu_features=frozenset({"avx2", "avx512_bf16", "avx512_fp16"}))
 MAC = dataclasses.replace(
     LINUX, os="darwin", arch="arm64", os_version="15.1", floors={"llama:cpu": OK, "llama:metal": OK, "ane:ane": OK}
 )
@@ -177,6 +178,8 @@ def test_hardware_conditions(hardware: Hardware, profile: HostProfile, reason: s
         ("llama-cpu", LINUX, ["f16", "bf16", "q8_0"], ["bf16", "f16", "q8_0"]),
         ("llama-cpu", OLD_CPU, ["bf16", "f16", "q8_0"], ["f16", "q8_0", "bf16"]),
         ("llama-cpu", OLD_CPU, ["bf16"], ["bf16"]),
+        ("llama-cpu", FP16_CPU, ["f16", "bf16", "f32"], ["f32", "f16", "bf16"]),
+        ("llama-cpu", LINUX, ["f32", "f16"], ["f16", "f32"]),
         ("llama-cpu", LINUX, ["q4_1"], ["q4_1"]),
         ("llama-metal", MAC, ["bf16", "f16"], ["f16", "bf16"]),
         ("onnx-cpu", LINUX, ["f16", "f32"], ["f32", "f16"]),
@@ -243,3 +246,6 @@ def test_bf16_says_why_it_was_taken(matrix: HardwareMatrix, tmp_path: Path) -> N
     fast = select(matrix, lane_id="embed", profile=LINUX, bundle=bundle).considered[3].reason
     assert fast == "bundle toy has format gguf (bf16); cpu has avx512-bf16"
     assert select(matrix, lane_id="embed", profile=OLD_CPU, bundle=bundle).considered[3].reason.endswith("(bf16)")
+    both = read(write_bundle(tmp_path / "f32", formats={"gguf": "f32"}))
+    fast = select(matrix, lane_id="embed", profile=FP16_CPU, bundle=both).considered[3].reason
+    assert fast == "bundle toy has format gguf (f32); fastest on a cpu with avx512-fp16"
