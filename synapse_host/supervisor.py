@@ -140,9 +140,14 @@ class Supervisor:
                 await self._wait_turn(deadline, stage)
             else:
                 self._held = True
-            waiter = self._at_once(build, deadline, stage)
-            # None: a start or a permit has to be waited for.
-            outcome = await (self._serve(build, deadline, stage) if waiter is None else waiter)
+            # None: a start or a permit has to be waited for, or the worker is another one than asked for.
+            waiter = None
+            if generation is None or generation == self._generation:
+                waiter = self._at_once(build, deadline, stage)
+            if waiter is None:
+                outcome = await self._serve(build, deadline, stage, generation=generation)
+            else:
+                outcome = await waiter
         except BaseException as exc:
             self.counters.failed(stage, exc)
             raise

@@ -282,6 +282,28 @@ def test_a_request_at_the_moment_of_an_idle_death_has_one_outcome(lanes):
     lanes(scenario)
 
 
+def test_a_request_for_one_worker_never_reaches_another_and_starts_none(lanes, tmp_path):
+    state = tmp_path / "state"
+
+    async def scenario(make):
+        lane = make({**KILLS, "state": str(state)})
+        await serve(lane)
+        await serve(lane, generation=lane.generation)
+        with pytest.raises(EngineCrashed):
+            await serve(lane, POISON, generation=1)
+        with pytest.raises(EngineCrashed, match="what this request needs is gone") as caught:
+            await serve(lane, generation=1)
+        assert caught.value.details["cause"] == "exit" and not caught.value.quarantined
+        assert spawns(state) == 1
+        await serve(lane)
+        with pytest.raises(EngineCrashed, match="what this request needs is gone"):
+            await serve(lane, generation=1)
+        await serve(lane, generation=2)
+        assert spawns(state) == 2 and lane.health()["strikes"] == 0
+
+    lanes(scenario)
+
+
 # --- protocol faults -------------------------------------------------------------------------------------------------
 
 FAULTS = {
