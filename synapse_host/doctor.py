@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from engines.bundle import manifest
 from engines.bundle.manifest import BundleError
-from synapse_host import certificates, hardware
+from synapse_host import certificates, hardware, remains
 from synapse_host import floor as floors
 from synapse_host.errors import SynapseError
 from synapse_host.floor import Floor
@@ -138,6 +138,7 @@ def examine(
         *resource_findings(profile.ram_free, _free_disk(models_dir), models_dir),
         *descriptor_findings(_descriptor_limit()),
         *socket_findings(runtime),
+        *abandoned_findings(remains.roots() if runtime_dir is None else [runtime]),
         *stale_findings(runtime),
         *bundles,
         *certificate_findings(matrix, profile, versions, models_dir, data_dir),
@@ -360,11 +361,21 @@ def socket_findings(runtime: Path) -> Iterator[Finding]:
         )
 
 
+def abandoned_findings(roots: Iterable[Path]) -> Iterator[Finding]:
+    """Report private runtime directories whose hosts were killed; the next one-shot verb removes them."""
+    found = [path for root in roots for path in remains.abandoned(root)]
+    if found:
+        number = "1 runtime directory" if len(found) == 1 else f"{len(found)} runtime directories"
+        what = f"{number} of hosts that were killed, first {found[0]}; the next synapse embed removes what is left"
+        yield Finding("runtime.abandoned", "warning", what, f"rm -r {shlex.join(map(str, found))}")
+
+
 def stale_findings(runtime: Path) -> Iterator[Finding]:
     """Report what hosts that were killed left behind: sockets of ours that nobody listens on."""
     if os.name != "posix":
         return
-    stale = [path for path in _sockets(runtime) if not _listening(path)]
+    known = set(remains.abandoned(runtime))
+    stale = [path for path in _sockets(runtime) if path.parents[2] not in known and not _listening(path)]
     if stale:
         roots = sorted({str(path.parents[2]) for path in stale})
         what = f"{len(stale)} sockets of hosts that are gone, first {stale[0]}"

@@ -23,6 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Final, Protocol
 
+from synapse_host import remains
 from synapse_host.errors import InvalidRequest
 from synapse_host.handshake import Peer
 
@@ -44,7 +45,7 @@ class RuntimeDirectory:
         self.temporary = temporary
         self.workers = path / "synapse" / "workers"
         self._lock: IO[bytes] | None = None
-        self._short: Path | None = None
+        self._short: RuntimeDirectory | None = None
         self._made: dict[Path, tuple[int, int]] = {}
         self._pid = os.getpid()
 
@@ -52,7 +53,8 @@ class RuntimeDirectory:
     def open(cls, path: Path | str | None = None) -> RuntimeDirectory:
         """Return a usable directory. InvalidRequest says why not: another owner, too open a mode, held by whom."""
         if path is None:
-            directory = cls(Path(tempfile.mkdtemp(prefix="synapse-")), temporary=True)
+            _sweep()
+            directory = cls(Path(tempfile.mkdtemp(prefix=remains.PREFIX)), temporary=True)
         else:
             directory = cls(Path(path).resolve(), temporary=False)
         try:
@@ -77,22 +79,17 @@ class RuntimeDirectory:
         for part in (self.path, self.path / "synapse", self.workers):
             part.mkdir(mode=0o700, exist_ok=True)
             _check_private(part)
-        if not self._holds_lock():
-            self._take_lock()
-
-    def _holds_lock(self) -> bool:
-        """Tell whether our lock is on the file that others would lock."""
-        if self._lock is None:
-            return False
-        try:
-            return os.path.samestat(os.fstat(self._lock.fileno()), self.lock_path.stat())
-        except OSError:
-            return False
+        if not _is_file(self._lock, self.lock_path):
+            # 0600 whatever the umask: whoever may write the lock file may lie about its holder.
+            taken = _take_lock(self.lock_path, private=self.temporary)
+            if self._lock is not None:
+                self._lock.close()
+            self._lock = taken
 
     @property
     def lock_path(self) -> Path:
         """The file whose lock makes this directory ours."""
-        return self.path / "synapse" / "lock"
+        return self.path / remains.LOCK
 
     def socket_path(self, worker_id: str) -> Path:
         """Return where the worker *worker_id* will connect.
@@ -109,8 +106,9 @@ class RuntimeDirectory:
             return path
         if self._short is None:
             # TMPDIR alone takes 49 bytes on macOS; /tmp is short on every Unix.
-            self._short = Path(tempfile.mkdtemp(prefix="synapse-", dir="/tmp"))
-        return self._short / f"wk-{digest}.sock"
+            self._short = RuntimeDirectory(Path(tempfile.mkdtemp(prefix=remains.PREFIX, dir="/tmp")), temporary=True)
+            self._short._make()
+        return self._short.path / f"wk-{digest}.sock"
 
     @property
     def control_path(self) -> Path:
@@ -124,7 +122,8 @@ class RuntimeDirectory:
         except FileNotFoundError:
             # Cleaners of /tmp remove what lay there for days; the lane would be lost until the host restarts.
             _log.warning("the runtime directory was removed and is made again: path=%s", self.path)
-            if self._short is not None and not self._short.exists():
+            if self._short is not None and not self._short.path.exists():
+                self._short.close()
                 self._short = None
             self._made = {path: made for path, made in self._made.items() if path.exists()}
             self._make()
@@ -162,8 +161,7 @@ class RuntimeDirectory:
         for path in list(self._made):
             self._unlink(path)
         if self._short is not None:
-            with suppress(OSError):
-                self._short.rmdir()
+            self._short.close()
             self._short = None
         if self._lock is not None:
             # The file stays: unlinking a lock file lets two holders lock two files of the same name.
@@ -178,28 +176,6 @@ class RuntimeDirectory:
             entry = path.lstat()
             if made == (entry.st_dev, entry.st_ino):
                 path.unlink()
-
-    def _take_lock(self) -> None:
-        # 0600 whatever the umask: whoever may write the lock file may lie about its holder.
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
-        handle = os.fdopen(os.open(self.lock_path, flags, 0o600), "a+b")
-        try:
-            _lock_exclusive(handle)
-        except OSError as exc:
-            handle.seek(0)
-            holder = handle.read(32).decode("ascii", "replace").strip() or "unknown"
-            handle.close()
-            whom = f"pid {holder}{_described(_number(holder))}"
-            raise InvalidRequest(
-                f"runtime directory {self.path} is in use by {whom}. Stop it or pass --runtime-dir.",
-                details={"reason": "runtime_dir_busy", "path": str(self.path), "pid": _number(holder)},
-            ) from exc
-        handle.truncate(0)
-        handle.write(f"{os.getpid()}\n".encode())
-        handle.flush()
-        if self._lock is not None:
-            self._lock.close()
-        self._lock = handle
 
 
 class Listener(Protocol):
@@ -315,6 +291,43 @@ def _described(pid: int | None) -> str:
     return f" ({name}, started {started:%H:%M})" if today else f" ({name}, started {started:%Y-%m-%d %H:%M})"
 
 
+def _sweep() -> None:
+    """Remove what killed hosts left; a living one holds its lock."""
+    for root in remains.roots():
+        for path in remains.sweep(root):
+            _log.info("a killed host's directory was removed: path=%s", path)
+
+
+def _is_file(handle: IO[bytes] | None, path: Path) -> bool:
+    """Tell whether *handle* is the file that others would open as *path*."""
+    try:
+        return handle is not None and os.path.samestat(os.fstat(handle.fileno()), path.stat())
+    except OSError:
+        return False
+
+
+def _take_lock(path: Path, *, private: bool) -> IO[bytes]:
+    """Lock the file *path* and write into it whose it is; InvalidRequest tells who holds it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
+    handle = os.fdopen(os.open(path, flags, 0o600), "a+b")
+    try:
+        remains.lock_exclusive(handle)
+    except OSError as exc:
+        handle.seek(0)
+        holder = handle.read(32).partition(b"\n")[0].decode("ascii", "replace").strip() or "unknown"
+        handle.close()
+        whom = f"pid {holder}{_described(_number(holder))}"
+        directory = path.parents[1]
+        raise InvalidRequest(
+            f"runtime directory {directory} is in use by {whom}. Stop it or pass --runtime-dir.",
+            details={"reason": "runtime_dir_busy", "path": str(directory), "pid": _number(holder)},
+        ) from exc
+    handle.truncate(0)
+    handle.write(f"{os.getpid()}\n".encode() + (remains.PRIVATE if private else b""))
+    handle.flush()
+    return handle
+
+
 def _check_private(path: Path) -> None:
     """Refuse a directory that isn't ours alone: whoever can write there can stand in for a worker."""
     if os.name != "posix":
@@ -360,17 +373,3 @@ def _clear_stale(path: Path) -> None:
         f"another process listens on {path}; stop it or choose another --runtime-dir",
         details={"reason": "path_taken", "path": str(path)},
     )
-
-
-def _lock_exclusive(handle: IO[bytes]) -> None:
-    """Lock without waiting; OSError when another process holds it. The kernel releases it with the process."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        # Byte 1024: locked bytes can't be read, and the pid at the start must stay readable.
-        handle.seek(1024)
-        msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(handle.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)

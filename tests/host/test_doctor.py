@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from engines.bundle import manifest
-from synapse_host import certificates, doctor, hardware
+from synapse_host import certificates, doctor, hardware, remains
 from synapse_host.matrix import load
 from tests.support.evidence import evidence
+from tests.support.killed import kill_one
 from tests.support.small_bundle import write_bundle, write_matrix
 
 
@@ -69,6 +70,18 @@ def test_stale_sockets_are_told_from_live_ones(runtime_dir: Path) -> None:
     for folder in (dead, live):
         (folder / "embed-1.sock").unlink()
     assert list(doctor.stale_findings(runtime_dir)) == []
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform == "win32", reason="Unix only")
+def test_a_killed_hosts_directory_is_told_once_and_how_to_remove_it(runtime_dir: Path) -> None:
+    abandoned_dir, _ = kill_one(runtime_dir)
+    (finding,) = doctor.abandoned_findings([runtime_dir])
+    assert finding.id == "runtime.abandoned" and finding.fix == f"rm -r {abandoned_dir}"
+    assert list(doctor.stale_findings(runtime_dir)) == []
+    assert abandoned_dir.exists()
+    remains.sweep(runtime_dir)
+    assert list(doctor.abandoned_findings([runtime_dir])) == []
 
 
 def test_long_socket_paths(tmp_path: Path) -> None:
