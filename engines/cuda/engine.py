@@ -11,7 +11,7 @@ from engines.bundle import manifest as bundles
 from engines.bundle.manifest import Bundle, BundleError
 from engines.cuda import floor
 from engines.protocol.errors import EngineError, ErrorCode
-from engines.protocol.messages import Request
+from engines.protocol.messages import MAX_ITEMS, PackedCapability, Request
 from engines.runtime.engine import OWNED_SERVING, Engine, EngineIdentity, Probe, WorkerOptions
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from engines.runtime.progress import ProgressReporter
 
 PRECISION_VARIABLE: Final = "SYNAPSE_CUDA_PRECISION"
-"""f16 or f32: HELLO names the numerics, so they are chosen before LOAD. f32 on the GPU is the oracle."""
+"""f16 or f32: HELLO names the numerics, so they are chosen before LOAD. f32 on the GPU is the oracle; the CPU has no
+other."""
 
 
 class CudaEngine(Engine):
@@ -66,6 +67,7 @@ class CudaEngine(Engine):
             build_flags=flags,
             manifest_digest=self._bundle.digest if self._bundle is not None else None,
             kernel_revision=kernel_revision(version, self.options.device, self.precision),
+            packed=self._packed(),
         )
 
     def probe_floor(self) -> Probe:
@@ -93,10 +95,20 @@ class CudaEngine(Engine):
             progress=progress,
         )  # fmt: skip
 
+    def _packed(self) -> PackedCapability | None:
+        """BERT's rows run end to end on the GPU, any number of any length: nothing for the host to choose."""
+        if self.on_cpu or self._bundle is None or self._bundle.manifest.family != "bert":
+            return None
+        return PackedCapability("varlen-v1", [], MAX_ITEMS)
+
     def _precision(self) -> Precision:
-        text = os.environ.get(PRECISION_VARIABLE, "f32" if self.on_cpu else "f16")
-        if text not in ("f32", "f16"):
-            print(f"{PRECISION_VARIABLE}={text!r} must be f32 or f16", file=sys.stderr)
+        allowed = ("f32",) if self.on_cpu else ("f16", "f32")
+        text = os.environ.get(PRECISION_VARIABLE, allowed[0])
+        if text not in allowed:
+            print(
+                f"{PRECISION_VARIABLE}={text!r} must be {' or '.join(allowed)} on {self.options.device}",
+                file=sys.stderr,
+            )
             raise SystemExit(2)
         return cast("Precision", text)
 

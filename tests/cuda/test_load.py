@@ -24,7 +24,7 @@ from engines.cuda.graph import Graph
 from engines.cuda.model import OwnedModel
 from engines.cuda.revision import source_revision
 from engines.protocol.errors import EngineError, ErrorCode
-from engines.protocol.messages import EmbedBatch, Load, Phase, RerankSequences
+from engines.protocol.messages import MAX_ITEMS, EmbedBatch, Load, PackedCapability, Phase, RerankSequences
 from engines.runtime.engine import Probe, WorkerOptions
 from engines.runtime.progress import ProgressReporter, silent
 from tests.cuda.conftest import Bundles, batch_of, case, cosines
@@ -238,6 +238,19 @@ def test_precision_is_chosen_before_hello(monkeypatch: pytest.MonkeyPatch, bundl
     monkeypatch.setenv(engine_module.PRECISION_VARIABLE, "bf16")
     with pytest.raises(SystemExit):
         engine_for(bundles("bert-mean"), "cuda")
+    monkeypatch.setenv(engine_module.PRECISION_VARIABLE, "f16")
+    with pytest.raises(SystemExit):  # the CPU's graphs are float32: HELLO must not say otherwise
+        engine_for(bundles("bert-mean"), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "packs"),
+    [("bert-mean", "cuda", True), ("bert-mean", "cpu", False), ("qwen3-last", "cuda", False)],
+)
+def test_packing_is_announced_where_rows_run_end_to_end(name: str, device: str, packs: bool, bundles: Bundles) -> None:
+    """Spec (protocol-v3, 3): owned-cuda may advertise varlen-v1 without widths; no request ever names one."""
+    packed = engine_for(bundles(name), device).identity().packed
+    assert packed == (PackedCapability("varlen-v1", [], MAX_ITEMS) if packs else None)
 
 
 # --- the CUDA lane's assembly, over host memory and the CPU provider --------------------------------------------------
