@@ -101,8 +101,9 @@ def hardware_reason(hardware: Hardware, profile: HostProfile) -> str | None:
 def _driver_reason(hardware: Hardware, profile: HostProfile, name: str) -> str | None:
     floor = profile.floors.get("cuda:cuda")
     if profile.driver_api is None:
-        if floor is not None and floor.status == "failed":
-            return f"{name}: {floor.why}"
+        # A probe that broke, or that lacks what it asks the driver with, knows nothing of a driver.
+        if floor is not None and (floor.status == "failed" or floor.code.startswith("cuda_runtime_missing")):
+            return f"{name}: {floor_text(floor)}"
         return f"{name}: no NVIDIA driver"
     if hardware.min_driver_api is not None and profile.driver_api < hardware.min_driver_api:
         return f"{name}: driver API is {profile.driver_api}, needs {hardware.min_driver_api}"

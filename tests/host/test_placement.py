@@ -38,6 +38,7 @@ MAC = dataclasses.replace(
 )
 BROKEN = dataclasses.replace(LINUX, floors={"cuda:cuda": Floor("failed", "probe_timeout", why="its probe hung")})
 NO_DEVICE = dataclasses.replace(LINUX, floors={"cuda:cuda": Floor("ok", "ok", observed={"driver_api": 13000})})
+UNASKED = dataclasses.replace(LINUX, floors={"cuda:cuda": Floor("refused", "cuda_runtime_missing:cuda-python")})
 H200 = dataclasses.replace(LINUX, floors={**LINUX.floors, "cuda:cuda": CUDA_OK})
 
 
@@ -160,6 +161,7 @@ def test_an_engine_whose_own_probe_says_no_is_passed_over(
         (Hardware("h", min_compute_capability="7.5"), LINUX, "hardware h: no NVIDIA driver"),
         (Hardware("h", min_driver_api=1), BROKEN, "hardware h: its probe hung"),
         (Hardware("h", min_compute_capability="7.5"), NO_DEVICE, "hardware h: no device"),
+        (Hardware("h", min_driver_api=1), UNASKED, "hardware h: a library is missing: cuda-python"),
         (Hardware("h", min_os="6.1"), dataclasses.replace(LINUX, os_version="6.1.0-rc12"), None),
         (
             Hardware("h", min_os="6.2"),
