@@ -1,4 +1,4 @@
-"""A chat message in the model's own template, rendered in jinja2's immutable sandbox, as token ids.
+"""A chat message in the model's own template, as token ids.
 
 What the template writes may be special tokens; what a person wrote never is: a message with a literal ``<|im_end|>``
 can't end its own turn.
@@ -6,31 +6,27 @@ can't end its own turn.
 
 from __future__ import annotations
 
-import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import UNSET
 
-from synapse_host.errors import BundleInvalid, InvalidRequest, SynapseError
+from synapse_host.errors import InvalidRequest
+from synapse_host.template import render
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Bundle
     from synapse_host.tokenize import TextTokenizer
 
 ROLES: Final = ("system", "user", "assistant")
-MAX_RENDERED: Final = 4 * 1024 * 1024
 
 
 def chat_ids(bundle: Bundle, tokenizer: TextTokenizer, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
     """Return the ids of a conversation that ends where the assistant's answer begins.
 
     Raises InvalidRequest for a bundle without a template, a missing jinja2 or malformed messages; BundleInvalid for a
-    template that fails.
+    template that fails, runs too long or writes too much.
     """
     template = bundle.manifest.chat_template
     name = bundle.manifest.model_id
@@ -88,105 +84,3 @@ def _messages(prompt: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]
                 f"message {index} holds half a surrogate pair; it is not valid text", details={"index": index}
             )
     return messages
-
-
-def render(
-    template: str, messages: Sequence[Mapping[str, str]], *, name: str, tokens: Mapping[str, str] | None = None
-) -> str:
-    """Return the template's text, as transformers' ``apply_chat_template(add_generation_prompt=True)`` writes it.
-
-    *tokens*: ``bos_token`` and ``eos_token``. A bundle comes from outside, so its template gets the immutable sandbox
-    and a size limit. It may run long: call this where nobody else waits.
-    """
-    try:
-        compiled = _compiled(template)
-    except ImportError as exc:
-        raise InvalidRequest(
-            "chat templates need jinja2 3.1.6 or newer: pip install 'synapse-workers[chat]'",
-            details={"missing": "jinja2"},
-        ) from exc
-    except Exception as exc:  # a template is foreign code: whatever it raises, the bundle is at fault
-        raise BundleInvalid(f"bundle {name}: its chat template can't be read: {exc}") from exc
-    variables: dict[str, Any] = {
-        # What transformers passes: a template tells "no tools" from None.
-        "tools": None,
-        "documents": None,
-        "add_generation_prompt": True,
-        "bos_token": "",
-        "eos_token": "",
-        **(tokens or {}),
-        "messages": [dict(message) for message in messages],
-    }
-    parts: list[str] = []
-    size = 0
-    try:
-        for part in compiled.generate(**variables):
-            size += len(part)
-            if size > MAX_RENDERED:
-                raise BundleInvalid(f"bundle {name}: its chat template writes more than {MAX_RENDERED} characters")
-            parts.append(part)
-    except SynapseError:
-        raise
-    except _Refused as exc:
-        raise InvalidRequest(f"{name}'s chat template refuses these messages: {exc}") from exc
-    except Exception as exc:  # as above
-        raise BundleInvalid(f"bundle {name}: its chat template fails: {exc}") from exc
-    return "".join(parts)
-
-
-class _Refused(Exception):
-    """The template called raise_exception."""
-
-
-@lru_cache(maxsize=16)
-def _compiled(template: str) -> Any:
-    """Compile a template in an environment with what transformers offers to templates; ImportError without jinja2."""
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    if tuple(int(part) for part in re.findall(r"\d+", jinja2.__version__)[:3]) < (3, 1, 6):
-        raise ImportError("older ones have known ways out of the sandbox")
-
-    class Generation(Extension):
-        """``{% generation %}`` marks what a model wrote, for training; here it is its own content."""
-
-        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def refuse(message: object) -> None:
-        raise _Refused(str(message))
-
-    def tojson(value: Any, **options: Any) -> str:
-        # jinja2's own filter escapes for HTML.
-        return json.dumps(value, **{"ensure_ascii": False, **options})
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        """Refuses one small expression that asks for all memory or all time: ``'a' * 10**10``, ``9**9**9``."""
-
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "**":
-                raise ValueError("** is not allowed in a chat template")
-            for many, times in ((left, right), (right, left)):
-                if hasattr(many, "__len__") and isinstance(times, int) and len(many) * times > MAX_RENDERED:
-                    raise ValueError(f"a repetition writes more than {MAX_RENDERED} characters")
-            return super().call_binop(context, operator, left, right)
-
-    environment = Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, "jinja2.ext.loopcontrols"],
-        autoescape=False,
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    # A function, not the class: a class has attributes without an underscore that lead further.
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
-    environment.globals.pop("lipsum", None)
-    return environment.from_string(template)

@@ -8,8 +8,10 @@ import pytest
 
 from engines.bundle.manifest import Bundle, read
 from synapse_host import catalogue
-from synapse_host.chat import chat_ids, render
+from synapse_host import template as templates
+from synapse_host.chat import chat_ids
 from synapse_host.errors import BundleInvalid, InvalidRequest, UnknownModel
+from synapse_host.template import render
 from synapse_host.tokenize import TextTokenizer
 from tests.support.small_bundle import WORDS, write_bundle
 
@@ -75,6 +77,73 @@ def test_malformed_messages(tmp_path: Path, prompt: Any) -> None:
 def test_a_hostile_or_broken_template_is_a_broken_bundle(tmp_path: Path, template: str) -> None:
     with pytest.raises(BundleInvalid):
         render(template, [{"role": "user", "content": "a"}], name="toy")
+
+
+ENDLESS = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}",
+    "a loop's condition": "{% for a in range(99999) if range(99999) | list | length < 0 %}{% endfor %}",
+    "a macro that calls itself twice": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ m(60) }}",
+    "a recursive loop": "{% for a in [1, 2, 3] recursive %}{% if loop.depth < 40 %}{{ loop([1, 2, 3]) }}{% endif %}"
+    "{% endfor %}",
+    "straight lines": "{% set x = 'a' * 4000000 %}" + "{% set x = x | upper %}" * 1000,
+    "filters of filters": "{{ range(99999) | select('in', range(99999, 199998) | list) | list | length }}",
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_that_never_ends_is_a_broken_bundle(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    monkeypatch.setattr(templates, "RENDER_S", 0.3)
+    with pytest.raises(BundleInvalid, match=r"bundle toy: its chat template fails: it runs for more than 0\.3 s"):
+        render(template, [{"role": "user", "content": "a"}], name="toy")
+
+
+HUGE = {
+    "doubled by ~": "{% set n = namespace(s='ab') %}{% for _ in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "doubled by +": "{% set n = namespace(s='ab') %}{% for _ in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "a list of itself": "{% set n = namespace(l=['ab']) %}{% for _ in range(60) %}{% set n.l = [n.l, n.l] %}"
+    "{% endfor %}{{ n.l }}",
+    "a map of itself": "{% set n = namespace(l=['ab']) %}{% for _ in range(60) %}{% set n.l = {'a': n.l, 'b': n.l} %}"
+    "{% endfor %}{{ n.l }}",
+    "mapped": "{% set n = namespace(l=['ab']) %}{% for _ in range(9) %}{% set n.l = range(1000) | "
+    "map(attribute='x', default=n.l) | list %}{% endfor %}{{ n.l }}",
+    "a width": "{{ 'a' | center(10000000000) }}",
+    "a width in %": "{{ '%10000000000d' % 1 }}",
+    "a width given": "{{ '%*d' % (10000000000, 1) }}",
+    "a width in a filter": "{{ '%10000000000d' | format(1) }}",
+    "a width in format": "{{ '{:>10000000000}'.format(1) }}",
+    "a width given to format": "{{ '{:{}}'.format('a', 10000000000) }}",
+    "a width given to format_map": "{{ '{a:{w}}'.format_map({'a': 'a', 'w': 10000000000}) }}",
+    "a width of a method": "{{ 'a'.ljust(10000000000) }}",
+    "replaced": "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",
+    "joined": "{{ range(99999) | join('b' * 100000) }}",
+    "joined by a method": "{{ ('b' * 100000).join(['a'] * 100000) }}",
+}
+
+
+@pytest.mark.parametrize("template", HUGE.values(), ids=HUGE)
+def test_a_template_that_takes_all_memory_is_a_broken_bundle(template: str) -> None:
+    with pytest.raises(BundleInvalid, match=r"bundle toy: its chat template .* more than \d+ characters"):
+        render(template, [{"role": "user", "content": "a"}], name="toy")
+
+
+def test_the_limits_refuse_nothing_that_templates_do() -> None:
+    template = (
+        "{% set n = namespace(out='') %}{% for m in messages if m.role != 'system' %}"
+        "{% set n.out = n.out + '%s: **%s**' % (m.role, m.content | trim) ~ '\n' %}{% endfor %}{{ n.out }}"
+        "{{ ['a', 'b'] | map('upper') | join('-') }} {{ {'k': [1, 2]} | tojson }} {{ '{:>3}'.format('x') }} "
+        "{% for k, v in [('a', 1), ('b', 2)] %}{{ k * v }}{% endfor %} {{ (3, 1) | sort | first }} {{ 7 % 4 }}"
+    )
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": " u "}]
+    assert render(template, messages, name="toy") == 'user: **u**\nA-B {"k": [1, 2]}   x abb 1 3'
+
+
+def test_a_thousand_messages_are_quick_enough() -> None:
+    template = (
+        "{% for m in messages %}{% if loop.index0 == messages | length - 1 %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": f"{n} " + "word " * 50} for n in range(1000)]
+    assert render(template, messages, name="toy").startswith("999 ")
 
 
 def test_the_sandbox_shows_no_internals() -> None:
