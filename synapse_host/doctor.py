@@ -160,6 +160,9 @@ def examine(
         "python": ".".join(map(str, sys.version_info[:3])),
         "matrix": str(matrix.path),
         "models_dir": str(models_dir),
+        "disk_free_bytes": _free_disk(models_dir),
+        "descriptor_limit": _descriptor_limit(),
+        "socket_path_room": SUN_PATH - 1 - _socket_length(runtime),
     }
     return Report(host, engines, findings)
 
@@ -346,12 +349,16 @@ def descriptor_findings(limit: int | None) -> Iterator[Finding]:
         )
 
 
+def _socket_length(runtime: Path) -> int:
+    # mkdtemp adds synapse-xxxxxxxx, a worker's name its lane and generation.
+    return len(os.fsencode(str(runtime / "synapse-12345678" / "synapse" / "workers" / "generate-1000.sock")))
+
+
 def socket_findings(runtime: Path) -> Iterator[Finding]:
     """Report a runtime directory whose socket paths don't fit a socket address."""
     if os.name != "posix":
         return
-    # mkdtemp adds synapse-xxxxxxxx, a worker's name its lane and generation.
-    longest = len(os.fsencode(str(runtime / "synapse-12345678" / "synapse" / "workers" / "generate-1000.sock")))
+    longest = _socket_length(runtime)
     if longest >= SUN_PATH:
         yield Finding(
             "socket.path",

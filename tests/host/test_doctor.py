@@ -4,6 +4,7 @@ import json
 import shutil
 import socket
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -182,6 +183,9 @@ def test_this_machine(tmp_path: Path) -> None:
     assert {engine.id for engine in found.engines} == {"ane", "cuda", "onnx-cpu", "llama-metal", "llama-cpu"}
     assert not [finding for finding in found.findings if "Traceback" in finding.what]
     assert found.host["cores"] >= 1
+    name = "/synapse-12345678/synapse/workers/generate-1000.sock"
+    assert found.host["socket_path_room"] == doctor.SUN_PATH - 1 - len(tempfile.gettempdir() + name)
+    assert found.host["disk_free_bytes"] > 0 and found.host["descriptor_limit"] != 0
 
 
 def test_certificates_hold_or_say_what_voided_them(tmp_path: Path) -> None:
