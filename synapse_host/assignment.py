@@ -49,6 +49,11 @@ class Assignment:
             )
         return self.spec
 
+    def served_by(self) -> tuple[str, str, str, str]:
+        """Return what a result says of its maker: model, lane, engine and device. Raises as :meth:`require`."""
+        spec = self.require()
+        return self.model, self.lane_id, spec.engine_id, spec.device
+
 
 def assign(
     matrix: HardwareMatrix, *, profile: HostProfile, bundles: Mapping[str, Bundle], lanes: set[str] | None = None

@@ -316,8 +316,8 @@ def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, mon
         async with Host.open(matrix=tmp_path / "matrix.yaml", models={"toy": bundle}, config=config) as host:
             rows = [[9] * 300, [1, 2], [7] * 130, [3, 4]]
             await host.load("toy")
-            assert host._fleet is not None
-            books = host._fleet.shell.core
+            assert host._lanes.fleet is not None
+            books = host._lanes.fleet.shell.core
             assert books.limits.nbytes == host.profile.ram_total // 4 and books.limits.executables == 100
             assert books.charged() == (1, 22, 1000), "a load is charged like any other start"
             vectors = await host.embed_ids("toy", rows)

@@ -488,9 +488,12 @@ REPORTS: Final[tuple[Report, ...]] = (
         "shuffled_batches",
         (
             _guard(
-                "synapse_host.host:Host._embed_rows",
+                "synapse_host.parts:collect",
                 "each exchange's rows land in their own place",
-                ("vectors[part.start : part.stop] = await run(part)", "vectors[: len(part)] = await run(part)"),
+                (
+                    "answer[part.rows.start : part.rows.stop] = await send(part)",
+                    "answer[: len(part.rows)] = await send(part)",
+                ),
             ),
         ),
     ),
@@ -784,7 +787,7 @@ REPORTS: Final[tuple[Report, ...]] = (
                 ("        if self._qwen3:\n", "        if False:\n"),
             ),
             _guard(
-                "synapse_host.host:Host._scored",
+                "synapse_host.reranking:scaled",
                 "the sigmoid is applied once",
                 ("return sigmoid(logits) if not raw", "return sigmoid(sigmoid(logits)) if not raw"),
             ),
@@ -824,7 +827,7 @@ REPORTS: Final[tuple[Report, ...]] = (
                 Edit("synapse_host/tokenize.py", "if array.size == 0:", "if False:"),
             ),
             _guard(
-                "synapse_host.host:_check_texts",
+                "synapse_host.arguments:check_texts",
                 "no text at all is refused",
                 ("if not len(texts):", "if False:"),
             ),

@@ -1,0 +1,218 @@
+"""The table of a host's lanes: which one a call means, and what serves it.
+
+Placement is decided at open and never changes. A lane's supervisor is made at its first use; the Neural Engine's lanes
+share one budget and one lock a user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from synapse_host.ane_lane import AneFleet, RungedLane
+from synapse_host.arguments import absolute
+from synapse_host.assignment import Assignment, assign, find
+from synapse_host.counters import LaneCounters
+from synapse_host.errors import InvalidRequest
+from synapse_host.health import LaneHealth
+from synapse_host.lane_lock import LaneLock
+from synapse_host.logring import LogRing
+from synapse_host.permits import Permits
+from synapse_host.slots import Limits
+from synapse_host.standings import Standings
+from synapse_host.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from engines.bundle.manifest import Bundle
+    from synapse_host.config import HostConfig
+    from synapse_host.hardware import HostProfile
+    from synapse_host.listener import RuntimeDirectory
+    from synapse_host.matrix import HardwareMatrix
+
+
+class Lanes:
+    """All lanes of one host. Use it from the event loop that opened it."""
+
+    def __init__(
+        self,
+        *,
+        matrix: HardwareMatrix,
+        bundles: Mapping[str, Bundle],
+        profile: HostProfile,
+        config: HostConfig,
+        runtime: RuntimeDirectory,
+        qualifying: bool = False,
+    ) -> None:
+        self.config = config
+        self.assignments = assign(matrix, profile=profile, bundles=bundles)
+        self.counters = {lane_id: LaneCounters() for lane_id in self.assignments}
+        self.logs = {lane_id: LogRing(config.log_ring_bytes) for lane_id in self.assignments}
+        self.fleet: AneFleet | None = None
+        self._bundles = bundles
+        self._profile = profile
+        self._runtime = runtime
+        self._standings = Standings(matrix, profile, config, qualifying=qualifying)
+        self._permits = Permits(config.permits)
+        self._supervisors: dict[str, Supervisor] = {}
+        self._runged: dict[str, RungedLane] = {}
+        self._lane_lock: LaneLock | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def open(self) -> None:
+        """Bind to the running loop and find out how the lanes stand with their certificates."""
+        self._loop = asyncio.get_running_loop()
+        await self._standings.look_up(self.assignments)
+
+    async def aclose(self, *, drain: float) -> None:
+        """Stop every worker; running requests get *drain* seconds. Idempotent; a shorter *drain* hurries one."""
+        self._closed = True
+        if os.getpid() != self._pid:
+            # A forked child leaves the block too: workers and sockets are its parent's.
+            return
+        supervisors = dict(self._supervisors)
+        if supervisors:
+            await asyncio.gather(*(supervisor.aclose(drain=drain) for supervisor in supervisors.values()))
+        fleet, self.fleet = self.fleet, None
+        if fleet is not None:
+            await fleet.aclose()
+        if self._lane_lock is not None:
+            self._lane_lock.close()
+            self._lane_lock = None
+        for lane_id in supervisors:
+            self._supervisors.pop(lane_id, None)
+
+    # --- which lane --------------------------------------------------------------------------------------------------
+
+    def find(self, model: str, lane: str | None, task: str) -> Assignment:
+        """Return the lane that serves *task* with this model; errors as :func:`synapse_host.assignment.find`."""
+        self._check_loop()
+        return find(self.assignments, self._bundles, model=model, lane=lane, task=task)
+
+    def find_any(self, model: str, lane: str | None) -> Assignment:
+        """Return the lane that serves the model's own task."""
+        bundle = self._bundles.get(model) if isinstance(model, str) else None
+        return self.find(model, lane, bundle.manifest.task if bundle else "")
+
+    def by_id(self, lane_id: str) -> Assignment:
+        """Return a lane by its id; InvalidRequest lists what there is."""
+        self._check_loop()
+        assignment = self.assignments.get(lane_id) if isinstance(lane_id, str) else None
+        if assignment is None:
+            raise InvalidRequest(
+                f"no lane {lane_id!r} (have: {', '.join(self.assignments) or 'none'})",
+                details={"known": sorted(self.assignments)},
+            )
+        return assignment
+
+    def _check_loop(self) -> None:
+        # Futures of one loop are never woken by another's: a call from there would wait for ever.
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            return  # lane_of: it waits for nothing.
+        if self._loop is not None and running is not self._loop and not self._closed:
+            raise InvalidRequest("this host runs on another event loop; call it there, or use SyncHost from any thread")
+
+    # --- what serves it ----------------------------------------------------------------------------------------------
+
+    def serving(self, assignment: Assignment) -> Supervisor | RungedLane:
+        """Return what embeds and reranks on a lane: its supervisor, on the Neural Engine rung by rung under leases."""
+        supervisor = self.supervisor(assignment)
+        artifact = assignment.placement.artifact
+        if supervisor.spec.device_kind != "ane" or artifact is None:
+            return supervisor
+        lane = self._runged.get(assignment.lane_id)
+        if lane is None:
+            if self.fleet is None:
+                # A quarter of the memory at most: the weights of every resident function count whole (ane.md 4).
+                self.fleet = AneFleet(Limits(nbytes=self._profile.ram_total // 4))
+            costs = self._standings.costs(assignment)
+            lane = self.fleet.add(supervisor, artifact, bundle=assignment.bundle, costs=costs)
+            self._runged[assignment.lane_id] = lane
+        return lane
+
+    def supervisor(self, assignment: Assignment) -> Supervisor:
+        """Return a lane's supervisor, made at its first use. Raises BackendMissing, NotCertified, InvalidRequest."""
+        supervisor = self._supervisors.get(assignment.lane_id)
+        if supervisor is None:
+            if self._closed:
+                raise InvalidRequest("this host is closed")
+            spec = self._standings.certified(assignment, assignment.require())
+            if spec.device_kind == "ane":
+                # One host a user on the Neural Engine; the workers hold the lock too, as their standard input.
+                self._lane_lock = self._lane_lock or LaneLock()
+                spec = replace(self._standings.packed(assignment, spec), stdin=self._lane_lock.fileno())
+            supervisor = Supervisor(
+                spec,
+                config=self.config,
+                runtime=self._runtime,
+                permits=self._permits,
+                counters=self.counters[assignment.lane_id],
+                journal=self.logs[assignment.lane_id],
+            )
+            self._supervisors[assignment.lane_id] = supervisor
+        return supervisor
+
+    def used(self, assignment: Assignment) -> Supervisor | RungedLane | None:
+        """Return what serves a lane if it was used before."""
+        return self._runged.get(assignment.lane_id) or self._supervisors.get(assignment.lane_id)
+
+    # --- how it is ---------------------------------------------------------------------------------------------------
+
+    async def ping(self, assignment: Assignment, deadline: Any) -> dict[str, Any]:
+        """PING a lane's worker and return its refreshed health; a lane that wasn't used stays as it is."""
+        supervisor = self._supervisors.get(assignment.lane_id)
+        return _resting(assignment) if supervisor is None else await supervisor.ping(absolute(deadline))
+
+    def health(self) -> dict[str, Any]:
+        """Return the cached state of every lane."""
+        lanes: dict[str, Any] = {}
+        for lane_id, assignment in self.assignments.items():
+            supervisor = self._supervisors.get(lane_id)
+            if supervisor is not None:
+                lanes[lane_id] = {"model": assignment.model, **supervisor.health()}
+            else:
+                lanes[lane_id] = _resting(assignment)
+        return {"lanes": lanes, "closed": self._closed}
+
+    def explain(self, lane: str | None) -> list[dict[str, Any]]:
+        """Return, per lane, the placement and why each other engine was passed over."""
+        return [
+            {
+                "lane": assignment.lane_id,
+                "model": assignment.model,
+                "placement": assignment.placement.engine,
+                "considered": [item.to_dict() for item in assignment.placement.considered],
+            }
+            for assignment in self.assignments.values()
+            if lane is None or lane in (assignment.lane, assignment.lane_id)
+        ]
+
+
+def _resting(assignment: Assignment) -> dict[str, Any]:
+    """Return the health of a lane that wasn't used yet; the keys are those of :meth:`Supervisor.health`."""
+    spec = assignment.spec
+    state: dict[str, Any] = {
+        "model": assignment.model,
+        "state": "idle" if spec else "refused",
+        "engine": spec.engine_id if spec else None,
+        "device": spec.device if spec else None,
+        "worker_pid": None,
+        "generation": 0,
+        "kind": spec.kind if spec else None,
+        "strikes": 0,
+        "quarantine_remaining_s": 0.0,
+        "waiting": 0,
+        "models": [],
+        "load_s": None,
+        "progress": None,
+        **LaneHealth().fields(0.0),
+    }
+    if spec is None:
+        state["reason"] = assignment.placement.why_not()
+    return state

@@ -1,0 +1,114 @@
+"""How a host's lanes stand with their certificates, looked up once when it opens, and what that lets them do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from synapse_host import certificates, rungs
+from synapse_host.certificates import Certificate, Standing
+from synapse_host.errors import NotCertified
+
+if TYPE_CHECKING:
+    from synapse_host.assignment import Assignment
+    from synapse_host.config import HostConfig
+    from synapse_host.hardware import HostProfile
+    from synapse_host.lane import LaneSpec
+    from synapse_host.matrix import HardwareMatrix
+
+
+class Standings:
+    """The certificates of the lanes that need one, or that may pack by one.
+
+    *qualifying*: Neural Engine workers advertise every packed width of their manifest, whatever a certificate says.
+    """
+
+    def __init__(
+        self, matrix: HardwareMatrix, profile: HostProfile, config: HostConfig, *, qualifying: bool = False
+    ) -> None:
+        self._matrix = matrix
+        self._profile = profile
+        self._config = config
+        self._qualifying = qualifying
+        self._found: dict[str, Standing] = {}
+
+    async def look_up(self, assignments: Mapping[str, Assignment]) -> None:
+        """Find out how the lanes stand. Their workers are asked who they are (--version)."""
+        placed = [(item, item.spec) for item in assignments.values() if item.spec is not None]
+        asked = [(item, spec) for item, spec in placed if self._needed(item) or self._may_pack(item, spec)]
+        if not asked:
+            return
+        engines = {spec.engine_id for _, spec in asked}
+        identities = await asyncio.to_thread(certificates.identities, self._matrix, engines)
+        for item, spec in asked:
+            assert item.placement.artifact is not None
+            self._found[item.lane_id] = certificates.standing(
+                matrix=self._matrix,
+                engine_id=spec.engine_id,
+                bundle=item.bundle,
+                artifact=item.placement.artifact,
+                profile=self._profile,
+                identity=identities[spec.engine_id],
+                data_dir=self._config.data_dir,
+            )
+
+    def certified(self, assignment: Assignment, spec: LaneSpec) -> LaneSpec:
+        """Return the spec that may run: NotCertified says why not; a certificate pins the kernel revision it names."""
+        if not self._needed(assignment):
+            return spec
+        standing = self._found.get(assignment.lane_id, Standing(None, "it has none on this machine"))
+        if standing.why:
+            raise NotCertified(
+                f"lane {assignment.lane_id} needs a certificate for {assignment.model} on {spec.engine_id}: "
+                f"{standing.why}. Run: synapse certify {assignment.lane} --model {assignment.model} "
+                f"--engine {spec.engine_id}",
+                details={
+                    "lane_id": assignment.lane_id,
+                    "model": assignment.model,
+                    "engine": spec.engine_id,
+                    "reason": standing.why,
+                },
+            )
+        assert standing.certificate is not None
+        revision = standing.certificate.binding.kernel_revision
+        return spec if spec.kernel_revision is not None else replace(spec, kernel_revision=revision)
+
+    def packed(self, assignment: Assignment, spec: LaneSpec) -> LaneSpec:
+        """Return a Neural Engine lane's spec with the packed widths it may use and the times that were certified."""
+        artifact, certificate = assignment.placement.artifact, self._packing(assignment)
+        if self._qualifying and artifact is not None:
+            return replace(spec, packed_widths=rungs.packed_widths(artifact))
+        if certificate is None:
+            return spec
+        times = {"certified_ms": json.dumps(certificate.cost_ms), **spec.load.runtime_config}
+        return replace(
+            spec, packed_widths=tuple(certificate.packed_widths), load=replace(spec.load, runtime_config=times)
+        )
+
+    def costs(self, assignment: Assignment) -> rungs.Costs | None:
+        """Return what the lane's functions were measured to cost; None where nothing may be packed."""
+        artifact, certificate = assignment.placement.artifact, self._packing(assignment)
+        if artifact is None or certificate is None:
+            return None
+        return rungs.costs(artifact, certificate.cost_ms)
+
+    def _packing(self, assignment: Assignment) -> Certificate | None:
+        """Return the lane's certificate if it holds and qualifies packed widths; none counts while qualifying."""
+        standing = self._found.get(assignment.lane_id)
+        if self._qualifying or standing is None or standing.why or standing.certificate is None:
+            return None
+        return standing.certificate if standing.certificate.packed_widths else None
+
+    def _needed(self, assignment: Assignment) -> bool:
+        # The configuration may only strengthen what the matrix says.
+        return self._config.require_certificate or self._matrix.lanes[assignment.lane].require_certificate
+
+    def _may_pack(self, assignment: Assignment, spec: LaneSpec) -> bool:
+        artifact = assignment.placement.artifact
+        if self._qualifying or spec.device_kind != "ane" or artifact is None:
+            return False
+        path = certificates.path_of(spec.engine_id, assignment.bundle.digest, self._config.data_dir)
+        return bool(rungs.packed_widths(artifact)) and path.exists()
