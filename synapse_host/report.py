@@ -53,6 +53,23 @@ _MEANINGS: Final = {
     "cpu_operations": "operators that don't belong off the Neural Engine",
     "speedup": "times as fast as with the engine forced to the CPU",
 }
+_ADVICE: Final = {
+    "reference": "Make the bundle and its fixtures together: <code>synapse models install</code> for a default model, "
+    "<code>synapse build --fixtures</code> for another.",
+    "device": "Another worker answered than the matrix names: <code>synapse doctor</code> and "
+    "<code>synapse matrix explain</code> show which engine this machine has and why.",
+    "worker": "The worker died or refused: <code>docs/operations.md</code> has its error code. Certify again when the "
+    "cause is gone.",
+    "agreement": "Right model, wrong numbers: check the files with <code>synapse models verify</code>, then certify "
+    "with <code>--engine</code> another of the lane's engines. If that passes, put it first in "
+    "<code>hw_matrix.yaml</code>; if it fails too, the bundle doesn't fit its reference: build it again.",
+    "finite": "Numbers overflow on this engine: use another dtype or engine for this model.",
+    "batch": "Results depend on what else is in the batch: use another engine or version for this model.",
+    "order": "The worker mixes up rows: nothing it says can be used. Reinstall or replace it.",
+    "limits": "The bundle's max_tokens isn't what the engine serves: build the bundle again.",
+    "placement": "The lane doesn't run where it should, or nothing reports where it runs; the table below has the "
+    "operators. Let the lane's next engine in <code>hw_matrix.yaml</code> serve.",
+}
 _STYLE: Final = """
 :root{--ink:#1c2430;--soft:#5b6675;--line:#d9dee5;--paper:#fff;--card:#f6f7f9;--good:#13794b;--bad:#b3261e;--dot:#2f6db5}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#9aa5b4;--line:#333c48;--paper:#14181d;--card:#1b2027;
@@ -102,13 +119,19 @@ def _summary(evidence: Evidence) -> str:
     failed = [gate for gate in evidence.gates if not gate.passed]
     if evidence.fault is not None:
         fault = evidence.fault
-        return f'<p class="fail">The run ended during {escape(fault.stage)}: {escape(fault.message)}</p>'
+        said = f'<p class="fail">The run ended during {escape(fault.stage)}: {escape(fault.message)}</p>'
+        return said + _advice(["device" if fault.code == "lane_refused" else "worker"])
     if not failed:
         return (
             "<p>Every gate passed: this lane may serve where a certificate is asked for, until something changes.</p>"
         )
-    words = dict.fromkeys(_GROUPS[gate.group].lower() for gate in failed)
-    return f'<p class="fail">Not met: {escape(", ".join(words))}.</p>'
+    groups = list(dict.fromkeys(gate.group for gate in failed))
+    words = ", ".join(_GROUPS[group].lower() for group in groups)
+    return f'<p class="fail">Not met: {escape(words)}.</p>' + _advice(groups)
+
+
+def _advice(groups: Sequence[str]) -> str:
+    return "<h2>What to do</h2><ul>" + "".join(f"<li>{_ADVICE[group]}</li>" for group in groups) + "</ul>"
 
 
 def _gates(gates: Sequence[Gate]) -> str:

@@ -70,8 +70,17 @@ def test_every_kind_of_document_becomes_a_whole_page(kind: str) -> None:
 def test_what_failed_is_said_first() -> None:
     page = report.render(evidence(inputs=embed_inputs(cosine=[0.5] * 260)))
     assert "Not met: agreement with the reference." in page
+    assert "What to do" in page and "synapse models verify" in page
+    balanced(page)
     page = report.render(evidence(inputs=None, fault=Fault("engine_crashed", "killed by SIGKILL", "singles")))
-    assert "The run ended during singles: killed by SIGKILL" in page
+    assert "The run ended during singles: killed by SIGKILL" in page and "docs/operations.md" in page
+    assert "What to do" not in report.render(evidence())
+
+
+def test_every_group_of_gates_has_words_and_advice() -> None:
+    made = [evidence(task) for task in ("embed", "rerank", "generate")] + [evidence("embed", ane=True)]
+    groups = {gate.group for document in made for gate in document.gates}
+    assert groups <= set(report._GROUPS) == set(report._ADVICE)
 
 
 def test_placement_has_its_table() -> None:
