@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from synapse_host.matrix import Engine, HardwareMatrix
 
 FORMAT: Final = "synapse-certificate-v1"
-VERSION_LIMIT_S: Final = 10.0
 
 
 class Binding(Struct, frozen=True, forbid_unknown_fields=True):
@@ -167,20 +165,14 @@ def identity_of(line: str) -> Identity:
 
 def ask_identity(matrix: HardwareMatrix, engine: Engine) -> Identity:
     """Ask a worker program who it is, by ``--version`` in a child; an empty Identity where it doesn't tell."""
+    return identity_of(version_line(matrix, engine))
+
+
+def version_line(matrix: HardwareMatrix, engine: Engine) -> str:
+    """Return the one line of an engine's ``--version``, asked in a child; empty where it gives none."""
     command = engine.command or floors.worker_command(engine.engine)
-    try:
-        done = subprocess.run(  # noqa: S603 - our own worker module, or the command the matrix names
-            [*command, "--version", "--device", engine.device],
-            cwd=matrix.path.parent if engine.command else floors.package_root(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=VERSION_LIMIT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return Identity()
-    lines = done.stdout[:4096].decode(errors="replace").splitlines()
-    return identity_of(lines[0]) if done.returncode == 0 and len(lines) == 1 else Identity()
+    cwd = matrix.path.parent if engine.command else floors.package_root()
+    return floors.version_line((*command, "--version", "--device", engine.device), cwd=cwd, env=engine.env)
 
 
 def driver_of(engine: Engine, profile: HostProfile) -> str | None:

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +29,6 @@ from synapse_host.errors import SynapseError
 from synapse_host.floor import Floor
 from synapse_host.listener import SUN_PATH
 from synapse_host.placement import floor_text, hardware_reason
-from synapse_host.process import worker_environment
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Bundle
@@ -46,7 +44,6 @@ MIN_FREE_RAM: Final = 1 * GIB
 MIN_FREE_DISK: Final = 1 * GIB
 PYTHONS: Final = ((3, 11), (3, 14))
 """From the first, below the second: what coremltools and llama-cpp-python have wheels or builds for."""
-VERSION_LIMIT_S: Final = 10.0
 
 _INSTALL: Final = {
     "llama": "pip install 'synapse-workers[llama]'   (compiles for about 4 minutes on 2 cores)",
@@ -119,7 +116,9 @@ def examine(
         cache = floors.FloorCache(cache_dir or hardware.default_cache_dir(), hardware.machine_id())
         floor_job = pool.submit(floors.ask, keys, cache=cache, fresh=True, limit=probe_limit)
         foreign_job = pool.submit(_foreign_floors, matrix, probe_limit)
-        version_jobs = {id: pool.submit(_worker_version, matrix, engine) for id, engine in matrix.engines.items()}
+        version_jobs = {
+            id: pool.submit(certificates.version_line, matrix, engine) for id, engine in matrix.engines.items()
+        }
         bundle_job = pool.submit(lambda: list(bundle_findings(models_dir)))
         profile = replace(profile_job.result(), floors=floor_job.result())
         foreign = foreign_job.result()
@@ -216,25 +215,6 @@ def _foreign_floors(matrix: HardwareMatrix, limit: float) -> dict[str, Floor]:
             command = (*engine.command, "--probe-floor", "--device", engine.device)
             answers[engine.id] = floors.probe(command, cwd=matrix.path.parent, limit=limit, env=engine.env)
     return answers
-
-
-def _worker_version(matrix: HardwareMatrix, engine: Engine) -> str:
-    command = engine.command or floors.worker_command(engine.engine)
-    cwd = matrix.path.parent if engine.command else floors.package_root()
-    try:
-        done = subprocess.run(  # noqa: S603 - our own worker module, or the command the matrix names
-            [*command, "--version", "--device", engine.device],
-            cwd=cwd,
-            env=worker_environment("version", engine.env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=VERSION_LIMIT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    lines = done.stdout[:4096].decode(errors="replace").splitlines()
-    return lines[0] if done.returncode == 0 and len(lines) == 1 else ""
 
 
 def engine_findings(matrix: HardwareMatrix, engines: Iterable[EngineReport]) -> Iterator[Finding]:

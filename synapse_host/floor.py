@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 TIME_LIMIT: Final = 15.0
+VERSION_LIMIT_S: Final = 10.0
 OUTPUT_LIMIT: Final = 64 * 1024
 REFUSAL_TTL: Final = 3600.0
 
@@ -70,20 +71,56 @@ def probe(
 
     The child gets a worker's reduced environment, with *env* from the matrix: another one could be another answer.
     """
-    from synapse_host.process import worker_environment
-
     try:
-        child = subprocess.Popen(  # noqa: S603 - our own worker module, or the command the matrix names
-            command,
-            cwd=cwd,
-            env=worker_environment("probe", env or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=os.name == "posix",
-        )
+        answer = _ask(command, name="probe", cwd=cwd, limit=limit, env=env or {})
     except OSError as exc:
         return Floor("failed", "probe_not_started", why=f"can't start {command[0]}: {exc.strerror or exc}")
+    tail = answer.err.decode(errors="replace").strip().splitlines()
+    last = f": {tail[-1][:200]}" if tail else ""
+    if answer.flooded:
+        return Floor("failed", "probe_rubbish", why=f"its probe printed more than {OUTPUT_LIMIT} bytes")
+    if answer.code is None:
+        return Floor("failed", "probe_timeout", why=f"its probe did not answer within {limit:g} s")
+    if answer.code < 0:
+        return Floor("failed", "probe_crashed", why=f"its probe was killed by {_signal_name(-answer.code)}{last}")
+    return _parse(answer.out, answer.code, last)
+
+
+def version_line(
+    command: tuple[str, ...], *, cwd: Path | None, env: Mapping[str, str], limit: float = VERSION_LIMIT_S
+) -> str:
+    """Return the one line that ``<command> --version`` prints, empty where it doesn't tell."""
+    try:
+        answer = _ask(command, name="version", cwd=cwd, limit=limit, env=env)
+    except OSError:
+        return ""
+    lines = answer.out[:4096].decode(errors="replace").splitlines()
+    return lines[0] if answer.code == 0 and not answer.flooded and len(lines) == 1 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a child left. ``code``: None where it was still running at the limit."""
+
+    code: int | None
+    out: bytes
+    err: bytes
+    flooded: bool
+
+
+def _ask(command: tuple[str, ...], *, name: str, cwd: Path | None, limit: float, env: Mapping[str, str]) -> _Answer:
+    """Run a child in a session of its own and leave nothing of it behind. Raises OSError where it can't start."""
+    from synapse_host.process import worker_environment
+
+    child = subprocess.Popen(  # noqa: S603 - our own worker module, or the command the matrix names
+        command,
+        cwd=cwd,
+        env=worker_environment(name, env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=os.name == "posix",
+    )
     assert child.stdout is not None and child.stderr is not None
     outputs = [bytearray(), bytearray()]
     flooded = threading.Event()
@@ -102,6 +139,7 @@ def probe(
     ]
     for thread in threads:
         thread.start()
+    code: int | None
     try:
         code = child.wait(limit)
     except subprocess.TimeoutExpired:
@@ -114,15 +152,7 @@ def probe(
         thread.join(1.0)
     child.stdout.close()
     child.stderr.close()
-    tail = bytes(outputs[1]).decode(errors="replace").strip().splitlines()
-    last = f": {tail[-1][:200]}" if tail else ""
-    if flooded.is_set():
-        return Floor("failed", "probe_rubbish", why=f"its probe printed more than {OUTPUT_LIMIT} bytes")
-    if code is None:
-        return Floor("failed", "probe_timeout", why=f"its probe did not answer within {limit:g} s")
-    if code < 0:
-        return Floor("failed", "probe_crashed", why=f"its probe was killed by {_signal_name(-code)}{last}")
-    return _parse(bytes(outputs[0]), code, last)
+    return _Answer(code, bytes(outputs[0]), bytes(outputs[1]), flooded.is_set())
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

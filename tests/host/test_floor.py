@@ -49,13 +49,17 @@ def test_whatever_the_child_does_becomes_a_floor(tmp_path: Path, body: str, stat
 
 
 @pytest.mark.process
-def test_a_hanging_child_is_killed_with_its_own_children(tmp_path: Path) -> None:
+@pytest.mark.parametrize("question", ["floor", "version"])
+def test_a_hanging_child_is_killed_with_its_own_children(question: str, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     body = "import subprocess\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     body += f"open({str(pid_file)!r}, 'w').write(str(child.pid))\ntime.sleep(60)"
     started = time.monotonic()
-    answer = floor.probe(script(tmp_path, body), limit=1.5)
-    assert (answer.status, answer.code) == ("failed", "probe_timeout")
+    if question == "floor":
+        answer = floor.probe(script(tmp_path, body), limit=1.5)
+        assert (answer.status, answer.code) == ("failed", "probe_timeout")
+    else:
+        assert floor.version_line(script(tmp_path, body), cwd=None, env={}, limit=1.5) == ""
     assert time.monotonic() - started < 30
     pid = int(pid_file.read_text())
     deadline = time.monotonic() + 10
@@ -81,7 +85,23 @@ def test_a_grandchild_that_keeps_stdout_does_not_delay_the_answer(tmp_path: Path
     assert time.monotonic() - started < 25
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("print('synapse-worker-x 1')", "synapse-worker-x 1"),
+        ("print('a'); print('b')", ""),
+        ("print('a'); sys.exit(1)", ""),
+        ("os.abort()", ""),
+        ("while True: sys.stdout.write('x' * 65536)", ""),
+    ],
+)
+def test_a_version_is_one_line_or_nothing(body: str, line: str, tmp_path: Path) -> None:
+    assert floor.version_line(script(tmp_path, body), cwd=None, env={}, limit=30) == line
+
+
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    assert floor.version_line((str(tmp_path / "nothing"),), cwd=None, env={}) == ""
     answer = floor.probe((str(tmp_path / "nothing"),))
     assert (answer.status, answer.code) == ("failed", "probe_not_started")
 
