@@ -68,3 +68,9 @@ def test_a_row_that_fits_no_frame_is_refused_by_index() -> None:
     assert caught.value.details["index"] == 1
     with pytest.raises(InvalidRequest, match="raise max_frame"):
         admission.split([1], reply_row_bytes=4 * 100_000, max_frame=65_536)
+
+
+def test_a_prompt_that_is_too_long_has_no_number() -> None:
+    with pytest.raises(SequenceTooLong) as told:
+        raise admission.too_long(0, 20, 16, model="writer", noun="prompt")
+    assert told.value.message == "the prompt has 20 tokens, writer takes 16. Shorten it"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from synapse_host.residency import ADMISSION_WAIT_S, DRAIN_S, Residency
 from synapse_host.slots import (
     Admit,
@@ -22,7 +24,8 @@ GTE, QWEN = Model(22, 300, 128), Model(28, 1200, 128)
 
 def up(core: Residency, worker: str, **models: Model) -> None:
     """Open a worker and bring it up at generation 1 with its smallest rungs resident."""
-    core.open_worker(worker, models)
+    # A model is changed by its unload: each core has its own.
+    core.open_worker(worker, {name: dataclasses.replace(model) for name, model in models.items()})
     assert core.take() == [Revive(worker, 0)]
     core.restored(worker, 1)
     assert core.take() == []
@@ -558,3 +561,76 @@ def test_unload_during_a_drain_is_model_in_use() -> None:
     assert core.take() == [Refused(late, Refusal.CLOSED)]
     core.unloaded("a", "gte")
     assert core.charged() == (0, 0, 0)
+
+
+# --- reports that come late, twice or for nobody ---------------------------------------------------------------------
+
+
+def test_a_parked_worker_stays_down_until_its_next_request() -> None:
+    core = fleet()
+    core.park("a", 0)
+    assert core.take() == [Restart("a", 1, False)]
+    core.exited("a", 1)
+    assert core.take() == [] and not core.busy("a"), "nobody asked for it"
+    core.park("a", 0)
+    assert core.take() == [], "down already"
+    ticket = core.request(key(128), 0)
+    assert core.take() == [Revive("a", 1)] and core.busy("a")
+    core.restored("a", 2)
+    assert core.take() == [Granted(ticket)]
+
+
+def test_a_lease_is_given_back_once() -> None:
+    core = fleet()
+    lease = admit(core, key(128))
+    other = admit(core, key(128))
+    core.release(lease)
+    core.release(lease)
+    assert not core.begin_unload("a", "gte"), "the second lease still holds"
+    core.release(other)
+    assert core.begin_unload("a", "gte")
+
+
+def test_what_an_earlier_generation_reports_changes_nothing() -> None:
+    core = fleet()
+    core.fault("a", 1, 0)
+    core.take()
+    core.exited("a", 1)
+    assert core.take() == [Revive("a", 1)]
+    core.restored("a", 2)
+    charged = core.charged()
+    core.exited("a", 1)
+    core.unconfirmed("a", 1)
+    core.revive_failed("a", 1)
+    for gone in ("b", "a"):
+        core.revive_failed(gone, 2)
+    core.exited("b", 1)
+    core.unconfirmed("b", 1)
+    assert core.take() == [] and core.charged() == charged and not core.workers["a"].closed
+    lease = core.request(key(128), 0)
+    assert core.take() == [Granted(lease)]
+
+
+def test_retiring_a_worker_that_starts_or_is_down() -> None:
+    core = fleet()
+    core.park("a", 0)
+    core.take()
+    core.exited("a", 1)
+    core.retire("a", 0)
+    assert "a" not in core.workers and core.charged() == (0, 0, 0), "no process, nothing to wait for"
+
+    core = Residency()
+    core.open_worker("a", {"gte": GTE})
+    core.take()
+    core.retire("a", 0)
+    core.restored("a", 1)
+    assert core.take() == [Restart("a", 1, False)], "it came up after all, and goes at once"
+    core.exited("a", 1)
+    assert "a" not in core.workers
+
+    core = Residency()
+    core.open_worker("a", {"gte": GTE})
+    core.take()
+    core.retire("a", 0)
+    core.revive_failed("a", 0)
+    assert "a" not in core.workers and core.charged() == (0, 0, 0) and core.take() == []

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from engines.protocol.errors import ErrorCode
+from synapse_host import errors
+from synapse_host.errors import WORKER_ERRORS, EngineCrashed, InvalidRequest, QueueFull, SynapseError
+
+CLASSES = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, SynapseError) and "code" in vars(value)
+]
+
+
+def test_absent_values_are_left_out_of_the_document() -> None:
+    assert InvalidRequest("no").to_dict() == {
+        "code": "invalid_request",
+        "class": "permanent",
+        "safe_to_retry_same_request": False,
+        "message": "no",
+    }
+    assert QueueFull("full", details={"waiting": 3}).to_dict() == {
+        "code": "queue_full",
+        "class": "transient",
+        "retry_after_ms": 100,
+        "safe_to_retry_same_request": True,
+        "message": "full",
+        "details": {"waiting": 3},
+    }
+
+
+def test_a_given_delay_replaces_the_default_also_when_it_is_zero() -> None:
+    assert EngineCrashed("x").to_dict()["retry_after_ms"] == 250
+    assert EngineCrashed("x", retry_after_ms=431_000).to_dict()["retry_after_ms"] == 431_000
+    assert EngineCrashed("x", retry_after_ms=0).to_dict()["retry_after_ms"] == 0
+
+
+def test_only_a_quarantined_crash_has_an_exit_code_of_its_own() -> None:
+    assert EngineCrashed("x").exit_code == EngineCrashed("x", details={"quarantined": False}).exit_code == 1
+    assert EngineCrashed("x", details={"quarantined": True}).exit_code == 3
+
+
+def test_every_code_a_worker_may_send_has_a_class() -> None:
+    assert set(WORKER_ERRORS) == set(ErrorCode)
+    assert all(WORKER_ERRORS[code].code == code.value for code in ErrorCode)
+
+
+@pytest.mark.parametrize("error", CLASSES, ids=lambda error: error.__name__)
+def test_a_document_says_what_its_class_says(error: type[SynapseError]) -> None:
+    document = error("why").to_dict()
+    assert document["class"] == ("transient" if error.transient else "permanent")
+    assert document["safe_to_retry_same_request"] is error.safe_to_retry
+    # A time to wait goes with what time may cure, and only with that.
+    assert ("retry_after_ms" in document) <= error.transient
