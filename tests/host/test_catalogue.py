@@ -19,9 +19,10 @@ from pathlib import Path
 import pytest
 
 from engines.bundle import fixtures, manifest
-from synapse_host import builder, catalogue
-from synapse_host.catalogue import Package, Recipe
+from synapse_host import builder, catalogue, recipes
 from synapse_host.errors import BundleInvalid, UnknownModel
+from synapse_host.package import Package
+from synapse_host.recipes import Recipe
 from tests.support import toy_models
 
 pytestmark = pytest.mark.process
@@ -93,7 +94,7 @@ def no_program(*_: object, **__: object) -> None:
 
 
 def test_a_default_is_fetched_checked_and_built(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, make=catalogue._make_embedder)})
+    monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, make=recipes.make_embedder)})
     seen: dict[str, list[tuple[int, int]]] = {}
     bundle = catalogue.install(
         "toy", tmp_path, progress=lambda stage, done, total: seen.setdefault(stage, []).append((done, total))
@@ -186,9 +187,9 @@ def test_a_failing_build_leaves_nothing_and_the_old_bundle_stays(
 
 
 def test_shipped_fixtures_travel_with_the_bundle(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, make=catalogue._make_embedder)})
-    monkeypatch.setattr(catalogue, "_formats", lambda: ("safetensors-package",))
-    monkeypatch.setattr(catalogue, "shipped_fixtures", lambda name: Path(__file__))
+    monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, make=recipes.make_embedder)})
+    monkeypatch.setattr(recipes, "_formats", lambda: ("safetensors-package",))
+    monkeypatch.setattr(recipes, "shipped_fixtures", lambda name: Path(__file__))
     bundle = catalogue.install("toy", tmp_path)
     assert bundle.manifest.fixtures is not manifest.UNSET
     assert bundle.path(bundle.manifest.fixtures.path).read_bytes() == Path(__file__).read_bytes()
