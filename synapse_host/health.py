@@ -55,6 +55,15 @@ class LaneHealth:
         self.resident_shapes: dict[str, list[int]] | None = None
         self.resident_packed: dict[str, list[int]] | None = None
 
+    def struck(self, generation: int, pid: int | None, details: dict[str, Any]) -> None:
+        """The worker died; *details* are those of its EngineCrashed."""
+        self.forget()
+        self.last_fault = {
+            "generation": generation,
+            "worker_pid": pid,
+            **{key: details[key] for key in ("stage", "cause", "exit_status", "signal", "fingerprint")},
+        }
+
     def greeted(self, hello: Hello, now: float) -> None:
         """A new generation has shaken hands."""
         self.forget()

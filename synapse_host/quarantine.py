@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, Final
 
+from engines.protocol.messages import Request, type_name
 from synapse_host.lane import LaneKind
 
 LIMIT: Final = 2
@@ -23,6 +25,12 @@ class Fingerprint:
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
         return {"operation": self.operation, "model": self.model, "ids_sha256": self.ids_sha256}
+
+
+def fingerprint_of(request: Request, payload: Any, model: str) -> Fingerprint:
+    """Return what identifies a request's content: operation, model, digest of the ids."""
+    digest = None if payload is None else hashlib.sha256(memoryview(payload).tobytes()).hexdigest()
+    return Fingerprint(type_name(request), model, digest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from synapse_host import session as session_module
+from synapse_host import birth as birth_module
 from synapse_host.session import Session
 from synapse_host.supervisor import Supervisor
 from tests.conftest import SETTLE_S, children, descriptors, leaked
@@ -52,9 +52,9 @@ class Spy:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Spy]:
-        """Put the eye on the session module."""
+        """Put the eye on the births and deaths of workers."""
         spy = self
-        process_class, fail = session_module.WorkerProcess, Session._fail
+        process_class, fail = birth_module.WorkerProcess, Session._fail
 
         class Spied(process_class):  # type: ignore[misc, valid-type]
             def __init__(self, command: Any, *, env: Any, **rest: Any) -> None:
@@ -62,16 +62,16 @@ class Spy:
                 spy.processes[env["SYNAPSE_WORKER_ID"]] = self
 
         def noted(self: Session, cause: Any, message: str) -> None:
-            if not self.dead and self._opened.done():
+            if not self.dead and self._birth.over:
                 spy.verdicts.setdefault(self.worker_id, (time.monotonic(), cause))
             fail(self, cause, message)
 
-        session_module.WorkerProcess = Spied  # type: ignore[misc]
+        birth_module.WorkerProcess = Spied  # type: ignore[misc]
         Session._fail = noted  # type: ignore[method-assign]
         try:
             yield self
         finally:
-            session_module.WorkerProcess = process_class  # type: ignore[misc]
+            birth_module.WorkerProcess = process_class  # type: ignore[misc]
             Session._fail = fail  # type: ignore[method-assign]
 
 

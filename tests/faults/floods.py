@@ -51,12 +51,12 @@ def r12(mebibytes: int) -> Any:
                 await ground.history.embed(lane)
                 row.took(*watch.read())
                 replies += 1
-                most = max(most, len(lane._session._ring))
+                most = max(most, len(lane._workers.session._ring))
             row.injected = row.survived = 2
             row.notes |= {"replies_meanwhile": replies, "ring_bytes": most}
             row.check(most <= 8192, f"the ring grew to {most}")
             await asyncio.sleep(0)
-            ring = lane._session._ring
+            ring = lane._workers.session._ring
             await until(lambda: _settled(ring), "the last bytes")
             by_stream: dict[str, bytes] = {"stdout": b"", "stderr": b""}
             for stream, data in ring.segments():

@@ -26,7 +26,7 @@ from engines.runtime.engine import WorkerOptions
 from engines.runtime.main import identify
 from engines.runtime.transport import PeerGone, SocketTransport, TransportFailed, connect_socket
 from engines.runtime.worker import DeviceLostExit
-from synapse_host import session as session_module
+from synapse_host import birth as birth_module
 from tests.support.scripted import Actions, Script, ScriptedWorker, scripted_engine
 
 JOIN_S = 10.0
@@ -198,12 +198,12 @@ def threads_for_processes(script: Script) -> Iterator[type[ThreadProcess]]:
         made: ClassVar[list[ThreadProcess]] = []
 
     Made.script = Actions.script = script
-    real = session_module.WorkerProcess
-    session_module.WorkerProcess = Made  # type: ignore[assignment, misc]
+    real = birth_module.WorkerProcess
+    birth_module.WorkerProcess = Made  # type: ignore[assignment, misc]
     try:
         yield Made
     finally:
-        session_module.WorkerProcess = real  # type: ignore[misc]
+        birth_module.WorkerProcess = real  # type: ignore[misc]
 
 
 def error_of(name: str) -> OSError:

@@ -15,7 +15,6 @@ import pytest
 from engines.protocol.errors import ErrorCode
 from engines.protocol.messages import Generate, Rerank, RerankSequences, Segment
 from synapse_host import process as process_module
-from synapse_host import supervisor as supervisor_module
 from synapse_host.config import Windows
 from synapse_host.errors import (
     WORKER_ERRORS,
@@ -26,6 +25,7 @@ from synapse_host.errors import (
     ProbeRequired,
     QueueFull,
 )
+from synapse_host.payload import floats
 from synapse_host.permits import Permits
 from synapse_host.process import WorkerProcess
 from tests.host.conftest import FAST, embed
@@ -1235,5 +1235,5 @@ def test_any_value_that_is_not_finite_is_seen_wherever_it_stands(size, bad):
         probe = values.copy()
         if bad is not None:
             probe[index] = bad
-        array, finite = supervisor_module._floats(memoryview(bytearray(probe.tobytes())))
+        array, finite = floats(memoryview(bytearray(probe.tobytes())))
         assert finite is (bad is None) and len(array) == size and array.flags.writeable

@@ -10,7 +10,7 @@ import pytest
 
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime.inference import BLOCK, FEW, all_finite, bytes_of, check_ids
-from synapse_host.supervisor import _floats
+from synapse_host.payload import floats
 
 SIZES = (1, 2, FEW - 1, FEW, FEW + 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5)
 
@@ -20,13 +20,13 @@ SIZES = (1, 2, FEW - 1, FEW, FEW + 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5
 def test_one_bad_number_is_found_wherever_it_is(size: int, bad: float) -> None:
     array = np.full(size, 3.4e38, np.float32)  # no sum or product of these is finite
     assert all_finite(array)
-    assert _floats(array.data.cast("B"))[1]
+    assert floats(array.data.cast("B"))[1]
     for place in {0, size // 2, size - 1}:
         array[place] = bad
         assert not all_finite(array)
-        assert not _floats(array.data.cast("B"))[1]
+        assert not floats(array.data.cast("B"))[1]
         array[place] = -1.0
-    assert all_finite(array) and _floats(array.data.cast("B"))[1]
+    assert all_finite(array) and floats(array.data.cast("B"))[1]
 
 
 def test_the_answer_names_the_row_of_a_bad_number() -> None:

@@ -73,6 +73,8 @@ def _both(where: str, what: str, *edits: Edit) -> Guard:
 
 
 SESSION, SUPERVISOR, PROCESS = "synapse_host.session:", "synapse_host.supervisor:", "synapse_host.process:"
+BIRTH, DEATH_OF = "synapse_host.birth:", "synapse_host.death:"
+GENERATIONS, STANDING, TURNS = "synapse_host.generations:", "synapse_host.standing:", "synapse_host.turns:"
 GET_WINDOW = "getattr(windows, window_name(request, phase))"
 REFUSED = "except (ConnectionRefusedError, FileNotFoundError):\n            with suppress(FileNotFoundError):\n"
 
@@ -130,9 +132,9 @@ REPORTS: Final[tuple[Report, ...]] = (
         "an_abort_is_counted",
         (
             _guard(
-                SUPERVISOR + "Supervisor._charge",
+                STANDING + "Standing.charge",
                 "every unplanned death is a strike",
-                ("self._quarantine.strike(Strike(death.generation, death.cause, now, fingerprint))", "pass"),
+                ("self.quarantine.strike(Strike(death.generation, death.cause, now, fingerprint))", "pass"),
             ),
         ),
     ),
@@ -257,7 +259,7 @@ REPORTS: Final[tuple[Report, ...]] = (
         "exit_inside_a_request",
         (
             _guard(
-                SESSION + "Session._bury",
+                DEATH_OF + "diagnose",
                 "the diagnosis waits for the exit that explains the end of the stream",
                 (
                     "exit_status=returncode if own_end and returncode is not None and returncode >= 0 else None",
@@ -288,10 +290,7 @@ REPORTS: Final[tuple[Report, ...]] = (
             _guard(
                 SUPERVISOR + "Supervisor.died",
                 "health forgets a dead worker at once",
-                (
-                    "if self._session is session:\n            self._session = None\n        alone",
-                    "alone",
-                ),
+                ("self._workers.forget(session)", "pass"),
             ),
         ),
     ),
@@ -362,14 +361,14 @@ REPORTS: Final[tuple[Report, ...]] = (
         "stopped_unexpectedly_and_no_word_why",
         (
             _guard(
-                SESSION + "Session._bury",
+                DEATH_OF + "diagnose",
                 "a death names its signal",
                 ("signal=signal_name(returncode) if own_end else None", "signal=None"),
             ),
             _guard(
-                SESSION + "Session._bury",
+                DEATH_OF + "diagnose",
                 "a death carries the last output",
-                ("log_tail=self._ring.render()", 'log_tail=""'),
+                ("log_tail=ring.render()", 'log_tail=""'),
             ),
             _guard(
                 "synapse_host.logring:LogRing.write",
@@ -385,7 +384,7 @@ REPORTS: Final[tuple[Report, ...]] = (
         "a_kill_that_does_not_take",
         (
             _guard(
-                SUPERVISOR + "Supervisor._spawn",
+                GENERATIONS + "Generations._spawn",
                 "no worker beside one that may still live",
                 (
                     "if process is not None and process.running:\n                # Never",
@@ -461,9 +460,9 @@ REPORTS: Final[tuple[Report, ...]] = (
                 SUPERVISOR + "Supervisor.overdue",
                 "a caller that leaves frees nothing: its exchange keeps the stream until the reply is drained",
                 (
-                    "self._expire(exchange.waiter, exchange.stage)",
-                    "self._expire(exchange.waiter, exchange.stage)\n        self._session.open = None\n"
-                    "        self._release(exchange)",
+                    "expire(exchange.waiter, self.spec.lane_id, exchange.stage)",
+                    "expire(exchange.waiter, self.spec.lane_id, exchange.stage)\n"
+                    "        self._workers.session.open = None\n        self._release(exchange)",
                 ),
             ),
         ),
@@ -520,9 +519,9 @@ REPORTS: Final[tuple[Report, ...]] = (
         "a_full_queue",
         (
             _guard(
-                SUPERVISOR + "Supervisor._wait_turn",
+                TURNS + "Turns.take",
                 "a full queue answers",
-                ("if len(self._turns) >= self._config.queue_limit:", "if False:"),
+                ("if len(self._waiters) >= self._limit:", "if False:"),
             ),
         ),
     ),
@@ -572,7 +571,7 @@ REPORTS: Final[tuple[Report, ...]] = (
         "a_spawn_that_fails",
         (
             _guard(
-                SESSION + "Session.start",
+                BIRTH + "Birth.run",
                 "whatever a start ends in, its listener is closed",
                 ("listener.close()\n\n    def _listen", "pass\n\n    def _listen"),
             ),
@@ -587,7 +586,7 @@ REPORTS: Final[tuple[Report, ...]] = (
             _guard(
                 SESSION + "Session.start",
                 "no descriptors left is a typed error without a strike",
-                ("raise self._no_resources(exc) from exc", "raise"),
+                ("raise no_resources(self.spec.lane_id, exc) from exc", "raise"),
             ),
         ),
     ),
@@ -980,9 +979,9 @@ REPORTS: Final[tuple[Report, ...]] = (
         "running_requests_at_sigterm",
         (
             _guard(
-                SUPERVISOR + "Supervisor._close",
+                TURNS + "Turns.drain",
                 "the running request may finish",
-                ("while self._held and not self._pinging() and self._drain_until > self._loop.time():", "while False:"),
+                ("while self.held and self._until > self._loop.time():", "while False:"),
             ),
         ),
     ),
