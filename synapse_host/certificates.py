@@ -178,7 +178,7 @@ def version_line(matrix: HardwareMatrix, engine: Engine) -> str:
 def driver_of(engine: Engine, profile: HostProfile) -> str | None:
     """Return the driver an engine depends on; None on the CPU and on Apple silicon, where the OS build says it."""
     if engine.device_kind == "cuda" and profile.driver_api is not None:
-        return f"cuda {profile.driver_api}"
+        return ", ".join(filter(None, (f"cuda {profile.driver_api}", profile.nvidia_driver)))
     return None
 
 
@@ -186,7 +186,9 @@ def accelerator_of(engine: Engine, profile: HostProfile) -> str | None:
     """Return what kind of accelerator an engine runs on, None on the CPU."""
     if engine.device_kind == "cuda":
         capability = profile.compute_capability
-        return None if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+        if capability is None:
+            return None
+        return ", ".join((*profile.nvidia_models, f"compute capability {capability[0]}.{capability[1]}"))
     return profile.cpu_model if engine.device_kind in ("ane", "metal") else None
 
 

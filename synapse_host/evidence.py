@@ -96,7 +96,7 @@ class Machine(Struct, frozen=True, forbid_unknown_fields=True):
     quota: float | None
     ram_bytes: int
     driver: str | None = None
-    """The accelerator's driver, such as ``cuda 13000``; null on the CPU."""
+    """The accelerator's driver, such as ``cuda 13000, 580.159.03``; null on the CPU."""
     accelerator: str | None = None
 
 

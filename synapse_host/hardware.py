@@ -47,6 +47,10 @@ class HostProfile:
     ram_total: int
     ram_free: int
     floors: dict[str, Floor] = field(default_factory=dict)
+    nvidia_driver: str | None = None
+    """Version of NVIDIA's kernel module (Linux): one driver API covers many of them."""
+    nvidia_models: tuple[str, ...] = ()
+    """The NVIDIA devices by model (Linux), sorted, each once."""
 
     @property
     def driver_api(self) -> int | None:
@@ -96,6 +100,7 @@ def detect(keys: Iterable[tuple[str, str]] = (), *, fresh: bool = False, cache_d
     import psutil
 
     memory = psutil.virtual_memory()
+    driver, models = nvidia()
     cache = FloorCache(cache_dir or default_cache_dir(), machine_id())
     return HostProfile(
         os=os_name(),
@@ -110,6 +115,8 @@ def detect(keys: Iterable[tuple[str, str]] = (), *, fresh: bool = False, cache_d
         ram_total=memory.total,
         ram_free=memory.available,
         floors=floors.ask(set(keys), cache=cache, fresh=fresh),
+        nvidia_driver=driver,
+        nvidia_models=models,
     )
 
 
@@ -128,6 +135,17 @@ def floor_keys(matrix: HardwareMatrix, engine_ids: Iterable[str]) -> set[tuple[s
         if hardware.neural_engine is not None:
             keys.add(("ane", "ane"))
     return keys
+
+
+def nvidia(root: Path = Path("/proc/driver/nvidia")) -> tuple[str | None, tuple[str, ...]]:
+    """Return the kernel module's version and the devices' models, as its files tell them; no serial numbers."""
+    try:
+        found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", (root / "version").read_text())
+        texts = [file.read_text() for file in root.glob("gpus/*/information")]
+    except OSError:
+        return None, ()
+    models = {match.group(1).strip() for text in texts if (match := re.search(r"^Model:(.+)$", text, re.MULTILINE))}
+    return found.group(1) if found else None, tuple(sorted(models))
 
 
 def default_cache_dir() -> Path:

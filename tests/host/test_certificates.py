@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from engines.bundle import manifest
 from synapse_host import Host, HostConfig, certificates, hardware
 from synapse_host.certificates import Binding, Identity
 from synapse_host.errors import LaneRefused, NotCertified
+from synapse_host.floor import Floor
 from synapse_host.matrix import load
 from tests.support.evidence import evidence
 from tests.support.small_bundle import write_bundle, write_matrix
@@ -59,6 +61,20 @@ def test_what_voids_a_certificate_is_named(change: dict[str, Any], reason: str |
     else:
         assert len(reasons) == 1
         assert reason in reasons[0]
+
+
+def test_a_gpu_is_bound_to_its_exact_driver_and_model() -> None:
+    """One driver API covers many drivers, one compute capability many devices."""
+    cuda = load().engines["cuda"]
+    answer = Floor("ok", "ok", observed={"driver_api": 13000, "compute_capability": {"major": 9, "minor": 0}})
+    plain = dataclasses.replace(hardware.detect(), floors={"cuda:cuda": answer}, nvidia_driver=None, nvidia_models=())
+    told = dataclasses.replace(plain, nvidia_driver="580.159.03", nvidia_models=("NVIDIA H200",))
+    assert certificates.driver_of(cuda, plain) == "cuda 13000"
+    assert certificates.driver_of(cuda, told) == "cuda 13000, 580.159.03"
+    assert certificates.accelerator_of(cuda, plain) == "compute capability 9.0"
+    assert certificates.accelerator_of(cuda, told) == "NVIDIA H200, compute capability 9.0"
+    cpu = load().engines["onnx-cpu"]
+    assert certificates.driver_of(cpu, told) is None and certificates.accelerator_of(cpu, told) is None
 
 
 def test_a_version_line_is_read() -> None:

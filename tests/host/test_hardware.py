@@ -54,3 +54,21 @@ def test_this_machine() -> None:
     assert profile.cores >= 1 and profile.ram_total > profile.ram_free > 0
     assert profile.os_build and profile.os in profile.summary()
     assert hardware.machine_id() == hardware.machine_id()
+
+
+@pytest.mark.parametrize(
+    ("line", "driver"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (x@y)", "580.159.03"),
+        ("something else", None),
+    ],
+)
+def test_the_nvidia_driver_and_models_are_read_from_its_files(tmp_path: Path, line: str, driver: str | None) -> None:
+    assert hardware.nvidia(tmp_path) == (None, ())
+    (tmp_path / "version").write_text(line + "\nGCC version: 12.2.0\n")
+    for slot, model in (("0000:01:00.0", "NVIDIA H200"), ("0000:02:00.0", "NVIDIA H200"), ("0000:03:00.0", "Tesla T4")):
+        folder = tmp_path / "gpus" / slot
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ: 1\nGPU UUID: \t GPU-1234\n")
+    assert hardware.nvidia(tmp_path) == (driver, ("NVIDIA H200", "Tesla T4"))
