@@ -18,11 +18,11 @@ from synapse_host.assignment import Assignment, assign, find
 from synapse_host.counters import LaneCounters
 from synapse_host.errors import InvalidRequest
 from synapse_host.health import LaneHealth
+from synapse_host.lane_certificates import LaneCertificates
 from synapse_host.lane_lock import LaneLock
 from synapse_host.logring import LogRing
 from synapse_host.permits import Permits
 from synapse_host.slots import Limits
-from synapse_host.standings import Standings
 from synapse_host.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Lanes:
         self._bundles = bundles
         self._profile = profile
         self._runtime = runtime
-        self._standings = Standings(matrix, profile, config, qualifying=qualifying)
+        self._certificates = LaneCertificates(matrix, profile, config, qualifying=qualifying)
         self._permits = Permits(config.permits)
         self._supervisors: dict[str, Supervisor] = {}
         self._runged: dict[str, RungedLane] = {}
@@ -66,7 +66,7 @@ class Lanes:
     async def open(self) -> None:
         """Bind to the running loop and find out how the lanes stand with their certificates."""
         self._loop = asyncio.get_running_loop()
-        await self._standings.look_up(self.assignments)
+        await self._certificates.look_up(self.assignments)
 
     async def aclose(self, *, drain: float) -> None:
         """Stop every worker; running requests get *drain* seconds. Idempotent; a shorter *drain* hurries one."""
@@ -131,7 +131,7 @@ class Lanes:
             if self.fleet is None:
                 # A quarter of the memory at most: the weights of every resident function count whole (ane.md 4).
                 self.fleet = AneFleet(Limits(nbytes=self._profile.ram_total // 4))
-            costs = self._standings.costs(assignment)
+            costs = self._certificates.costs(assignment)
             lane = self.fleet.add(supervisor, artifact, bundle=assignment.bundle, costs=costs)
             self._runged[assignment.lane_id] = lane
         return lane
@@ -142,11 +142,11 @@ class Lanes:
         if supervisor is None:
             if self._closed:
                 raise InvalidRequest("this host is closed")
-            spec = self._standings.certified(assignment, assignment.require())
+            spec = self._certificates.certified(assignment, assignment.require())
             if spec.device_kind == "ane":
                 # One host a user on the Neural Engine; the workers hold the lock too, as their standard input.
                 self._lane_lock = self._lane_lock or LaneLock()
-                spec = replace(self._standings.packed(assignment, spec), stdin=self._lane_lock.fileno())
+                spec = replace(self._certificates.packed(assignment, spec), stdin=self._lane_lock.fileno())
             supervisor = Supervisor(
                 spec,
                 config=self.config,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from synapse_host.matrix import HardwareMatrix
 
 
-class Standings:
+class LaneCertificates:
     """The certificates of the lanes that need one, or that may pack by one.
 
     *qualifying*: Neural Engine workers advertise every packed width of their manifest, whatever a certificate says.
