@@ -285,8 +285,9 @@ def _environment() -> Any:
         autoescape=False,
     )
     environment.filters["tojson"] = tojson
-    environment.filters = {name: _counted(each) for name, each in environment.filters.items()}
-    environment.tests = {name: _counted(each) for name, each in environment.tests.items()}
+    functions: Any
+    for functions in (environment.filters, environment.tests):
+        functions.update({name: _counted(each) for name, each in functions.items()})
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     # A function, not the class: a class has attributes without an underscore that lead further.

@@ -66,6 +66,9 @@ VERBS: Final[dict[str, Verb]] = {
 }
 """A verb is listed here when it works."""
 
+_LIMITED: Final = {"build", "models", "matrix", "doctor", "certify", "demo"}
+"""Verbs whose --deadline bounds the whole command; the others hand it to the requests they make."""
+
 _GROUPS: Final = {"work": "Work", "host": "A running host", "models": "Models", "machine": "This machine"}
 
 
@@ -194,7 +197,13 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         return int(exc.code or 0)
     console.configure(json=args.json, quiet=args.quiet)
     _configure_logging()
-    code: int = module.run(args, console)
+    if name in _LIMITED and args.deadline is not None:
+        from synapse_host.cli.session import limited
+
+        with limited(args.deadline, f"synapse {name} ran"):
+            code: int = module.run(args, console)
+    else:
+        code = module.run(args, console)
     sys.stdout.flush()
     return code
 

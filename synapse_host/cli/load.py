@@ -34,7 +34,7 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     directory = runtime_dir(args)
-    with connect(directory) as remote:
+    with connect(directory, args.deadline) as remote:
         remote.send("load", model=args.model, lane=args.lane, deadline=args.deadline)
         if console.bars:
             # The answer comes when the model is loaded; meanwhile another connection asks how far it is.

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     if args.follow and console.json:
         raise InvalidRequest("--json prints one document, --follow never ends: choose one")
-    with connect(runtime_dir(args)) as remote:
+    with connect(runtime_dir(args), args.deadline) as remote:
         logs = remote.ask("logs", lane=args.lane)["logs"]
         tails = {lane_id: Tail(lane_id, raw=not sys.stdout.isatty()) for lane_id in logs}
         if console.json:

@@ -28,7 +28,7 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
-    with connect(runtime_dir(args)) as remote:
+    with connect(runtime_dir(args), args.deadline) as remote:
         if args.metrics:
             document = remote.ask("metrics")
             console.document(document)

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,8 +67,9 @@ def _private(path: Path) -> bool:
 class Remote:
     """One connection to a running host. Make it with :func:`connect`."""
 
-    def __init__(self, connection: socket.socket, path: Path) -> None:
+    def __init__(self, connection: socket.socket, path: Path, deadline: float | None = None) -> None:
         self._socket = connection
+        self._end = None if deadline is None else time.monotonic() + deadline
         self._path = path
         self._rest = b""
 
@@ -78,7 +80,12 @@ class Remote:
     def send(self, op: str, **fields: Any) -> None:
         """Send one request; fields that are None are left out."""
         request = {"op": op, **{name: value for name, value in fields.items() if value is not None}}
-        self._socket.settimeout(_patience(op, fields))
+        limit = _patience(op, fields)
+        if self._end is not None and fields.get("deadline") is None:
+            # The host isn't told: it is this end that gives up.
+            left = max(0.001, self._end - time.monotonic())
+            limit = left if limit is None else min(left, limit)
+        self._socket.settimeout(limit)
         try:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
         except OSError as exc:
@@ -92,8 +99,11 @@ class Remote:
             try:
                 part = self._socket.recv(65536)
             except TimeoutError as exc:
+                late = self._end is not None and time.monotonic() >= self._end
                 raise DeadlineExceeded(
-                    f"the host on {self._path} doesn't answer: it is stopped or hangs",
+                    f"the deadline passed before the host on {self._path} had answered"
+                    if late
+                    else f"the host on {self._path} doesn't answer: it is stopped or hangs",
                     details={"stage": "control", "path": str(self._path)},
                 ) from exc
             except OSError as exc:
@@ -124,8 +134,11 @@ class Remote:
 
 
 @contextmanager
-def connect(directory: Path) -> Iterator[Remote]:
-    """Connect to the host that holds *directory*; InvalidRequest where none runs, or it is another user's."""
+def connect(directory: Path, deadline: float | None = None) -> Iterator[Remote]:
+    """Connect to the host that holds *directory*; InvalidRequest where none runs, or it is another user's.
+
+    *deadline*: seconds from now after which no answer is waited for, unless a request takes its own to the host.
+    """
     path = RuntimeDirectory(directory.absolute(), temporary=False).control_path
     if sys.platform == "win32":
         raise InvalidRequest("a running host is reached by a Unix socket; Windows is not supported yet")
@@ -145,7 +158,7 @@ def connect(directory: Path) -> Iterator[Remote]:
                 f"the host on {directory} belongs to another user; pass --runtime-dir",
                 details={"reason": "foreign_host", "path": str(path)},
             )
-        yield Remote(connection, path)
+        yield Remote(connection, path, deadline)
     finally:
         connection.close()
 

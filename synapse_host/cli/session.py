@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from synapse_host.config import HostConfig
+from synapse_host.errors import DeadlineExceeded
 from synapse_host.matrix import HardwareMatrix
 from synapse_host.matrix import load as load_matrix
 
@@ -41,7 +44,7 @@ def bundle_of(name: str, args: argparse.Namespace, console: Console) -> Path:
     path = catalogue.locate(name, args.models_dir)
     if path is None and name in catalogue.DEFAULTS:
         console.note(f"{name} is not installed yet; making its bundle once (later starts are offline and instant)")
-    with console.stages(name) as progress:
+    with console.stages(name) as progress, limited(args.deadline, f"the bundle of {name} was made"):
         return catalogue.obtain(name, args.models_dir, progress=progress).root
 
 
@@ -110,10 +113,39 @@ def busy_line(lanes: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """Cancel the current task at the first signal: workers are stopped, the private runtime directory is removed.
+def limited(seconds: float | None, what: str) -> Iterator[None]:
+    """End the block after *seconds* as Ctrl-C would, with DeadlineExceeded: "the deadline passed while *what*".
 
-    That is a matter of seconds, in which impatient further signals change nothing; after HURRY_S they cancel again.
+    For work that has no deadline of its own. One block inside another changes nothing; Windows has no such timer.
+    """
+    possible = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+    if seconds is None or not possible or signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+
+    def ring(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    end = time.monotonic() + seconds
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if time.monotonic() < end:
+            raise
+        raise DeadlineExceeded(f"the deadline of {seconds:g} s passed while {what}") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Cancel the current task at the first signal, or :func:`limited`'s alarm.
+
+    Workers are stopped and the private runtime directory is removed then: a matter of seconds, in which impatient
+    further signals change nothing; after HURRY_S they cancel again.
     """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
@@ -124,19 +156,22 @@ def _ending_in_order() -> Iterator[None]:
             first.append(loop.time())
             task.cancel()
 
-    handled = []
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    handled = {}
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM"):
         number = getattr(signal, name, None)
+        before = None if number is None else signal.getsignal(number)
         # Ignored ones stay so: nohup, or a shell's background job.
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+        if number is not None and before is not signal.SIG_IGN:
             with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
                 loop.add_signal_handler(number, stop)
-                handled.append(number)
+                handled[number] = before
     try:
         yield
     finally:
-        for number in handled:
+        for number, before in handled.items():
             loop.remove_signal_handler(number)
+            # asyncio leaves the default: an alarm would end the process without a word.
+            signal.signal(number, before)
 
 
 def model_name(source: str) -> str:

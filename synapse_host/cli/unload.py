@@ -29,7 +29,7 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
-    with connect(runtime_dir(args)) as remote:
+    with connect(runtime_dir(args), args.deadline) as remote:
         state = remote.ask("unload", model=args.model, lane=args.lane)
     console.document(state)
     for lane_id in state["lanes"]:
