@@ -22,6 +22,9 @@ VENV = ROOT / ".venv"
 STAMP = VENV / ".synapse-setup"
 LOG = ROOT / ".venv-setup.log"
 EXTRAS = "llama,cuda,ane,metrics,chat,dev"
+NVIDIA = "cuda-libraries"
+"""What the CUDA provider is linked against, 2 GB: only where a driver is."""
+DRIVER = Path("/proc/driver/nvidia/version")
 OLDEST, NEWEST = (3, 11), (3, 13)
 WIDTH = 74
 ILLEGAL = re.compile(r"error: |ERROR: |CMake Error|fatal error:|No matching distribution|Could not find", re.IGNORECASE)
@@ -43,7 +46,7 @@ def main() -> int:
                 raise SetupError(".venv was made but its Python does not start; see " + LOG.name)
         _compile_llama(python)
         with Step("Installing the project and its tools"):
-            _run(python, "-m", "pip", "install", "-e", ".[" + EXTRAS + "]")
+            _run(python, "-m", "pip", "install", "-e", ".[" + _extras() + "]")
         STAMP.write_text(_stamp())
     except SetupError as exc:
         print("setup: " + str(exc), file=sys.stderr)
@@ -199,10 +202,15 @@ def _run(*command: str) -> None:
     raise SetupError(f"{' '.join(command[1:4])} failed: {why}{hint}. The whole log: {LOG.name}")
 
 
+def _extras() -> str:
+    found = DRIVER.exists() or shutil.which("nvidia-smi") is not None
+    return EXTRAS + "," + NVIDIA if found else EXTRAS
+
+
 def _stamp() -> str:
     digest = hashlib.sha256()
     digest.update((ROOT / "pyproject.toml").read_bytes())
-    digest.update(EXTRAS.encode())
+    digest.update(_extras().encode())
     digest.update(str(ROOT).encode())
     return digest.hexdigest() + "\n"
 
