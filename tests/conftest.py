@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -158,7 +159,9 @@ def missing_device(marker: str) -> str | None:
     except subprocess.TimeoutExpired:
         return f"no {marker}: the probe took more than {PROBE_S:g} s"
     if probe.returncode == 0:
-        return None
+        # llama.cpp built for the processor alone is a sound llama.cpp; its probe says so, and what it was built for.
+        built = (json.loads(probe.stdout)["observed"] or {}).get("compiled_backend", marker)
+        return None if built == marker else f"no {marker} here: llama-cpp-python was built for {built}"
     lines = probe.stdout.strip().splitlines() or probe.stderr.strip().splitlines() or ["no output"]
     return f"no {marker} here: probe exit {probe.returncode}, {lines[-1][:300]}"
 
