@@ -12,6 +12,8 @@ import pytest
 
 from engines.bundle import manifest
 from synapse_host import certificates, doctor, hardware, remains
+from synapse_host.doctor import engines, machine, models
+from synapse_host.listener import SUN_PATH
 from synapse_host.matrix import load
 from tests.support.evidence import evidence
 from tests.support.killed import kill_one
@@ -25,8 +27,8 @@ def report(
 
 
 def test_two_onnxruntimes_clash() -> None:
-    assert list(doctor.onnxruntime_findings({"onnxruntime-gpu": "1"})) == []
-    (finding,) = doctor.onnxruntime_findings({"onnxruntime": "1", "onnxruntime-gpu": "1"})
+    assert list(machine.onnxruntime_findings({"onnxruntime-gpu": "1"})) == []
+    (finding,) = machine.onnxruntime_findings({"onnxruntime": "1", "onnxruntime-gpu": "1"})
     assert finding.severity == "failure"
     assert (
         finding.fix == "pip uninstall -y onnxruntime onnxruntime-gpu && pip install --force-reinstall onnxruntime-gpu"
@@ -43,16 +45,16 @@ def test_two_onnxruntimes_clash() -> None:
     ],
 )
 def test_python(python: tuple[int, int], os: str, severity: str | None) -> None:
-    assert [finding.severity for finding in doctor.python_findings(python, os)] == ([severity] if severity else [])
+    assert [finding.severity for finding in machine.python_findings(python, os)] == ([severity] if severity else [])
 
 
 def test_resources() -> None:
-    gib = doctor.GIB
-    assert list(doctor.resource_findings(4 * gib, 4 * gib, Path("m"))) == []
-    found = list(doctor.resource_findings(gib // 2, gib // 2, Path("m")))
+    gib = machine.GIB
+    assert list(machine.resource_findings(4 * gib, 4 * gib, Path("m"))) == []
+    found = list(machine.resource_findings(gib // 2, gib // 2, Path("m")))
     assert [finding.id for finding in found] == ["memory.low", "disk.low"]
-    assert list(doctor.descriptor_findings(None)) == list(doctor.descriptor_findings(1024)) == []
-    assert [finding.fix for finding in doctor.descriptor_findings(64)] == ["ulimit -n 1024"]
+    assert list(machine.descriptor_findings(None)) == list(machine.descriptor_findings(1024)) == []
+    assert [finding.fix for finding in machine.descriptor_findings(64)] == ["ulimit -n 1024"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Unix sockets")
@@ -66,28 +68,28 @@ def test_stale_sockets_are_told_from_live_ones(runtime_dir: Path) -> None:
         gone.close()
         listening.bind(str(live / "embed-1.sock"))
         listening.listen()
-        (finding,) = doctor.stale_findings(runtime_dir)
+        (finding,) = machine.stale_findings(runtime_dir)
     assert finding.id == "socket.stale" and finding.fix == f"rm -r {runtime_dir / 'synapse-dead1'}"
     for folder in (dead, live):
         (folder / "embed-1.sock").unlink()
-    assert list(doctor.stale_findings(runtime_dir)) == []
+    assert list(machine.stale_findings(runtime_dir)) == []
 
 
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform == "win32", reason="Unix only")
 def test_a_killed_hosts_directory_is_told_once_and_how_to_remove_it(runtime_dir: Path) -> None:
     abandoned_dir, _ = kill_one(runtime_dir)
-    (finding,) = doctor.abandoned_findings([runtime_dir])
+    (finding,) = machine.abandoned_findings([runtime_dir])
     assert finding.id == "runtime.abandoned" and finding.fix == f"rm -r {abandoned_dir}"
-    assert list(doctor.stale_findings(runtime_dir)) == []
+    assert list(machine.stale_findings(runtime_dir)) == []
     assert abandoned_dir.exists()
     remains.sweep(runtime_dir)
-    assert list(doctor.abandoned_findings([runtime_dir])) == []
+    assert list(machine.abandoned_findings([runtime_dir])) == []
 
 
 def test_long_socket_paths(tmp_path: Path) -> None:
-    assert list(doctor.socket_findings(Path("/tmp"))) == []
-    (finding,) = doctor.socket_findings(Path("/" + "x" * 80))
+    assert list(machine.socket_findings(Path("/tmp"))) == []
+    (finding,) = machine.socket_findings(Path("/" + "x" * 80))
     assert finding.id == "socket.path"
 
 
@@ -110,33 +112,33 @@ def test_long_socket_paths(tmp_path: Path) -> None:
     ],
 )
 def test_engines_that_can_be_mended(floor: dict[str, object], id: str, severity: str, fix: str) -> None:
-    (finding,) = doctor.engine_findings(load(), [report("failed", floor, id="llama-cpu")])
+    (finding,) = engines.engine_findings(load(), [report("failed", floor, id="llama-cpu")])
     assert (finding.id, finding.severity) == (id, severity)
     assert fix in finding.fix
 
 
 def test_a_library_that_is_missing_is_named() -> None:
     floor = {"status": "refused", "code": "cuda_runtime_missing:libcudnn.so.9"}
-    (finding,) = doctor.engine_findings(load(), [report("failed", floor, id="cuda")])
+    (finding,) = engines.engine_findings(load(), [report("failed", floor, id="cuda")])
     assert finding.fix == "pip install 'synapse-workers[cuda,cuda-libraries]'"
-    assert list(doctor.engine_findings(load(), [report("passed_over", id="cuda"), report("ok", id="onnx-cpu")])) == []
+    assert list(engines.engine_findings(load(), [report("passed_over", id="cuda"), report("ok", id="onnx-cpu")])) == []
 
 
 def test_a_worker_of_another_version() -> None:
-    assert list(doctor.version_findings([report("ok", worker="synapse-worker-llama 0.3.0 protocol=3")], "0.3.0")) == []
-    (finding,) = doctor.version_findings([report("ok", worker="synapse-worker-llama 0.2.9 protocol=3")], "0.3.0")
+    assert list(engines.version_findings([report("ok", worker="synapse-worker-llama 0.3.0 protocol=3")], "0.3.0")) == []
+    (finding,) = engines.version_findings([report("ok", worker="synapse-worker-llama 0.2.9 protocol=3")], "0.3.0")
     assert finding.severity == "failure" and "0.2.9" in finding.what and "0.3.0" in finding.what
 
 
 def test_lanes_that_nothing_serves() -> None:
     matrix = load()
     some = [report("ok", id="llama-cpu"), report("passed_over", id="cuda")]
-    assert list(doctor.lane_findings(matrix, some)) == []
-    none = list(doctor.lane_findings(matrix, [report("failed", id="llama-cpu")]))
+    assert list(engines.lane_findings(matrix, some)) == []
+    none = list(engines.lane_findings(matrix, [report("failed", id="llama-cpu")]))
     assert {finding.id for finding in none} == {f"lane.{lane}.no_engine" for lane in matrix.lanes}
     # A broken engine has its own finding with what to do; explain wouldn't say more.
     assert {finding.fix for finding in none} == {"see the findings above: llama-cpu"}
-    passed = list(doctor.lane_findings(matrix, [report("passed_over", id="llama-cpu")]))
+    passed = list(engines.lane_findings(matrix, [report("passed_over", id="llama-cpu")]))
     assert {finding.fix for finding in passed} == {f"synapse matrix explain {lane}" for lane in matrix.lanes}
 
 
@@ -146,10 +148,10 @@ def test_bundles_are_hashed_again(tmp_path: Path) -> None:
     (tmp_path / "bad" / "model.gguf.f16").write_bytes(b"tampered with")
     (tmp_path / "ugly").mkdir()
     (tmp_path / "ugly" / "manifest.json").write_text("{")
-    found = {finding.id: finding for finding in doctor.bundle_findings(tmp_path)}
+    found = {finding.id: finding for finding in models.bundle_findings(tmp_path)}
     assert set(found) == {"model.good.ok", "model.bad.invalid", "model.ugly.invalid"}
     assert "digest" in found["model.bad.invalid"].what
-    assert list(doctor.bundle_findings(tmp_path / "nothing")) == []
+    assert list(models.bundle_findings(tmp_path / "nothing")) == []
 
 
 @pytest.mark.process
@@ -184,7 +186,7 @@ def test_this_machine(tmp_path: Path) -> None:
     assert not [finding for finding in found.findings if "Traceback" in finding.what]
     assert found.host["cores"] >= 1
     name = "/synapse-12345678/synapse/workers/generate-1000.sock"
-    assert found.host["socket_path_room"] == doctor.SUN_PATH - 1 - len(tempfile.gettempdir() + name)
+    assert found.host["socket_path_room"] == SUN_PATH - 1 - len(tempfile.gettempdir() + name)
     assert found.host["disk_free_bytes"] > 0 and found.host["descriptor_limit"] != 0
 
 
@@ -204,7 +206,7 @@ def test_certificates_hold_or_say_what_voided_them(tmp_path: Path) -> None:
             base, engine_id="scripted", manifest_digest=bundle.digest, binding=bound, model_id="toy"
         )
         certificates.write(stored, tmp_path / "data")
-        found = doctor.certificate_findings(
+        found = models.certificate_findings(
             matrix, profile, {"scripted": version}, tmp_path / "models", tmp_path / "data"
         )
         return [(one.id, one.severity, one.what, one.fix) for one in found]

@@ -1,0 +1,117 @@
+"""What this machine can run and what is wrong with it, as findings that each carry their fix.
+
+Every check is a function from facts to findings; the facts that need a child process (floors, worker versions) are
+gathered first, side by side, each with a limit. Nothing here raises for what it finds.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from synapse_host import certificates, hardware, remains
+from synapse_host import floor as floors
+from synapse_host.doctor import engines, machine, models
+from synapse_host.doctor.engines import EngineReport
+from synapse_host.doctor.finding import Finding, Severity
+from synapse_host.listener import SUN_PATH
+
+if TYPE_CHECKING:
+    from synapse_host.matrix import HardwareMatrix
+
+__all__ = ["EngineReport", "Finding", "Report", "Severity", "examine"]
+
+WORKERS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything ``synapse doctor`` shows."""
+
+    host: dict[str, Any]
+    engines: list[EngineReport]
+    findings: list[Finding]
+
+    def worst(self) -> Severity:
+        """Return the gravest severity."""
+        grave = {finding.severity for finding in self.findings}
+        return "failure" if "failure" in grave else "warning" if "warning" in grave else "info"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        return {
+            "findings": [asdict(finding) for finding in self.findings],
+            "engines": [asdict(engine) for engine in self.engines],
+            "host": self.host,
+        }
+
+
+def examine(
+    matrix: HardwareMatrix,
+    *,
+    host_version: str,
+    models_dir: Path,
+    runtime_dir: Path | None = None,
+    cache_dir: Path | None = None,
+    data_dir: Path | None = None,
+    probe_limit: float = floors.TIME_LIMIT,
+) -> Report:
+    """Examine this machine against *matrix*; blocks for seconds at most, plus *probe_limit* where a probe hangs."""
+    keys = hardware.floor_keys(matrix, matrix.engines)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        profile_job = pool.submit(hardware.detect)
+        cache = floors.FloorCache(cache_dir or hardware.default_cache_dir(), hardware.machine_id())
+        floor_job = pool.submit(floors.ask, keys, cache=cache, fresh=True, limit=probe_limit)
+        foreign_job = pool.submit(engines.foreign_floors, matrix, probe_limit)
+        version_jobs = {
+            id: pool.submit(certificates.version_line, matrix, engine) for id, engine in matrix.engines.items()
+        }
+        bundle_job = pool.submit(lambda: list(models.bundle_findings(models_dir)))
+        profile = replace(profile_job.result(), floors=floor_job.result())
+        foreign = foreign_job.result()
+        versions = {id: job.result() for id, job in version_jobs.items()}
+        bundles = bundle_job.result()
+    reports = [
+        engines.report_on(matrix, engine, profile, foreign.get(engine.id), versions[engine.id])
+        for engine in matrix.engines.values()
+    ]
+    runtime = runtime_dir or Path(tempfile.gettempdir())
+    findings = [
+        *engines.engine_findings(matrix, reports),
+        *engines.version_findings(reports, host_version),
+        *machine.python_findings(sys.version_info[:2], profile.os),
+        *machine.onnxruntime_findings(machine.installed("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml")),
+        *machine.resource_findings(profile.ram_free, machine.free_disk(models_dir), models_dir),
+        *machine.descriptor_findings(machine.descriptor_limit()),
+        *machine.socket_findings(runtime),
+        *machine.abandoned_findings(remains.roots() if runtime_dir is None else [runtime]),
+        *machine.stale_findings(runtime),
+        *bundles,
+        *models.certificate_findings(matrix, profile, versions, models_dir, data_dir),
+        *engines.lane_findings(matrix, reports),
+    ]
+    host = {
+        "version": host_version,
+        "os": profile.os,
+        "os_version": profile.os_version,
+        "os_build": profile.os_build,
+        "arch": profile.arch,
+        "cpu": profile.cpu_model,
+        "cpu_features": sorted(profile.cpu_features),
+        "cores": profile.cores,
+        "cores_total": profile.cores_total,
+        "quota": profile.quota,
+        "ram_bytes": profile.ram_total,
+        "ram_free_bytes": profile.ram_free,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "matrix": str(matrix.path),
+        "models_dir": str(models_dir),
+        "disk_free_bytes": machine.free_disk(models_dir),
+        "descriptor_limit": machine.descriptor_limit(),
+        "socket_path_room": SUN_PATH - 1 - machine.socket_length(runtime),
+    }
+    return Report(host, reports, findings)

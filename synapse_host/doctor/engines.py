@@ -1,0 +1,145 @@
+"""The matrix's engines and lanes on this machine."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from synapse_host import floor as floors
+from synapse_host.doctor.finding import Finding
+from synapse_host.floor import Floor
+from synapse_host.placement import floor_text, hardware_reason
+
+if TYPE_CHECKING:
+    from synapse_host.hardware import HostProfile
+    from synapse_host.matrix import Engine, HardwareMatrix
+
+_INSTALL: Final = {
+    "llama": "pip install 'synapse-workers[llama]'   (compiles for about 4 minutes on 2 cores)",
+    "cuda": "pip install 'synapse-workers[cuda,cuda-libraries]'",
+    "ane": "pip install 'synapse-workers[ane]'",
+}
+_REBUILD: Final = "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """One engine of the matrix on this machine. ``status``: ok, passed_over (hardware) or failed (fixable)."""
+
+    id: str
+    status: Literal["ok", "passed_over", "failed"]
+    what: str
+    device: str
+    versions: dict[str, str]
+    floor: dict[str, Any] | None
+    worker: str
+    """The worker's ``--version`` line, empty where it gave none."""
+
+
+def report_on(
+    matrix: HardwareMatrix, engine: Engine, profile: HostProfile, foreign: Floor | None, worker: str
+) -> EngineReport:
+    """Return how an engine does here. *foreign*: the floor of a foreign worker command."""
+    floor = foreign or profile.floors.get(f"{engine.engine}:{engine.device_kind}")
+    hardware_no = hardware_reason(matrix.hardware[engine.requires], profile)
+    versions = {} if engine.command else floors.installed(engine.engine)
+    status: Literal["ok", "passed_over", "failed"]
+    if floor is not None and floor.status == "failed":
+        status, what = "failed", floor.why
+    elif hardware_no is not None:
+        status, what = "passed_over", hardware_no
+    elif floor is None or floor.status == "ok":
+        status, what = "ok", _described(engine, versions, profile)
+    else:
+        code = floor.code.partition(":")[0]
+        fixable = code in ("llama_missing", "bindings_missing", "cuda_runtime_missing", "cpu_unsupported")
+        status, what = ("failed" if fixable else "passed_over"), floor_text(floor)
+    return EngineReport(engine.id, status, what, engine.device, versions, asdict(floor) if floor else None, worker)
+
+
+def _described(engine: Engine, versions: dict[str, str], profile: HostProfile) -> str:
+    if engine.command is not None:
+        return f"worker command {shlex.join(engine.command)}"
+    parts = [f"{name} {number}" for name, number in list(versions.items())[:1]]
+    if engine.device_kind == "cpu":
+        best = profile.summary().split(", ")[2:]
+        parts += best
+        if engine.engine == "cuda":
+            parts.append("CPU provider")
+        threads = engine.runtime_config.get("threads")
+        cores = f"{profile.cores} core{'s' if profile.cores != 1 else ''} shared by the lanes"
+        parts.append(f"{threads} threads" if threads else cores)
+    elif engine.device_kind == "cuda" and profile.compute_capability:
+        major, minor = profile.compute_capability
+        parts.append(f"compute capability {major}.{minor}, driver API {profile.driver_api}")
+    return ", ".join(parts)
+
+
+def foreign_floors(matrix: HardwareMatrix, limit: float) -> dict[str, Floor]:
+    """Ask foreign worker commands too: doctor is where a broken one should show."""
+    answers = {}
+    for engine in matrix.engines.values():
+        if engine.command is not None:
+            command = (*engine.command, "--probe-floor", "--device", engine.device)
+            answers[engine.id] = floors.probe(command, cwd=matrix.path.parent, limit=limit, env=engine.env)
+    return answers
+
+
+def engine_findings(matrix: HardwareMatrix, engines: Iterable[EngineReport]) -> Iterator[Finding]:
+    """Report engines whose probe failed or that lack something which can be installed."""
+    for report in engines:
+        engine = matrix.engines[report.id]
+        floor = report.floor or {}
+        if report.status != "failed":
+            continue
+        code = str(floor.get("code", ""))
+        if floor.get("status") == "failed":
+            command = shlex.join((*(engine.command or floors.worker_command(engine.engine)), "--probe-floor"))
+            illegal = "SIGILL" in report.what and engine.engine == "llama"
+            yield Finding(
+                f"engine.{report.id}.{code}",
+                "failure",
+                f"{report.id}: {report.what}",
+                _REBUILD if illegal else f"see what it says: {command}",
+            )
+        elif code == "cpu_unsupported":
+            yield Finding(f"engine.{report.id}.cpu_unsupported", "failure", f"{report.id}: {report.what}", _REBUILD)
+        else:
+            yield Finding(
+                f"engine.{report.id}.{code.partition(':')[0]}",
+                "warning",
+                f"{report.id}: {report.what}",
+                _INSTALL[engine.engine],
+            )
+
+
+def version_findings(engines: Iterable[EngineReport], host_version: str) -> Iterator[Finding]:
+    """Report workers of another version: host and workers are deployed together."""
+    for report in engines:
+        words = report.worker.split()
+        if len(words) >= 2 and words[1] != host_version:
+            yield Finding(
+                f"engine.{report.id}.version",
+                "failure",
+                f"{report.id}: its worker is version {words[1]}, this host is {host_version}",
+                "install host and workers together: pip install --force-reinstall synapse-workers",
+            )
+
+
+def lane_findings(matrix: HardwareMatrix, engines: Iterable[EngineReport]) -> Iterator[Finding]:
+    """Report lanes that nothing on this machine can serve."""
+    reports = list(engines)
+    usable = {report.id for report in reports if report.status == "ok"}
+    fixable = {report.id for report in reports if report.status == "failed"}
+    for lane in matrix.lanes.values():
+        choices = (lane.pin,) if lane.pin else lane.engines
+        if not usable.intersection(choices):
+            broken = [id for id in choices if id in fixable]
+            yield Finding(
+                f"lane.{lane.id}.no_engine",
+                "failure",
+                f"lane {lane.id}: none of its engines runs on this machine ({', '.join(choices)})",
+                "see the findings above: " + ", ".join(broken) if broken else f"synapse matrix explain {lane.id}",
+            )

@@ -1,0 +1,174 @@
+"""The machine, its Python, and what hosts left on it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+from synapse_host import remains
+from synapse_host.doctor.finding import Finding
+from synapse_host.listener import SUN_PATH
+
+GIB: Final = 1024**3
+MIN_DESCRIPTORS: Final = 256
+MIN_FREE_RAM: Final = 1 * GIB
+MIN_FREE_DISK: Final = 1 * GIB
+PYTHONS: Final = ((3, 11), (3, 14))
+"""From the first, below the second: what coremltools and llama-cpp-python have wheels or builds for."""
+
+
+def python_findings(python: tuple[int, ...], os: str) -> Iterator[Finding]:
+    """Report a Python that the engines' packages don't support."""
+    if not PYTHONS[0] <= python < PYTHONS[1]:
+        shown = ".".join(map(str, python))
+        what = f"Python {shown} is not supported; coremltools has packages for 3.11 to 3.13 only"
+        yield Finding(
+            "python.version", "failure" if os == "darwin" else "warning", what, "make a .venv with Python 3.13"
+        )
+
+
+def onnxruntime_findings(found: Mapping[str, str]) -> Iterator[Finding]:
+    """Report two distributions that own the same module."""
+    if len(found) > 1:
+        names = " and ".join(sorted(found))
+        yield Finding(
+            "onnxruntime.clash",
+            "failure",
+            f"both {names} are installed; they own the same module and one hides the other",
+            "pip uninstall -y " + " ".join(sorted(found)) + " && pip install --force-reinstall onnxruntime-gpu",
+        )
+
+
+def resource_findings(ram_free: int, disk_free: int | None, models_dir: Path) -> Iterator[Finding]:
+    """Report little memory or disk."""
+    if ram_free < MIN_FREE_RAM:
+        yield Finding(
+            "memory.low",
+            "warning",
+            f"{ram_free / GIB:.1f} GB of memory are free",
+            "close something before loading models",
+        )
+    if disk_free is not None and disk_free < MIN_FREE_DISK:
+        yield Finding(
+            "disk.low",
+            "warning",
+            f"{disk_free / GIB:.1f} GB are free where bundles are made ({models_dir})",
+            "free some space or pass --models-dir",
+        )
+
+
+def descriptor_findings(limit: int | None) -> Iterator[Finding]:
+    """Report a low limit of open files."""
+    if limit is not None and limit < MIN_DESCRIPTORS:
+        yield Finding(
+            "descriptors.low",
+            "warning",
+            f"only {limit} files may be open at once; lanes need about 8 each",
+            "ulimit -n 1024",
+        )
+
+
+def socket_length(runtime: Path) -> int:
+    """Return the bytes of the longest socket path below a runtime directory."""
+    # mkdtemp adds synapse-xxxxxxxx, a worker's name its lane and generation.
+    return len(os.fsencode(str(runtime / "synapse-12345678" / "synapse" / "workers" / "generate-1000.sock")))
+
+
+def socket_findings(runtime: Path) -> Iterator[Finding]:
+    """Report a runtime directory whose socket paths don't fit a socket address."""
+    if os.name != "posix":
+        return
+    longest = socket_length(runtime)
+    if longest >= SUN_PATH:
+        yield Finding(
+            "socket.path",
+            "info",
+            f"{runtime} is so long that socket paths ({longest} bytes, {SUN_PATH - 1} fit) move to short names in /tmp",
+            "set TMPDIR to a shorter directory to avoid it",
+        )
+
+
+def abandoned_findings(roots: Iterable[Path]) -> Iterator[Finding]:
+    """Report private runtime directories whose hosts were killed; the next one-shot verb removes them."""
+    found = [path for root in roots for path in remains.abandoned(root)]
+    if found:
+        number = "1 runtime directory" if len(found) == 1 else f"{len(found)} runtime directories"
+        what = f"{number} of hosts that were killed, first {found[0]}; the next synapse embed removes what is left"
+        yield Finding("runtime.abandoned", "warning", what, f"rm -r {shlex.join(map(str, found))}")
+
+
+def stale_findings(runtime: Path) -> Iterator[Finding]:
+    """Report what hosts that were killed left behind: sockets of ours that nobody listens on."""
+    if os.name != "posix":
+        return
+    known = set(remains.abandoned(runtime))
+    stale = [path for path in _sockets(runtime) if path.parents[2] not in known and not _listening(path)]
+    if stale:
+        roots = sorted({str(path.parents[2]) for path in stale})
+        what = f"{len(stale)} sockets of hosts that are gone, first {stale[0]}"
+        removable = [root for root in roots if Path(root).name.startswith("synapse-")]
+        fix = f"rm -r {shlex.join(removable)}" if removable else f"rm {shlex.join(map(str, stale))}"
+        yield Finding("socket.stale", "warning", what, fix)
+
+
+def _sockets(runtime: Path) -> Iterator[Path]:
+    for pattern in ("synapse-*/synapse/workers/*.sock", "synapse/workers/*.sock"):
+        for path in sorted(runtime.glob(pattern))[:256]:
+            try:
+                entry = path.lstat()
+            except OSError:
+                continue
+            if stat.S_ISSOCK(entry.st_mode) and entry.st_uid == os.getuid():
+                yield path
+
+
+def _listening(path: Path) -> bool:
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        probe.settimeout(0.2)
+        probe.connect(str(path))
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    finally:
+        probe.close()
+    return True
+
+
+def installed(*names: str) -> dict[str, str]:
+    """Return the versions of those distributions that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def free_disk(folder: Path) -> int | None:
+    """Return the free bytes where a folder is or will be made."""
+    for place in (folder, *folder.parents):
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:
+            continue
+    return None
+
+
+def descriptor_limit() -> int | None:
+    """Return how many files a process may open; None where nothing limits it."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
