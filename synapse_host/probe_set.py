@@ -68,11 +68,11 @@ def stops(bundle: Bundle) -> set[int]:
     special = bundle.manifest.special_ids
     found = {id for name, id in special.items() if name in ("eos", "eot", "eom")} if special is not UNSET else set()
     if bundle.manifest.tokenizer is not UNSET:
-        from tokenizers import Tokenizer
+        from synapse_host.tokenize import TextTokenizer
 
-        tokenizer = Tokenizer.from_file(str(bundle.path(bundle.manifest.tokenizer.path)))
+        tokenizer = TextTokenizer(bundle)
         named = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<end_of_turn>")
-        found |= {id for name in named if (id := tokenizer.token_to_id(name)) is not None}
+        found |= {id for name in named if (id := tokenizer.id(name)) is not None}
     return found
 
 

@@ -181,6 +181,11 @@ class TextTokenizer:
         """Return the text of a token id; empty where the vocabulary has no such id."""
         return self._plain.id_to_token(id) or ""
 
+    def id(self, token: str) -> int | None:
+        """Return the id of a token, None where the vocabulary has no such token."""
+        found: int | None = self._plain.token_to_id(token)
+        return found
+
     @cached_property
     def _special(self) -> Tokenizer:
         # An object of its own: the switch below must never be seen by a thread that encodes a person's text.
