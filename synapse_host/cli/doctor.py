@@ -33,6 +33,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     from synapse_host import catalogue, doctor
     from synapse_host.cli import host_version
+    from synapse_host.floor import TIME_LIMIT
     from synapse_host.matrix import load
 
     matrix = load(args.matrix)
@@ -42,6 +43,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
             host_version=host_version(),
             models_dir=catalogue.models_dir(args.models_dir),
             runtime_dir=args.runtime_dir,
+            # Its threads are waited for, whatever ends the command.
+            probe_limit=min(TIME_LIMIT, args.deadline or TIME_LIMIT),
         )
     console.document(report.to_dict())
     _page(report, console)

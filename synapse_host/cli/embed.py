@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.cli.session import DEFAULT_MODELS, model_name, run_host, watched
+from synapse_host.cli.session import DEFAULT_MODELS, OWN_HOST, model_name, run_host, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
     parser.description = (
         "Embed texts: one vector per text, in input order. The model's task picks the lane; the lane's first engine\n"
-        "that fits this machine serves it (synapse matrix explain embed)."
+        "that fits this machine serves it (synapse matrix explain embed).\n"
+        f"{OWN_HOST}"
     )
     parser.examples("""
         synapse embed 'The cat sat on the mat.' 'Rates rose on Tuesday.'

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from synapse_host.cli.parser import Parser, count
-from synapse_host.cli.session import DEFAULT_MODELS, model_name, run_host, watched
+from synapse_host.cli.session import DEFAULT_MODELS, OWN_HOST, model_name, run_host, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
-    parser.description = "Continue a prompt, greedily: the same prompt gives the same text on the same engine."
+    parser.description = (
+        "Continue a prompt, greedily: the same prompt gives the same text on the same engine.\n" + OWN_HOST
+    )
     parser.examples("""
         synapse generate 'The capital of Italy is' --max-tokens 8
         synapse generate --chat 'Name three rivers.'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.cli.session import DEFAULT_MODELS, model_name, run_host, watched
+from synapse_host.cli.session import DEFAULT_MODELS, OWN_HOST, model_name, run_host, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
     parser.description = (
         "Score documents against a query, best first on a terminal, in input order under --json. Scores are "
-        "probabilities where the model says so; --raw gives the logits."
+        "probabilities where the model says so; --raw gives the logits.\n"
+        f"{OWN_HOST}"
     )
     parser.examples("""
         synapse rerank 'How many people live in Berlin?' 'Berlin has 3,520,031 inhabitants.' 'Berlin is a city.'

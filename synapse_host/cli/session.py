@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 
 DEFAULT_MODELS: Final = {"embed": "minilm", "rerank": "ms-marco", "generate": "smollm2"}
 
+OWN_HOST: Final = (
+    "The command starts a host and a worker of its own and stops them at the end, beside a running synapse run too;\n"
+    "a program that asks often keeps them: Host or SyncHost in Python."
+)
+"""What the help of a one-shot verb says about where it runs."""
+
 PATIENCE_S: Final = 0.7
 REFRESH_S: Final = 0.2
 HURRY_S: Final = 10.0

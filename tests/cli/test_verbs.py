@@ -195,3 +195,9 @@ def test_a_closed_pipe_is_no_traceback(cli: Command) -> None:
     process.wait(60)
     assert b"Traceback" not in err and b"Exception" not in err
     cli.check_clean(mark)
+
+
+@pytest.mark.parametrize("verb", ["embed", "rerank", "generate"])
+def test_the_help_of_a_one_shot_verb_says_where_it_runs(cli: Command, verb: str) -> None:
+    words = " ".join(cli(verb, "--help", bare=True).out.split())
+    assert "starts a host and a worker of its own and stops them at the end, beside a running synapse run too" in words
