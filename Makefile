@@ -9,7 +9,7 @@
 #   make bench     the benchmark suite: a table, reports/bench.json and reports/bench.html (QUICK=1: under 3 minutes)
 #   make bench-rivals   install what it is compared with into .venv-rivals (torch and others: large)
 #   make goldens   recompute the golden files (needs torch and transformers in .venv-reference)
-#   make hw-cuda   hardware tests on an NVIDIA GPU; fails rather than skips without one
+#   make hw-cuda   hardware tests on an NVIDIA GPU, at most ten minutes; fails rather than skips without one
 #   make hw-ane    hardware tests on the Apple Neural Engine; fails rather than skips without one
 #   make hw-metal  hardware tests on Metal; fails rather than skips without it
 
@@ -60,7 +60,7 @@ goldens:
 	@for script in $(GOLDENS); do echo "$$script"; $(REFERENCE) $$script || exit 1; done
 
 hw-cuda: setup
-	@$(BIN)/python -m pytest -m cuda --hw=cuda
+	@$(BIN)/python -m pytest -m cuda --hw=cuda --session-timeout=590 tests/hardware
 
 hw-ane: setup
 	@$(BIN)/python -m pytest -m ane --hw=ane

@@ -88,7 +88,7 @@ def installed(name: str) -> str | None:
 
 
 @pytest.fixture(scope="session")
-def evidence() -> Iterator[dict[str, Any]]:
+def evidence(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """What the run found, written to evidence/ at its end, also of a run that failed."""
     facts = binding.driver_facts(0)
     engine = CudaEngine(WorkerOptions(device="cuda"))
@@ -103,7 +103,7 @@ def evidence() -> Iterator[dict[str, Any]]:
         "os": platform.platform(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "results": {},
-        "outcomes": {},
+        "outcomes": {item.name: "not run" for item in request.session.items if item.path == Path(__file__)},
     }
     yield document
     document["passed"] = set(document["outcomes"].values()) == {"passed"}
