@@ -6,6 +6,7 @@
 #   make doctor    what this machine can run and what is wrong with it
 #   make faults    the fault campaign R1 to R17 (under six minutes): a table and reports/faults.json
 #   make faults-nightly   the same with the big numbers, the soak and the mutation score
+#   make coverage  branch coverage of the protocol and the host's policy by their own tests: 95 % at least
 #   make bench     the benchmark suite: a table, reports/bench.json and reports/bench.html (QUICK=1: under 3 minutes)
 #   make bench-rivals   install what it is compared with into .venv-rivals (torch and others: large)
 #   make goldens   recompute the golden files (needs torch and transformers in .venv-reference)
@@ -22,7 +23,7 @@ endif
 REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
-.PHONY: setup demo test lint doctor faults faults-nightly bench bench-rivals goldens hw-cuda hw-ane hw-metal
+.PHONY: setup demo test lint doctor faults faults-nightly coverage bench bench-rivals goldens hw-cuda hw-ane hw-metal
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -46,7 +47,11 @@ faults: setup
 
 faults-nightly: setup
 	@$(BIN)/python -m tests.faults.guards --json reports/guards.json
+	@$(BIN)/python -m tests.faults.branches
 	@$(BIN)/python -m tests.faults.campaign --size nightly --report reports/faults-nightly.json
+
+coverage: setup
+	@$(BIN)/python -m tests.faults.branches
 
 bench: setup
 	@$(BIN)/python -m synapse_host bench --out reports $(if $(QUICK),--quick)

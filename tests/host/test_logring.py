@@ -67,6 +67,36 @@ def test_any_sequence_of_writes_keeps_the_exact_tail(capacity, writes):
         assert len(ring) == len(model) <= capacity
 
 
+@given(
+    st.integers(0, 40),
+    st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), st.binary(max_size=25)), max_size=12),
+    st.integers(-5, 320),
+)
+def test_what_came_after_a_position(capacity, writes, position):
+    ring = LogRing(capacity)
+    calls = []
+    ring.on_write = lambda: calls.append(ring.written)
+    everything: list[tuple[str, int]] = []
+    for stream, data in writes:
+        ring.write(stream, data)
+        everything += [(stream, byte) for byte in data]
+    assert ring.written == len(everything)
+    if capacity:
+        assert len(calls) == sum(bool(data) for _, data in writes)
+    runs, missed = ring.since(position)
+    # A position that this ring never had (another host's, an older program's) means: from the beginning.
+    start = position if 0 <= position <= len(everything) else 0
+    kept = everything[max(start, len(everything) - capacity) :]
+    assert [(stream, byte) for stream, part in runs for byte in part] == kept
+    assert missed + len(kept) == len(everything) - start
+    assert ring.since(ring.written) == ([], 0)
+
+
+def test_a_capacity_below_zero_is_refused():
+    with pytest.raises(ValueError, match="negative"):
+        LogRing(-1)
+
+
 def lines(caplog):
     return [record.getMessage() for record in caplog.records]
 
