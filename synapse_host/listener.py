@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import IO, Final, Protocol
 
@@ -269,28 +268,6 @@ def _fits(path: Path) -> bool:
     return len(os.fsencode(path)) < SUN_PATH
 
 
-def _number(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
-
-
-def _described(pid: int | None) -> str:
-    """Return `` (synapse, started 10:02)`` for a process, as far as it can be seen."""
-    if pid is None:
-        return ""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        started = datetime.fromtimestamp(process.create_time())
-        words, name = process.cmdline(), process.name()
-    except (psutil.Error, OSError, ValueError):
-        return ""
-    ours = any(Path(word).name == "synapse" or "synapse_host" in word for word in words[:4])
-    name = "synapse" if ours else name
-    today = started.date() == datetime.now().date()
-    return f" ({name}, started {started:%H:%M})" if today else f" ({name}, started {started:%Y-%m-%d %H:%M})"
-
-
 def _sweep() -> None:
     """Remove what killed hosts left; a living one holds its lock."""
     for root in remains.roots():
@@ -313,14 +290,12 @@ def _take_lock(path: Path, *, private: bool) -> IO[bytes]:
     try:
         remains.lock_exclusive(handle)
     except OSError as exc:
-        handle.seek(0)
-        holder = handle.read(32).partition(b"\n")[0].decode("ascii", "replace").strip() or "unknown"
+        pid, whom = remains.holder(handle)
         handle.close()
-        whom = f"pid {holder}{_described(_number(holder))}"
         directory = path.parents[1]
         raise InvalidRequest(
             f"runtime directory {directory} is in use by {whom}. Stop it or pass --runtime-dir.",
-            details={"reason": "runtime_dir_busy", "path": str(directory), "pid": _number(holder)},
+            details={"reason": "runtime_dir_busy", "path": str(directory), "pid": pid},
         ) from exc
     handle.truncate(0)
     handle.write(f"{os.getpid()}\n".encode() + (remains.PRIVATE if private else b""))

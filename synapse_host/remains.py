@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Final
 
@@ -106,3 +107,29 @@ def lock_exclusive(handle: IO[bytes]) -> None:
         import fcntl
 
         fcntl.flock(handle.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def holder(handle: IO[bytes]) -> tuple[int | None, str]:
+    """Return the pid in a lock file that another process holds, and ``pid 3310 (synapse, started 10:02)``."""
+    handle.seek(0)
+    line = handle.read(32).partition(b"\n")[0].decode("ascii", "replace").strip()
+    pid = int(line) if line.isdigit() else None
+    return pid, f"pid {line or 'unknown'}{_described(pid)}"
+
+
+def _described(pid: int | None) -> str:
+    """Return `` (synapse, started 10:02)`` for a process, as far as it can be seen."""
+    if pid is None:
+        return ""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        started = datetime.fromtimestamp(process.create_time())
+        words, name = process.cmdline(), process.name()
+    except (psutil.Error, OSError, ValueError):
+        return ""
+    ours = any(Path(word).name == "synapse" or "synapse_host" in word for word in words[:4])
+    name = "synapse" if ours else name
+    today = started.date() == datetime.now().date()
+    return f" ({name}, started {started:%H:%M})" if today else f" ({name}, started {started:%Y-%m-%d %H:%M})"

@@ -6,13 +6,15 @@ import hashlib
 import json
 import os
 import time
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from synapse_host.cli.jsonl import MAX_LINE, opened, read_texts
 from synapse_host.errors import InvalidRequest
+from synapse_host.remains import holder, lock_exclusive
 
 if TYPE_CHECKING:
     from synapse_host.cli.console import Console
@@ -34,11 +36,27 @@ async def embed_to_file(
     """Embed *source* (a JSONL file; stdin is read whole first) or *texts* into *out*; return the result's document.
 
     ``<out>.progress.json`` {input_digest, rows_done, …} is written after every chunk and removed at the end; a run with
-    the same input, model and engine goes on where the last one stopped.
+    the same input, model and engine goes on where the last one stopped. One run at a time has *out*; a second gets
+    InvalidRequest.
     """
+    _check_out(out, source)
+    with alone(out):
+        return await _embed(host, model, source, texts, out, lane, deadline, truncate, console)
+
+
+async def _embed(
+    host: Host,
+    model: str,
+    source: str | None,
+    texts: list[str],
+    out: Path,
+    lane: str | None,
+    deadline: float | None,
+    truncate: bool,
+    console: Console,
+) -> dict[str, Any]:
     import numpy as np
 
-    _check_out(out, source)
     if source is not None and (source == "-" or not Path(source).is_file()):
         # Two passes are needed, one to count and digest: stdin, a pipe or <(command) can't be read twice.
         with read_texts(source) as stream:
@@ -117,6 +135,55 @@ def _check_out(out: Path, source: str | None) -> None:
     for place in (out, progress_path(out)):
         if source not in (None, "-") and place.exists() and Path(source).exists() and place.samefile(source):
             raise InvalidRequest(f"{out}: --out would overwrite the input", details={"file": str(out)})
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Hold ``<out>.progress.json.lock`` for the block; InvalidRequest where another run writes *out*."""
+    # The record itself is replaced at every step, so it can't be locked; one file by another name has one lock.
+    place = progress_path(Path(os.path.realpath(out)))
+    lock = place.with_name(place.name + ".lock")
+    try:
+        file = _locked(lock, out)
+    except OSError as exc:
+        raise InvalidRequest(f"{out}: can't be written: {exc.strerror or exc}", details={"file": str(out)}) from exc
+    with file:
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                lock.unlink()
+
+
+def _locked(lock: Path, out: Path) -> IO[bytes]:
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+        file = os.fdopen(os.open(lock, flags, 0o600), "r+b", buffering=0)
+        try:
+            lock_exclusive(file)
+        except OSError as exc:
+            pid, whom = holder(file)
+            file.close()
+            raise InvalidRequest(
+                f"{out} is being written by {whom}. Wait for it, or pass another --out",
+                details={"reason": "out_busy", "file": str(out), "pid": pid},
+            ) from exc
+        try:
+            file.seek(0)
+            if file.read(64).strip(b"0123456789\n"):
+                raise InvalidRequest(f"{lock} is in the way; move it away", details={"file": str(lock)})
+            # The last holder may have removed it between our opening and locking it.
+            if os.path.samestat(os.fstat(file.fileno()), lock.lstat()):
+                file.seek(0)
+                file.truncate()
+                file.write(f"{os.getpid()}\n".encode())
+                return file
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            file.close()
+            raise
+        file.close()
 
 
 def progress_path(out: Path) -> Path:

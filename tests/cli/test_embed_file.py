@@ -1,0 +1,68 @@
+"""Two runs never write one ``--out``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from synapse_host.cli.embed_file import alone
+from synapse_host.errors import InvalidRequest
+from tests.cli.conftest import Command
+
+
+@pytest.mark.process
+def test_a_second_run_on_one_file_is_refused_in_one_line(cli: Command) -> None:
+    started, out = cli.root / "started", cli.root / "x.npy"
+    cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"sleep": 8}, "serve"]}]}).bundle("toy")
+    environment, mark = cli.env()
+    # The second command looks for what it leaves; the first one's directory is elsewhere.
+    environment["TMPDIR"] = str(cli.root)
+    arguments = cli.arguments("embed", "--model", "toy", "--out", str(out), "a", "b")
+    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as first:
+        limit = time.monotonic() + 60
+        while not started.exists() and first.poll() is None and time.monotonic() < limit:
+            time.sleep(0.01)
+        (cli.root / "link.npy").symlink_to(out)
+        for place in (out, cli.root / "link.npy"):
+            second = cli("embed", "--model", "toy", "--out", str(place), "b", "a")
+            assert second.code == 2 and second.out == ""
+            assert second.err.startswith(f"synapse: {place} is being written by pid {first.pid} (synapse, started ")
+            assert second.err.count("\n") == 1
+        assert first.wait(60) == 0
+    assert np.load(out).shape == (2, 8)
+    assert sorted(path.name for path in cli.root.glob("x.npy*")) == ["x.npy"]
+    cli.check_clean(mark)
+
+
+@pytest.mark.process
+def test_a_killed_run_locks_nobody_out(tmp_path: Path) -> None:
+    code = "import sys, pathlib; from synapse_host.cli.embed_file import alone\n" + (
+        f"with alone(pathlib.Path({str(tmp_path / 'x.npy')!r})): print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        with pytest.raises(InvalidRequest, match=f"pid {process.pid}") as caught, alone(tmp_path / "x.npy"):
+            pass
+        assert caught.value.details["reason"] == "out_busy" and caught.value.exit_code == 2
+        process.kill()
+    with alone(tmp_path / "x.npy"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_somebody_else_s_is_not_taken_for_a_lock(tmp_path: Path) -> None:
+    theirs = tmp_path / "x.npy.progress.json.lock"
+    theirs.write_text("precious")
+    with pytest.raises(InvalidRequest, match="in the way"), alone(tmp_path / "x.npy"):
+        pass
+    assert theirs.read_text() == "precious"
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="can't be written: No such file"), alone(tmp_path / "no" / "x.npy"):
+        pass
