@@ -153,6 +153,11 @@ class Session:
         """True when a model is loaded and nothing is wrong."""
         return self.model_ref is not None and not self.dead
 
+    @property
+    def serving(self) -> bool:
+        """True while the worker has a request; a PING is none."""
+        return self.open is not None and type(self.open.request) is not Ping
+
     def next_req_id(self) -> str:
         """Return a fresh request id of this generation."""
         self._serial += 1
@@ -161,7 +166,7 @@ class Session:
     def underway(self, now: float) -> dict[str, Any] | None:
         """Return how far the open exchange is: operation, phase and count of finished work; None when idle."""
         exchange, last = self.open, self.progress
-        if exchange is None or type(exchange.request) is Ping:
+        if exchange is None or not self.serving:
             return None
         return {
             "stage": exchange.stage,
@@ -327,8 +332,7 @@ class Session:
         process = self.process
         if process is None:
             return
-        idle = self.open is None or isinstance(self.open.request, Ping)
-        if idle and not self._channel.closed and self._channel.connection.state in (State.IDLE, State.BUSY):
+        if not self.serving and not self._channel.closed and self._channel.connection.state in (State.IDLE, State.BUSY):
             with suppress(LocalProtocolError):
                 self._channel.send(Shutdown())
                 await process.wait(grace)

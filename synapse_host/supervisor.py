@@ -322,7 +322,7 @@ class Supervisor:
 
     def _pinging(self) -> bool:
         session = self._workers.session
-        return session is not None and session.open is not None and type(session.open.request) is Ping
+        return session is not None and session.open is not None and not session.serving
 
     # --- what sessions tell ------------------------------------------------------------------------------------------
 
@@ -410,7 +410,7 @@ class Supervisor:
             return "loading"
         if session is None:
             return "stopped"
-        if session.open is not None and type(session.open.request) is not Ping:
+        if session.serving:
             return "serving"
         return "unknown" if self._health.stale(now, self._config.health_stale) else "idle"
 

@@ -248,7 +248,7 @@ def test_death_before_the_ack_is_told_at_once(lanes, script, status, signal):
 )
 def test_one_deadline_bounds_the_handshake(lanes, script, text):
     async def scenario(make):
-        lane = make(script, config=dataclasses.replace(FAST, handshake=1.0))
+        lane = make(script, config=dataclasses.replace(FAST, handshake=3.0))
         error = await refused(lane)
         assert text in error.message and error.details["cause"] == "handshake"
         assert lane.health()["strikes"] == 1
