@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -28,12 +29,14 @@ from tests.support import foreign, owned_bundle
 from tests.support.evidence import failed, failed_groups, function
 from tests.support.sabotage import (
     SABOTAGES,
+    WORKERS,
     embed_arrays,
     give_fixtures,
     rerank_arrays,
     rewrite,
     run,
     sabotaged,
+    with_worker,
 )
 from tests.support.scripted import command, expected_score, expected_sequence_score, expected_text, expected_vector
 from tests.support.small_bundle import write_bundle
@@ -114,6 +117,15 @@ def test_each_sabotage_fails_its_own_gates_only(kind: str, toys: dict[str, Path]
     document = run(sabotaged(toys[task], tmp_path / "b", kind), task, onnx_matrix(tmp_path))
     assert document.verdict == "uncertified"
     assert failed_groups(document) == {group}
+
+
+@needs_onnx
+@pytest.mark.parametrize("mode", WORKERS)
+def test_each_bent_worker_fails_its_own_gates_only(mode: str, toys: dict[str, Path], tmp_path: Path) -> None:
+    matrix = msgspec.structs.replace(onnx_matrix(tmp_path), path=ROOT / "hw_matrix.yaml")  # where its command runs
+    document = run(toys["embed"], "embed", with_worker(matrix, mode, toys["embed"]))
+    assert document.verdict == "uncertified"
+    assert failed_groups(document) == {WORKERS[mode]}
 
 
 # --- foreign workers with one fault ----------------------------------------------------------------------------------
