@@ -1,0 +1,214 @@
+"""What a trial measures of each task: singles go against the reference, batches against the singles.
+
+So each fault shows where it belongs. Shapes and rounding are those of :mod:`synapse_host.evidence`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from synapse_host import agreement, probe_set
+from synapse_host.errors import SynapseError
+from synapse_host.evidence import DIGITS, EmbedInputs, GenerateInputs, RerankInputs, Series
+
+if TYPE_CHECKING:
+    from engines.bundle.fixtures import Fixtures
+    from synapse_host.trial import Trial
+
+ROWS: Final = 32
+"""Rows of one batch exchange: enough for every kind of padding, few enough to find a bad row quickly."""
+SEED: Final = 20261129
+REPEATED: Final = 8
+"""Prompts whose continuation is asked for twice."""
+
+
+async def measure(trial: Trial, probes: Fixtures) -> EmbedInputs | RerankInputs | GenerateInputs:
+    """Ask for every probe in every way of its task and return what the gates judge."""
+    if probes.task == "embed":
+        return await embed(trial, probes)
+    return await (rerank(trial, probes) if probes.task == "rerank" else generate(trial, probes))
+
+
+async def embed(trial: Trial, probes: Fixtures) -> EmbedInputs:
+    """Measure vectors: singles, batches, the same rows in other company, and everything at once."""
+    import numpy as np
+
+    rows = probes.rows()
+    trial.tokens = [len(row) for row in rows]
+
+    async def ask(numbers: Sequence[int]) -> Any:
+        return await trial.host.embed_ids(trial.model, [rows[n] for n in numbers], lane=trial.lane)
+
+    await trial.edges([
+        (name, len(ids), expected, lambda ids=ids: trial.host.embed_ids(trial.model, [ids], lane=trial.lane))  # type: ignore[misc]
+        for name, ids, expected in probe_set.edge_rows(rows, trial.bundle.manifest.max_tokens)
+    ])  # fmt: skip
+    for n in range(min(3, len(rows))):
+        await trial.finite(ask, [n])
+    singles = await trial.singles(ask, len(rows))
+    exchanges = _chunks(range(len(rows)))
+    batch = await trial.batches("batches", ask, exchanges)
+    shuffled = np.random.default_rng(SEED).permutation(len(rows)).tolist()
+    mixed = _chunks(shuffled)
+    permuted = await trial.batches("permuted", ask, mixed)
+    trial.repeat_differs = await trial.differs(ask, exchanges[0], batch)
+    await _throughput(trial, rows)
+    known = sorted(singles)
+    reference = probes.vectors
+    ours = np.array([singles[n] for n in known]) if known else np.zeros((0, reference.shape[1]))
+    theirs = reference[known]
+    cosine = agreement.cosines(ours, theirs)
+    norms = np.linalg.norm(ours.astype(np.float64), axis=1)
+    own, best = _against(batch, singles, exchanges, len(rows))
+    permuted_own, permuted_best = _against(permuted, singles, mixed, len(rows))
+    return EmbedInputs(
+        cosine=_series(dict(zip(known, cosine.tolist(), strict=True)), len(rows)),
+        norm=_series(dict(zip(known, norms.tolist(), strict=True)), len(rows)),
+        overlap=_rounded(agreement.rank_overlaps(theirs, ours).tolist()),
+        batch_own=own,
+        batch_best=best,
+        permuted_own=permuted_own,
+        permuted_best=permuted_best,
+        neighbour=agreement.nearest(ours),
+        reference_neighbour=agreement.nearest(theirs),
+        neighbour_pearson=_rounded(agreement.neighbour_pearson(theirs, ours).tolist()),
+        unit=trial.bundle.manifest.normalize is not False,
+    )
+
+
+async def _throughput(trial: Trial, rows: Sequence[Any]) -> None:
+    """Time everything in one call, as bulk work goes; a lane with bad rows can't be timed so."""
+    trial.begin("throughput", len(rows))
+    started = time.perf_counter()
+    try:
+        await trial.host.embed_ids(trial.model, rows, lane=trial.lane)
+    except SynapseError as exc:
+        if exc.code != "nonfinite_output":
+            raise
+        return
+    trial.batch_s = time.perf_counter() - started
+    trial.batch_tokens = sum(trial.tokens)
+
+
+async def rerank(trial: Trial, probes: Fixtures) -> RerankInputs:
+    """Measure logits: singles, each query's candidates at once, and the same in another order."""
+    import numpy as np
+
+    queries, candidates = probes.rows("query"), probes.rows("candidate")
+    of: list[int] = probes.arrays["query_of"].tolist()
+    trial.tokens = [len(queries[q]) + len(row) + 3 for q, row in zip(of, candidates, strict=True)]
+
+    async def ask(numbers: Sequence[int]) -> Any:
+        query = queries[of[numbers[0]]]
+        rows = [candidates[n] for n in numbers]
+        return await trial.host.rerank_ids(trial.model, query.tolist(), rows, raw=True, lane=trial.lane)
+
+    async def pair(query: Any, candidate: Any) -> Any:
+        return await trial.host.rerank_ids(trial.model, query, [candidate], raw=True, lane=trial.lane)
+
+    await trial.edges([
+        (name, len(query) + len(ids) + 3, expected, lambda q=query, c=ids: pair(q, c))  # type: ignore[misc]
+        for name, query, ids, expected in probe_set.edge_pairs(candidates, trial.bundle.manifest.max_tokens)
+    ])  # fmt: skip
+    for n in range(min(3, len(candidates))):
+        await trial.finite(ask, [n])
+    singles = await trial.singles(ask, len(candidates))
+    exchanges = [part for q in range(len(queries)) for part in _chunks([n for n, query in enumerate(of) if query == q])]
+    started = time.perf_counter()
+    batch = await trial.batches("batches", ask, exchanges)
+    trial.batch_s, trial.batch_tokens = time.perf_counter() - started, sum(trial.tokens)
+    random = np.random.default_rng(SEED)
+    mixed = [random.permutation(rows).tolist() for rows in exchanges]
+    permuted = await trial.batches("permuted", ask, mixed)
+    trial.repeat_differs = await trial.differs(ask, exchanges[0], batch)
+    carried = {n: number for number, rows in enumerate(exchanges) for n in rows}
+    return RerankInputs(
+        query=of,
+        reference=_rounded(probes.arrays["logits"].tolist()),
+        single=_series(singles, len(candidates)),
+        batch=_series(batch, len(candidates)),
+        permuted=_series(permuted, len(candidates)),
+        exchange=[carried[n] for n in range(len(candidates))],
+    )
+
+
+async def generate(trial: Trial, probes: Fixtures) -> GenerateInputs:
+    """Measure greedy continuations, and single next tokens where the reference's choice is clear."""
+    prompts = [row.tolist() for row in probes.rows()]
+    reference: list[list[int]] = probes.arrays["greedy"].tolist()
+    clear: list[list[int]] = probes.arrays["clear"].tolist()
+    trial.tokens = [len(row) for row in prompts]
+    stops = probe_set.stops(trial.bundle)
+    limit = trial.bundle.manifest.max_tokens
+
+    async def ask(ids: Sequence[int], count: int) -> list[int]:
+        made = await trial.host.generate_ids(trial.model, ids, count, lane=trial.lane)
+        trial.note()
+        return list(made.generated_token_ids)
+
+    base = [id for row in prompts for id in row if id not in stops]
+    # One token follows each prompt and counts, so a prompt of max - 1 fills the model's context.
+    lengths = (("length 1", 1), ("length 2", 2), ("max - 1", limit - 2), ("max", limit - 1), ("max + 1", limit))
+    cases = [(name, probe_set.repeated(base, length)) for name, length in lengths]
+    cases.append(("repeated token", base[:1] * min(64, limit - 1)))
+    await trial.edges([
+        (name, len(ids), "sequence_too_long" if name == "max + 1" else "ok", lambda ids=ids: ask(ids, 1))  # type: ignore[misc]
+        for name, ids in cases
+    ])  # fmt: skip
+    await ask(prompts[0], 1)
+    trial.begin("continuations", len(prompts))
+    greedy = []
+    for row, wanted in zip(prompts, reference, strict=True):
+        started = time.perf_counter()
+        greedy.append(await ask(row, len(wanted)))
+        took = time.perf_counter() - started
+        trial.single_ms.append(took * 1000)
+        trial.batch_s += took
+        trial.batch_tokens += len(greedy[-1])
+        trial.advance()
+    trial.begin("next tokens", len(prompts))
+    depths, following = [], []
+    for number, (row, wanted, apart) in enumerate(zip(prompts, reference, clear, strict=True)):
+        known = next((i for i, id in enumerate(wanted) if id in stops), len(wanted) - 1)
+        usable = [depth for depth in range(known + 1) if apart[depth]] or [0]
+        depth = usable[number % len(usable)]
+        made = await ask([*row, *wanted[:depth]], 1)
+        depths.append(depth)
+        following.append(made[0] if made else None)
+        trial.advance()
+    for row, wanted, made in zip(prompts[:REPEATED], reference, greedy, strict=False):
+        trial.repeat_differs += await ask(row, len(wanted)) != made
+    return GenerateInputs(reference, greedy, depths, following, sorted(stops))
+
+
+def _chunks(rows: Sequence[int]) -> list[Sequence[int]]:
+    return [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(float(value), DIGITS) for value in values]
+
+
+def _series(answers: dict[int, Any], count: int) -> Series:
+    return [round(float(answers[n]), DIGITS) if n in answers else None for n in range(count)]
+
+
+def _against(
+    batch: dict[int, Any], singles: dict[int, Any], exchanges: Sequence[Sequence[int]], count: int
+) -> tuple[Series, Series]:
+    """Compare each exchange's vectors with the same rows' single answers; rows without either are null."""
+    import numpy as np
+
+    owns: dict[int, float] = {}
+    bests: dict[int, float] = {}
+    for rows in exchanges:
+        known = [n for n in rows if n in batch and n in singles]
+        if known:
+            own, best = agreement.own_and_best(
+                np.array([batch[n] for n in known]), np.array([singles[n] for n in known])
+            )
+            owns |= zip(known, own.tolist(), strict=True)
+            bests |= zip(known, best.tolist(), strict=True)
+    return _series(owns, count), _series(bests, count)
