@@ -18,10 +18,10 @@ from tests.cli.conftest import Command
 @pytest.mark.process
 def test_a_second_run_on_one_file_is_refused_in_one_line(cli: Command) -> None:
     started, out = cli.root / "started", cli.root / "x.npy"
-    cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"sleep": 8}, "serve"]}]}).bundle("toy")
+    cli.setup(
+        {"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"wait_for": str(cli.root / "go")}]}]}
+    ).bundle("toy")
     environment, mark = cli.env()
-    # The second command looks for what it leaves; the first one's directory is elsewhere.
-    environment["TMPDIR"] = str(cli.root)
     arguments = cli.arguments("embed", "--model", "toy", "--out", str(out), "a", "b")
     with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as first:
         limit = time.monotonic() + 60
@@ -29,10 +29,12 @@ def test_a_second_run_on_one_file_is_refused_in_one_line(cli: Command) -> None:
             time.sleep(0.01)
         (cli.root / "link.npy").symlink_to(out)
         for place in (out, cli.root / "link.npy"):
-            second = cli("embed", "--model", "toy", "--out", str(place), "b", "a")
-            assert second.code == 2 and second.out == ""
-            assert second.err.startswith(f"synapse: {place} is being written by pid {first.pid} (synapse, started ")
-            assert second.err.count("\n") == 1
+            words = cli.arguments("embed", "--model", "toy", "--out", str(place), "b", "a")
+            second = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
+            assert second.returncode == 2 and second.stdout == ""
+            assert second.stderr.startswith(f"synapse: {place} is being written by pid {first.pid} (synapse, started ")
+            assert second.stderr.count("\n") == 1
+        (cli.root / "go").touch()
         assert first.wait(60) == 0
     assert np.load(out).shape == (2, 8)
     assert sorted(path.name for path in cli.root.glob("x.npy*")) == ["x.npy"]
