@@ -176,9 +176,9 @@ def find(
         if assignment.model == model and wanted in (assignment.lane, assignment.lane_id):
             return assignment
     have = sorted({item.lane for item in assignments.values() if item.model == model})
-    raise InvalidRequest(
-        f"no lane {wanted!r} for {model} (have: {', '.join(have) or 'none'})", details={"lane": wanted, "known": have}
-    )
+    # Without any lane it is most often the wrong model: `certify embed --model ms-marco`.
+    hint = f"have: {', '.join(have)}" if have else f"it is a model to {bundle.manifest.task}"
+    raise InvalidRequest(f"no lane {wanted!r} for {model} ({hint})", details={"lane": wanted, "known": have})
 
 
 def unknown_model(model: str, known: Mapping[str, object]) -> UnknownModel:

@@ -317,7 +317,8 @@ def _check_private(path: Path) -> None:
         )
     if entry.st_mode & 0o077:
         raise InvalidRequest(
-            f"{path} is open to others (mode {stat.S_IMODE(entry.st_mode):04o}); run: chmod 700 {path}",
+            f"{path} is open to others (mode {stat.S_IMODE(entry.st_mode):04o}); choose another --runtime-dir, or if "
+            f"nothing else uses it: chmod 700 {path}",
             details={"reason": "runtime_dir_mode", "path": str(path)},
         )
 

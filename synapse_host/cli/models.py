@@ -134,8 +134,17 @@ def _list(args: argparse.Namespace, console: Console) -> int:
     return EXIT_OK
 
 
-def _path(args: argparse.Namespace, console: Console) -> int:
+def _read(name: str, path: Path) -> Bundle:
+    """Read a bundle's manifest; BundleInvalid names the bundle, which the manifest's own words don't."""
     from engines.bundle import manifest
+
+    try:
+        return manifest.read(path)
+    except manifest.BundleError as exc:
+        raise BundleInvalid(f"model {name}: {exc}", details={"model": name, "path": str(path)}) from exc
+
+
+def _path(args: argparse.Namespace, console: Console) -> int:
     from synapse_host import catalogue
 
     entries = []
@@ -145,7 +154,7 @@ def _path(args: argparse.Namespace, console: Console) -> int:
             if name in catalogue.DEFAULTS:
                 raise BundleInvalid(f"model {name} is not made yet. Make it: synapse models install {name}")
             raise catalogue.unknown(name, args.models_dir)
-        entries.append(describe(name, manifest.read(path)))
+        entries.append(describe(name, _read(name, path)))
     console.document({"models": entries})
     for entry in entries:
         console.line(entry["path"])
@@ -169,7 +178,6 @@ def _install(args: argparse.Namespace, console: Console) -> int:
 
 
 def _verify(args: argparse.Namespace, console: Console) -> int:
-    from engines.bundle import manifest
     from synapse_host import builder, catalogue
 
     entries = []
@@ -178,7 +186,7 @@ def _verify(args: argparse.Namespace, console: Console) -> int:
         path = catalogue.locate(name, args.models_dir)
         if path is None:
             raise catalogue.unknown(name, args.models_dir)
-        bundle = manifest.read(path)
+        bundle = _read(name, path)
         with StageBars(console, name) as bars:
             wrong = builder.verify(bundle, bars)
         failed = failed or bool(wrong)

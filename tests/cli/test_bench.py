@@ -39,6 +39,20 @@ def test_its_flags_reach_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert cwd == bench.checkout() and (cwd / "pyproject.toml").is_file()
 
 
+def test_a_typo_in_a_matrix_is_told_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the suite was started")
+
+    monkeypatch.setattr(subprocess, "run", never)
+    matrix = tmp_path / "m.yaml"
+    matrix.write_text("version: 1\nlains: {}\n")
+    assert main(["bench", "--matrix", str(matrix)]) == 2
+    assert "m.yaml:2:1: lains: unknown key (did you mean 'lanes'?)" in capsys.readouterr().err
+    assert main(["bench", "--matrix", str(tmp_path / "none.yaml")]) == 2
+
+
 def test_a_suite_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
     assert main(["bench"]) == 1
