@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 OS_NAMES: Final = {"darwin": "macOS", "linux": "Linux", "windows": "Windows"}
 
+INT8: Final = "int8"
 _DTYPE_ORDER: Final = {
     "llama": ("f16", "f32", "q8_0"),
     "cuda": ("f16", "f32"),
@@ -177,7 +178,10 @@ def _artifact(engine: Engine, profile: HostProfile, bundle: Bundle | None) -> tu
     ranked = dtype_order(engine, profile, [artifact.dtype for artifact in found])
     if not ranked:
         have = ", ".join(artifact.dtype for artifact in found)
-        return None, f"bundle {name} has {engine.format} in {have}, the engine takes {', '.join(engine.dtype)}"
+        takes = ", ".join(engine.dtype) or f"{INT8} only where its dtype list says so"
+        if INT8 in engine.dtype and engine.device_kind != "cpu":
+            takes += f" ({INT8} on a CPU only)"
+        return None, f"bundle {name} has {engine.format} in {have}, the engine takes {takes}"
     artifact = next(item for item in found if item.dtype == ranked[0])
     reason = f"bundle {name} has format {engine.format} ({artifact.dtype})"
     if engine.engine == "llama" and engine.device_kind == "cpu" and artifact.dtype == fastest_dtype(profile):
@@ -200,9 +204,12 @@ def dtype_order(engine: Engine, profile: HostProfile, dtypes: list[str]) -> list
     """Return the dtypes an engine takes, best first.
 
     The matrix's list is both order and limit. Without one: the engine's own order, then the others as the manifest has
-    them. bf16 on a processor without avx512_bf16 goes to the end.
+    them. bf16 on a processor without avx512_bf16 goes to the end. int8 is approximate: it is taken on a CPU only, and
+    only where the list names it.
     """
     on_cpu = engine.device_kind == "cpu"
+    if not (on_cpu and INT8 in engine.dtype):
+        dtypes = [dtype for dtype in dtypes if dtype != INT8]
     if engine.dtype:
         ranked = [dtype for dtype in engine.dtype if dtype in dtypes]
     else:

@@ -62,16 +62,25 @@ class Checkpoint:
 
     @classmethod
     def from_package(
-        cls, file: Path | str, *, config: Mapping[str, Any], family: Family, task: Task, fd: int | None = None
+        cls,
+        file: Path | str,
+        *,
+        config: Mapping[str, Any],
+        family: Family,
+        task: Task,
+        fd: int | None = None,
+        int8: bool = False,
     ) -> Checkpoint:
         """Open a ``safetensors-package`` artifact with the manifest's ``config``, ``family`` and ``task``.
 
         ``fd``: an open descriptor of the same file (the one that was hashed); *file* then only serves messages.
+        ``int8``: the manifest says that the layers' matrices are stored so; ``tensors`` then has their scales and
+        smoothing vectors too (``engines.bundle.quantize``).
         """
         package = SafetensorsFile.open(file, fd=fd)
         full = complete_config(restore_numbers(config), family, where="manifest.json: config")
         stored = dict.fromkeys(package.header.tensors, package)
-        return cls(Path(file).parent, full, family, task, _select(stored, family, task, full))
+        return cls(Path(file).parent, full, family, task, _select(stored, family, task, full, int8=int8))
 
     def f32(self, name: str) -> FloatArray:
         """Return one tensor as float32 (a view if it is stored so)."""
@@ -302,7 +311,9 @@ def _stored_tensors(folder: Path) -> dict[str, SafetensorsFile]:
     return stored
 
 
-def _select(stored: Mapping[str, SafetensorsFile], family: Family, task: Task, config: dict[str, Any]) -> MappedTensors:
+def _select(
+    stored: Mapping[str, SafetensorsFile], family: Family, task: Task, config: dict[str, Any], *, int8: bool = False
+) -> MappedTensors:
     """Pick the required tensors under their canonical names and check dtype and shape of each."""
     places: dict[str, tuple[SafetensorsFile, str]] = {}
     for name, file in stored.items():
@@ -311,7 +322,7 @@ def _select(stored: Mapping[str, SafetensorsFile], family: Family, task: Task, c
             raise CheckpointError(f"{file.path}: {places[key][1]!r} and {name!r} are the same tensor {key!r}")
         places[key] = (file, name)
     paths = sorted({str(file.path) for file in stored.values()})
-    shapes = layout.required(family, task, config)
+    shapes = (layout.required_int8 if int8 else layout.required)(family, task, config)
     for key, shape in shapes.items():
         if key not in places:
             raise CheckpointError(f"{', '.join(paths)}: tensor {key!r} is missing (a {family} {task} model needs it)")
@@ -320,7 +331,11 @@ def _select(stored: Mapping[str, SafetensorsFile], family: Family, task: Task, c
         at = f"{file.path}: tensor {name!r}"
         if info.shape != shape:
             raise CheckpointError(f"{at} has shape {list(info.shape)}, config.json says {list(shape)}")
-        if info.dtype not in FLOAT_DTYPES:
+        if int8:
+            wanted = "I8" if layout.is_dense(key, shape) else "F32"
+            if info.dtype != wanted:
+                raise CheckpointError(f"{at} has dtype {info.dtype}, an int8 package has {wanted} there")
+        elif info.dtype not in FLOAT_DTYPES:
             raise CheckpointError(f"{at} has dtype {info.dtype}, only F32, F16 and BF16 are read")
     for key, (file, name) in places.items():
         if key not in shapes and not layout.ignorable(key, task):

@@ -33,6 +33,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final, Literal, TypeAlias
 
+from engines.bundle.manifest import BundleError
+
 Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "llama"]
 Task: TypeAlias = Literal["embed", "rerank", "generate"]
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
@@ -66,6 +68,43 @@ def required(family: Family, task: Task, config: dict[str, Any]) -> Shapes:
     if family == "modernbert":
         return dict(_modernbert(task, config))
     return dict(_decoder(family, task, config))
+
+
+SCALE: Final = ".scale"
+SMOOTH: Final = ".smooth"
+#: BERT: what divides the input channels of a layer's first matrices -> the norm before them and the matrices it serves.
+_SMOOTHED: Final = {
+    "attention.self": ("output.LayerNorm", ("query", "key", "value")),
+    "intermediate": ("attention.output.LayerNorm", ("dense",)),
+}
+
+
+def is_dense(name: str, shape: tuple[int, ...]) -> bool:
+    """Tell whether an int8 package stores a tensor as int8: a layer's matrix. Tables, norms and heads stay float."""
+    return layer_of(name) is not None and len(shape) == 2
+
+
+def smoothed(config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yield (smoothing vector, prefix of the norm whose output it divides, matrices it multiplies) of a BERT."""
+    for n in range(config["num_hidden_layers"]):
+        layer = f"encoder.layer.{n}."
+        for part, (norm, matrices) in _SMOOTHED.items():
+            before = f"encoder.layer.{n - 1}." if part == "attention.self" else layer
+            prefix = "embeddings.LayerNorm" if part == "attention.self" and n == 0 else before + norm
+            yield layer + part + SMOOTH, prefix, tuple(f"{layer}{part}.{name}.weight" for name in matrices)
+
+
+def required_int8(family: Family, task: Task, config: dict[str, Any]) -> Shapes:
+    """Return what an int8 package holds: :func:`required`, a scale per output row of each matrix, smoothing vectors.
+
+    Raises BundleError for a family that isn't built in int8.
+    """
+    if family != "bert":
+        raise BundleError(f"int8 packages are made of bert models only, this is a {family} model; use f32")
+    shapes = required(family, task, config)
+    extra: Shapes = {name + SCALE: shape[:1] for name, shape in shapes.items() if is_dense(name, shape)}
+    extra |= {name: (config["hidden_size"],) for name, _, _ in smoothed(config)}
+    return shapes | extra
 
 
 def layer_of(name: str) -> int | None:

@@ -2,14 +2,15 @@
 
 ``python -m engines.bundle.package CHECKPOINT OUT.safetensors --profile minilm.owned-cuda --dtype f32``
 
-The file holds the family's required tensors under canonical names (``engines.bundle.layout``), all in one dtype,
-sorted by name, and these strings under ``__metadata__``:
+The file holds the family's required tensors under canonical names (``engines.bundle.layout``), all in one dtype
+(int8: the layers' matrices only, with scales and smoothing vectors beside them: ``engines.bundle.quantize``), sorted by
+name, and these strings under ``__metadata__``:
 
 ``format``   ``pt``
 ``profile``  ``<model_id>.owned-cuda``; the CUDA worker compares it with the manifest's model before it reads a weight
 ``family``   bert, modernbert or qwen3
 ``task``     embed or rerank
-``dtype``    f32, f16 or bf16: how the tensors are stored
+``dtype``    f32, f16, bf16 or int8: how the tensors are stored
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,11 +26,13 @@ from engines.bundle import safetensors
 from engines.bundle.checkpoint import Checkpoint, CheckpointError
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import BundleError
+from engines.bundle.quantize import Quantised
 
 if TYPE_CHECKING:
     from engines.bundle.safetensors import Array
 
 DTYPES: Final = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+INT8: Final = "int8"
 PROFILE_SUFFIX: Final = ".owned-cuda"
 
 
@@ -53,8 +56,8 @@ def write_package(
     if checkpoint.task == "generate":
         raise CheckpointError("a safetensors-package serves embedding and reranking; build a generator as gguf")
     dtype = dtype or checkpoint.stored_dtype
-    if dtype not in DTYPES:
-        raise CheckpointError(f"dtype {dtype!r}: a safetensors-package is f32, f16 or bf16")
+    if dtype not in (*DTYPES, INT8):
+        raise CheckpointError(f"dtype {dtype!r}: a safetensors-package is f32, f16, bf16 or int8")
     shapes = {name: checkpoint.shape(name) for name in checkpoint.tensors}
     metadata = {
         "format": "pt",
@@ -63,12 +66,14 @@ def write_package(
         "task": checkpoint.task,
         "dtype": dtype,
     }
-    tensors = _Bounded(checkpoint) if dtype == "f16" else checkpoint.tensors
+    tensors: Mapping[str, Array] = _Bounded(checkpoint) if dtype == "f16" else checkpoint.tensors
+    kind: str | Callable[[str], str] = DTYPES.get(dtype, "")
+    if dtype == INT8:
+        quantised = Quantised(checkpoint)
+        tensors, shapes, kind = quantised, quantised.shapes, quantised.kind
     temporary = out.with_name(out.name + ".part")
     try:
-        size = safetensors.write(
-            temporary, tensors, metadata=metadata, dtype=DTYPES[dtype], shapes=shapes, progress=progress
-        )
+        size = safetensors.write(temporary, tensors, metadata=metadata, dtype=kind, shapes=shapes, progress=progress)
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
@@ -97,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--profile", required=True)
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default=None)
+    parser.add_argument("--dtype", choices=sorted((*DTYPES, INT8)), default=None)
     parser.add_argument("--task", choices=("embed", "rerank"), default=None)
     args = parser.parse_args(argv)
 

@@ -207,15 +207,15 @@ def write(
     tensors: Mapping[str, Array],
     *,
     metadata: Mapping[str, str] | None = None,
-    dtype: str | None = None,
+    dtype: str | Callable[[str], str] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Write a file, one tensor in memory at a time, byte for byte the same for the same input; return its size.
 
-    ``tensors``: name -> float array. ``dtype``: F32, F16 or BF16 for all of them; None keeps each array's own (float32,
-    float16). With ``dtype`` and ``shapes`` no tensor is touched before it is written. ``progress(done, total)``: bytes
-    of data written. The order in the file is by name, so it doesn't depend on the mapping.
+    ``tensors``: name -> array. ``dtype``: F32, F16 or BF16 for all of them, or one by name; None keeps each own.
+    With ``dtype`` and ``shapes`` no tensor is touched before it is written. ``progress(done, total)``: bytes of data
+    written. The order in the file is by name, so it doesn't depend on the mapping.
     """
     import numpy as np
 
@@ -225,6 +225,7 @@ def write(
         np.dtype(np.float16): "F16",
         np.dtype(np.int64): "I64",
         np.dtype(np.int32): "I32",
+        np.dtype(np.int8): "I8",
     }
     header: dict[str, Any] = {}
     if metadata:
@@ -233,7 +234,7 @@ def write(
     plan: list[tuple[str, str]] = []
     for name in sorted(tensors):
         shape = list(shapes[name] if shapes is not None else tensors[name].shape)
-        kind = dtype or kinds.get(tensors[name].dtype)
+        kind = dtype(name) if callable(dtype) else dtype or kinds.get(tensors[name].dtype)
         if kind is None:
             raise BundleError(f"{path}: tensor {name!r} has dtype {tensors[name].dtype}; write float32 or float16")
         end = position + math.prod(shape) * ITEM_SIZES[kind]

@@ -26,8 +26,8 @@ OPSET: Final = 20
 """Standard operators: 20 brought Gelu; LayerNormalization is older."""
 IR_VERSION: Final = 10
 CONTRIB: Final = "com.microsoft"
-UNFUSED: Final = ["SkipLayerNormFusion"]
-"""Optimizers off on the CPU: SkipLayerNormalization takes three times its two parts there (performance.md)."""
+UNFUSED: Final = ["SkipLayerNormFusion", "BiasGeluFusion"]
+"""Optimizers off on the CPU: there these kernels take longer than their two parts (performance.md)."""
 
 Precision = Literal["f32", "f16"]
 Attention = Literal["plain", "fused", "packed"]
@@ -49,6 +49,8 @@ class Variant:
     window: bool = False
     fused_qk_norm: bool = False
     """Qwen3: norm weights inside GroupQueryAttention, which only the CUDA kernel takes."""
+    int8: bool = False
+    """The layers' matrices are int8 (:mod:`graph_int8`); BERT, plain, float32 otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +121,14 @@ class WeightStore:
             )
         return array
 
-    def get(self, key: str, make: Callable[[], Array], *, f32: bool = False) -> Array:
-        """Return the array cached as *key*, else make it in the storage dtype (float32 where *f32*)."""
+    def get(self, key: str, make: Callable[[], Array], *, f32: bool = False, int8: bool = False) -> Array:
+        """Return the array cached as *key*, else make it in the storage dtype (float32 or int8 where asked)."""
         import numpy as np
 
         array = self._cache.get(key)
         if array is None:
             array = np.asarray(make())
-            dtype = np.dtype(np.float32) if f32 else self.dtype
+            dtype = np.dtype(np.int8) if int8 else np.dtype(np.float32) if f32 else self.dtype
             if dtype == np.float16 and array.dtype != np.float16:
                 # 6.4.6: beyond 65504 a float16 is infinity without a word. Refuse it here, by name.
                 peak = float(np.abs(array).max(initial=0.0))
@@ -191,10 +193,10 @@ class GraphBuilder:
         """Return a checkpoint tensor as it is stored."""
         return self.derived(name, lambda: self.store.raw(name, shape), f32=f32)
 
-    def derived(self, key: str, make: Callable[[], Array], *, f32: bool = False) -> str:
+    def derived(self, key: str, make: Callable[[], Array], *, f32: bool = False, int8: bool = False) -> str:
         """Return a tensor made of checkpoint tensors once (transposed, joined, scaled) under *key*."""
         key = key + ":f32" if f32 and self.variant.precision == "f16" else key
-        array = self.store.get(key, make, f32=f32)
+        array = self.store.get(key, make, f32=f32, int8=int8)
         if key not in self._weights:
             self._weights[key] = array
             proto = self._proto(name=key, data_type=self._helper.np_dtype_to_tensor_dtype(array.dtype))
@@ -394,17 +396,21 @@ def build(spec: ModelSpec, store: WeightStore, variant: Variant) -> Graph:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED, f"this engine embeds and reranks, the bundle's task is {spec.task}"
         )
+    if variant.int8 and (spec.family != "bert" or variant.attention != "plain"):
+        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"int8 is built for bert on the CPU, not for {spec.family}")
     return families[spec.family](GraphBuilder(spec, store, variant))
 
 
 UNLIMITED: Final = 2**31 - 1
 
 
-def cpu_variants(spec: ModelSpec, attention: str) -> list[tuple[Variant, int]]:
+def cpu_variants(spec: ModelSpec, attention: str, *, int8: bool = False) -> list[tuple[Variant, int]]:
     """Return the graphs of a model on the CPU, each with the widest row it takes, in rising order.
 
     Standard operators by default: as fast as the fused ones on this provider or faster (models.md 2).
     """
+    if int8:
+        return _by_width(spec, Variant("f32", "plain", int8=True))
     chosen: Attention = "fused" if attention == "fused" else "plain"
     return _by_width(spec, Variant("f32", chosen))
 

@@ -16,7 +16,7 @@ from msgspec import UNSET
 from engines.bundle import layout
 from engines.bundle.checkpoint import Checkpoint, complete_config, restore_numbers
 from engines.bundle.manifest import Artifact, Bundle, BundleError
-from engines.bundle.package import profile_of
+from engines.bundle.package import INT8, profile_of
 from engines.bundle.safetensors import MAX_HEADER, Header, parse_header
 from engines.cuda import floor, settings
 from engines.cuda.buckets import Policy, ladder_up_to
@@ -55,7 +55,8 @@ def load(
         raise floor.refusal(verdict)
     entry = check_digest(request, bundle)
     with artifact.open_artifact(request.artifact_path) as file:
-        config = check_header(file, Path(request.artifact_path), bundle)
+        check_dtype(entry, device)
+        config = check_header(file, Path(request.artifact_path), bundle, int8=entry.dtype == INT8)
         artifact.verify(file, entry.digest, progress)
         try:
             checkpoint = Checkpoint.from_package(
@@ -64,10 +65,13 @@ def load(
                 family=bundle.manifest.family,
                 task=bundle.manifest.task,
                 fd=file.fileno(),
+                int8=entry.dtype == INT8,
             )
         except BundleError as exc:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
-    return _Assembly(bundle, checkpoint, chosen, device=device, precision=precision, progress=progress).model()
+    return _Assembly(
+        bundle, checkpoint, chosen, device=device, precision=precision, int8=entry.dtype == INT8, progress=progress
+    ).model()
 
 
 def check_request(request: Load) -> None:
@@ -111,14 +115,23 @@ def check_digest(request: Load, bundle: Bundle) -> Artifact:
     )
 
 
-def check_header(file: BinaryIO, path: Path, bundle: Bundle) -> dict[str, Any]:
+def check_dtype(entry: Artifact, device: str) -> None:
+    """Refuse an int8 package on the GPU: its graph is made of the CPU provider's operators."""
+    if entry.dtype == INT8 and device != "cpu":
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"model_unsupported: {entry.path} is int8, which only the CPU serves; {device} takes f32 and f16",
+        )
+
+
+def check_header(file: BinaryIO, path: Path, bundle: Bundle, *, int8: bool = False) -> dict[str, Any]:
     """Read the package's header only: profile, required tensors, exact shapes. Return the completed config."""
     manifest = bundle.manifest
     try:
         header = _header(file, path)
         config = dict(manifest.config) if manifest.config is not UNSET else {}
         full = complete_config(restore_numbers(config), manifest.family, where="manifest.json: config")
-        required = layout.required(manifest.family, manifest.task, full)
+        required = (layout.required_int8 if int8 else layout.required)(manifest.family, manifest.task, full)
     except BundleError as exc:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
     profile = header.metadata.get("profile")
@@ -160,6 +173,7 @@ class _Assembly:
         *,
         device: str,
         precision: Precision,
+        int8: bool,
         progress: ProgressReporter,
     ) -> None:
         from engines.cuda.graph import ModelSpec, WeightStore
@@ -167,6 +181,7 @@ class _Assembly:
 
         manifest = bundle.manifest
         self.chosen, self.device, self.precision, self.progress = chosen, device, precision, progress
+        self.int8 = int8
         config = checkpoint.config
         types = manifest.token_types is True
         special = manifest.special_ids if manifest.special_ids is not UNSET else {}
@@ -226,7 +241,7 @@ class _Assembly:
         )
         twin = self.chosen.threads > 1 and self.nbytes <= TWIN_LIMIT
         routes = []
-        for variant, limit in cpu_variants(self.spec, self.chosen.attention):
+        for variant, limit in cpu_variants(self.spec, self.chosen.attention, int8=self.int8):
             graph = self._graph(variant)
             # A single call waits for its threads some sixty times; with nothing beside it they may stay awake.
             made = binding.session(graph, threads=self.chosen.threads, spin=twin)
@@ -240,7 +255,10 @@ class _Assembly:
         model = OwnedModel(self.facts, policy, device)
         if self.chosen.warm:
             self._smoke(model, [1, min(16, self.facts.max_tokens)])
-        log.info("onnx-cpu: hardware floor skipped, %d threads, %d graphs", self.chosen.threads, len(routes))
+        log.info(
+            "onnx-cpu: hardware floor skipped, %d threads, %d graphs, weights in %s",
+            self.chosen.threads, len(routes), INT8 if self.int8 else self.precision,
+        )  # fmt: skip
         return model
 
     def _cuda(self) -> OwnedModel:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _DTYPES: Final[dict[str, tuple[str, ...]]] = {
     "gguf": ("f32", "f16", "bf16", "q8_0"),
-    "safetensors-package": ("f32", "f16", "bf16"),
+    "safetensors-package": ("f32", "f16", "bf16", "int8"),
     "coreml": ("f16",),
 }
 
@@ -37,7 +37,7 @@ def configure(parser: Parser) -> None:
         help="gguf, safetensors-package, coreml (default: what the model allows)",
     )
     parser.add_argument(
-        "--dtype", default=None, help="f32, f16, bf16 or q8_0, or per format: gguf=f16+bf16,safetensors-package=f32"
+        "--dtype", default=None, help="f32, f16, bf16, q8_0, int8, or per format: gguf=f16,safetensors-package=f32+int8"
     )
     parser.add_argument("--name", default=None, help="model id (default: OUT's name)")
     parser.add_argument("--task", choices=("embed", "rerank", "generate"), help="where the checkpoint doesn't say it")

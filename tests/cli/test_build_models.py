@@ -64,7 +64,7 @@ def test_build_for_people(tmp_path: Path, checkpoint: Path, capsys: pytest.Captu
     [
         (["nowhere", "OUT"], 2, "nowhere is not a folder"),
         (["CP", "OUT", "--formats", "onnx"], 2, "'onnx' is not one of"),
-        (["CP", "OUT", "--dtype", "int8"], 2, "not possible here"),
+        (["CP", "OUT", "--dtype", "int4"], 2, "not possible here"),
         (["CP", "OUT", "--dtype", "coreml=f16"], 2, "--dtype"),
         (["CP", "OUT", "--max-tokens", "65"], 2, "64 positions"),
         (["CP", "OUT", "--max-tokens", "0"], 2, "positive whole number"),

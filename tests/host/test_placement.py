@@ -186,6 +186,9 @@ def test_hardware_conditions(hardware: Hardware, profile: HostProfile, reason: s
         ("llama-metal", MAC, ["bf16", "f16"], ["f16", "bf16"]),
         ("onnx-cpu", LINUX, ["f16", "f32"], ["f32", "f16"]),
         ("cuda", H200, ["f32", "f16"], ["f16", "f32"]),
+        ("onnx-cpu", LINUX, ["int8", "f32"], ["f32"]),
+        ("onnx-cpu", LINUX, ["int8"], []),
+        ("cuda", H200, ["int8", "f32"], ["f32"]),
         ("ane", MAC, ["f32"], []),
     ],
 )
@@ -203,6 +206,27 @@ def test_a_dtype_list_limits_what_is_taken(matrix: HardwareMatrix, bundle: Bundl
     placement = select(limited, lane_id="embed", profile=LINUX, bundle=bundle)
     assert placement.engine == "onnx-cpu"
     assert "bundle toy has gguf in f16, the engine takes q8_0" in placement.why_not()
+
+
+def test_int8_is_taken_where_the_matrix_asks_for_it_and_on_a_cpu_only(matrix: HardwareMatrix, tmp_path: Path) -> None:
+    import msgspec
+
+    approximate = read(write_bundle(tmp_path / "m", formats={"safetensors-package": "int8"}))
+    placement = select(matrix, lane_id="embed", profile=H200, bundle=approximate)
+    assert placement.engine is None
+    assert "has safetensors-package in int8, the engine takes int8 only where its dtype list" in placement.why_not()
+
+    def listing(*dtypes: str) -> HardwareMatrix:
+        engines = dict(matrix.engines)
+        for name in ("onnx-cpu", "cuda"):
+            engines[name] = msgspec.structs.replace(engines[name], dtype=dtypes)
+        return msgspec.structs.replace(matrix, engines=engines)
+
+    placement = select(listing("int8"), lane_id="embed", profile=H200, bundle=approximate)
+    assert placement.engine == "onnx-cpu"
+    assert placement.artifact is not None and placement.artifact.dtype == "int8"
+    assert "the engine takes int8 (int8 on a CPU only)" in placement.why_not()
+    assert dtype_order(listing("f32", "int8").engines["onnx-cpu"], LINUX, ["int8", "f32"]) == ["f32", "int8"]
 
 
 def test_foreign_workers_are_not_probed(tmp_path: Path) -> None:

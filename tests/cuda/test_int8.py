@@ -1,0 +1,140 @@
+"""int8 packages on the CPU: close to float32, the same alone and in a batch, and never on the GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.bundle import manifest, safetensors
+from engines.bundle.digest import PREFIX, file_digest
+from engines.bundle.manifest import Bundle
+from engines.cuda.engine import CudaEngine
+from engines.cuda.graph import ModelSpec, Variant, WeightStore, build
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import Load
+from engines.runtime.engine import Probe, WorkerOptions
+from engines.runtime.progress import silent
+from tests.cuda.conftest import Bundles, Loader, batch_of, case, cosines
+from tests.support.owned_bundle import load_request
+
+BERT = ("bert-mean", "bert-cls", "bert-rerank")
+
+
+@pytest.mark.parametrize("name", BERT)
+def test_close_to_float(name: str, bundles: Bundles, load: Loader, goldens: dict[str, np.ndarray]) -> None:
+    got = load(bundles(name, dtype="int8")).forward(batch_of(case(name).rows()), silent())
+    if case(name).task == "rerank":
+        spread = goldens[name].max() - goldens[name].min()
+        assert np.abs(got[:, 0] - goldens[name]).max() <= 0.05 * spread
+        assert np.corrcoef(got[:, 0], goldens[name])[0, 1] >= 0.995
+    else:
+        assert cosines(got, goldens[name]).min() >= 0.99
+    assert np.abs(got.reshape(-1) - goldens[name].reshape(-1)).max() > 1e-5, "these are float32's numbers"
+
+
+@pytest.mark.parametrize("name", BERT)
+def test_a_row_is_the_same_alone_and_in_a_batch(name: str, bundles: Bundles, load: Loader) -> None:
+    model = load(bundles(name, dtype="int8"))
+    rows = case(name).rows()
+    together = model.forward(batch_of(rows), silent())
+    alone = np.concatenate([model.forward(batch_of([row]), silent()) for row in rows])
+    # A float sum in another order may tip a value to the next of 255 levels; a shared range would move all of them.
+    assert np.abs(together - alone).max() <= 2e-3 * np.abs(alone).max()
+    assert np.median(np.abs(together - alone)) <= 1e-5
+
+
+def test_the_graph_multiplies_integers_and_stores_them(bundles: Bundles) -> None:
+    import onnx
+
+    bundle = bundles("bert-rerank", dtype="int8")
+    opened = safetensors.SafetensorsFile.open(bundle.path("model.safetensors"))
+    tensors = {name: opened.array(name) for name in opened.header.tensors}
+    fields = bundle.manifest
+    config = {k: float(v) if isinstance(v, str) and k.endswith("eps") else v for k, v in dict(fields.config).items()}  # type: ignore[call-overload]
+    spec = ModelSpec("bert", "rerank", 1, config, token_types=True)
+    graph = build(spec, WeightStore(tensors, "f32"), Variant(int8=True))
+    kinds = [node.op_type for node in onnx.load_model_from_string(graph.model).graph.node]
+    layers = spec.integer("num_hidden_layers")
+    assert kinds.count("MatMulIntegerToFloat") == 4 * layers
+    assert kinds.count("MatMul") == 2 * layers + 2  # attention's own, pooler and classifier
+    assert sum(array.dtype == np.int8 for array in graph.weights.values()) == 4 * layers
+    with pytest.raises(EngineError, match="int8 is built for bert on the CPU"):
+        build(spec, WeightStore(tensors, "f32"), Variant(attention="packed", int8=True))
+
+
+def test_the_gpu_refuses_it(bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = bundles("bert-mean", dtype="int8")
+    engine = CudaEngine(WorkerOptions(device="cuda", manifest=bundle.root / manifest.FILE_NAME))
+    monkeypatch.setattr(engine, "probe_floor", lambda: Probe("ok", "ok", {}, {}))
+    with pytest.raises(EngineError, match="only the CPU serves") as caught:
+        engine.load(load_request(bundle), progress=silent())
+    assert caught.value.code is ErrorCode.MODEL_UNSUPPORTED
+
+
+def change_scale(tensors: dict[str, np.ndarray], value: float) -> None:
+    tensors["encoder.layer.0.output.dense.weight.scale"][1] = value
+
+
+def drop_scale(tensors: dict[str, np.ndarray]) -> None:
+    del tensors["encoder.layer.0.attention.self.key.weight.scale"]
+
+
+def shorten_smooth(tensors: dict[str, np.ndarray]) -> None:
+    tensors["encoder.layer.0.attention.self.smooth"] = np.ones(8, np.float32)
+
+
+def poison_bias(tensors: dict[str, np.ndarray]) -> None:
+    tensors["encoder.layer.0.intermediate.dense.bias"][0] = np.nan
+
+
+def float_matrix(tensors: dict[str, np.ndarray]) -> None:
+    name = "encoder.layer.0.output.dense.weight"
+    tensors[name] = tensors[name].astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: change_scale(t, np.nan), "dense.weight.scale holds a value that isn't a positive"),
+        (lambda t: change_scale(t, 0.0), "dense.weight.scale holds a value that isn't a positive"),
+        (lambda t: change_scale(t, np.inf), "dense.weight.scale holds a value that isn't a positive"),
+        (drop_scale, "key.weight.scale is missing"),
+        (shorten_smooth, r"attention.self.smooth has shape \[8\]"),
+        (poison_bias, "intermediate.dense.bias holds NaN or infinity"),
+        (float_matrix, "dtype F32, an int8 package has I8"),
+    ],
+)
+def test_a_damaged_package_is_refused(
+    change: Callable[[dict[str, np.ndarray]], None], words: str, bundles: Bundles, tmp_path: Path
+) -> None:
+    bundle, request = forged(bundles("bert-rerank", dtype="int8"), tmp_path, change)
+    engine = CudaEngine(WorkerOptions(device="cpu", manifest=bundle.root / manifest.FILE_NAME))
+    with pytest.raises(EngineError, match=words) as caught:
+        engine.load(request, progress=silent())
+    assert caught.value.code is ErrorCode.ARTIFACT_INVALID
+
+
+def forged(
+    source: Bundle, root: Path, change: Callable[[dict[str, np.ndarray]], None], **fields: str
+) -> tuple[Bundle, Load]:
+    """Copy a bundle with a changed package, described by an honest digest."""
+    opened = safetensors.SafetensorsFile.open(source.path("model.safetensors"))
+    tensors = {name: np.array(opened.array(name)) for name in opened.header.tensors}
+    change(tensors)
+    safetensors.write(root / "model.safetensors", tensors, metadata={"profile": "toy.owned-cuda"})
+    text = json.loads((source.root / manifest.FILE_NAME).read_text())
+    text["artifacts"][0] |= {"digest": PREFIX + file_digest(root / "model.safetensors"), **fields}
+    (root / manifest.FILE_NAME).write_bytes(manifest.canonical_bytes(text))
+    bundle = manifest.read(root)
+    return bundle, load_request(bundle)
+
+
+def test_a_manifest_that_calls_it_f32_is_refused(bundles: Bundles, tmp_path: Path) -> None:
+    bundle, request = forged(bundles("bert-rerank", dtype="int8"), tmp_path, lambda _: None, dtype="f32")
+    engine = CudaEngine(WorkerOptions(device="cpu", manifest=bundle.root / manifest.FILE_NAME))
+    with pytest.raises(EngineError, match="dtype I8, only F32"):
+        engine.load(request, progress=silent())
