@@ -1,0 +1,139 @@
+"""Who gets the stream next: in order, once, and never lost with a caller who leaves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from synapse_host.errors import DeadlineExceeded, LaneRefused, QueueFull
+from synapse_host.standing import Standing
+from synapse_host.turns import Turns
+from tests.host.conftest import lane
+
+
+def turns(limit: int = 8) -> tuple[Turns, Standing]:
+    standing = Standing(lane(), cool_down=60.0)
+    return Turns(standing, limit=limit), standing
+
+
+def queue(line: Turns, count: int, *, order: list[int] | None = None) -> list[asyncio.Task[None]]:
+    async def one(n: int) -> None:
+        await line.take(None, "embed_batch")
+        if order is not None:
+            order.append(n)
+
+    return [asyncio.create_task(one(n)) for n in range(count)]
+
+
+def test_turns_are_given_in_order_and_one_at_a_time():
+    async def main():
+        line, _ = turns()
+        await line.take(None, "embed_batch")
+        order: list[int] = []
+        tasks = queue(line, 3, order=order)
+        await asyncio.sleep(0)
+        assert (line.waiting, order) == (3, [])
+        for served in range(1, 4):
+            line.pass_on()
+            await asyncio.sleep(0)
+            assert order == list(range(served)) and line.held
+        line.pass_on()
+        assert not line.held and all(task.done() for task in tasks)
+
+    asyncio.run(main())
+
+
+def test_a_full_queue_and_a_deadline_in_the_past_wait_for_nothing():
+    async def main():
+        line, _ = turns(limit=1)
+        line.held = True
+        with pytest.raises(DeadlineExceeded):
+            await line.take(0.0, "embed_batch")
+        (waiting,) = queue(line, 1)
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull) as caught:
+            await line.take(None, "embed_batch")
+        assert caught.value.details == {"lane_id": "toy", "waiting": 1}
+        waiting.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_deadline_while_waiting_leaves_the_line():
+    async def main():
+        line, _ = turns()
+        line.held = True
+        with pytest.raises(DeadlineExceeded, match="during embed_batch"):
+            await line.take(asyncio.get_running_loop().time() + 0.01, "embed_batch")
+        assert line.waiting == 0
+        line.pass_on()
+        assert not line.held
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_cancelled_waiter_loses_no_turn(granted):
+    async def main():
+        line, _ = turns()
+        line.held = True
+        first, second = queue(line, 2)
+        await asyncio.sleep(0)
+        if granted:
+            line.pass_on()
+        first.cancel()
+        await asyncio.sleep(0)
+        if not granted:
+            assert line.waiting == 1
+            line.pass_on()
+        await second
+        assert first.cancelled() and line.held and line.waiting == 0
+
+    asyncio.run(main())
+
+
+def test_whoever_waited_gets_the_answer_of_a_lane_that_was_shut_meanwhile():
+    async def main():
+        line, standing = turns()
+        line.held = True
+        tasks = queue(line, 3)
+        await asyncio.sleep(0)
+        standing.refusal = LaneRefused("not the worker", details={"reason": "engine"})
+        line.pass_on()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [LaneRefused] * 3
+        assert not line.held
+
+    asyncio.run(main())
+
+
+def test_closing_answers_the_line_and_drains_the_holder():
+    async def main():
+        line, standing = turns()
+        line.held = True
+        tasks = queue(line, 2)
+        await asyncio.sleep(0)
+        standing.closing = True
+        line.close(asyncio.get_running_loop().time() + 60)
+        draining = asyncio.create_task(line.drain())
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [QueueFull] * 2 and not draining.done()
+        line.pass_on()
+        await draining
+
+    asyncio.run(main())
+
+
+def test_a_second_close_hurries_the_first():
+    async def main():
+        line, standing = turns()
+        line.held = standing.closing = True
+        line.close(asyncio.get_running_loop().time() + 600)
+        draining = asyncio.create_task(line.drain())
+        await asyncio.sleep(0)
+        line.close(asyncio.get_running_loop().time())
+        await draining
+        assert line.held
+
+    asyncio.run(main())
