@@ -63,6 +63,8 @@ class Certificate(Struct, frozen=True, forbid_unknown_fields=True):
     """Packed widths that qualified; a Neural Engine worker is started with these and no others."""
     cost_ms: dict[str, float] = {}
     """Measured time of one row, or one pass, by function."""
+    thresholds: dict[str, float] = {}
+    """What the run was judged by; empty in an older certificate, and then not compared."""
 
 
 class Identity(Struct, frozen=True):
@@ -115,6 +117,7 @@ def of_evidence(evidence: Evidence, *, path: Path, digest: str) -> Certificate:
         ),
         packed_widths=gates.qualified_widths(evidence),
         cost_ms=evidence.cost_ms,
+        thresholds=evidence.thresholds,
     )
 
 
@@ -232,6 +235,19 @@ def void_because(bound: Binding, now: Binding) -> list[str]:
     return reasons
 
 
+def stricter(found: Certificate, matrix: HardwareMatrix) -> list[str]:
+    """Return where *matrix* asks more than the run was judged by: a matrix changed since, or a share given by hand."""
+    wanted = gates.thresholds(
+        matrix,
+        engine=found.engine_id,
+        task=found.task,
+        precision=found.precision,
+        placement=found.binding.device.partition(":")[0] == "ane",
+    )
+    names = gates.weaker(found.thresholds, wanted) if found.thresholds else []
+    return [f"threshold {name} was {found.thresholds.get(name)}, the matrix asks {wanted[name]}" for name in names]
+
+
 def _short(value: str | None) -> str:
     if value is None:
         return "none"
@@ -262,7 +278,8 @@ def standing(
     found = read(path)
     if found is None:
         return Standing(None, f"{path} can't be read")
-    reasons = void_because(found.binding, present(matrix.engines[engine_id], artifact, profile, identity))
+    now = present(matrix.engines[engine_id], artifact, profile, identity)
+    reasons = [*void_because(found.binding, now), *stricter(found, matrix)]
     return Standing(found, f"its certificate is void since {'; '.join(reasons)}" if reasons else "")
 
 

@@ -82,7 +82,7 @@ def certificate_findings(
         else:
             identity = certificates.identity_of(versions.get(engine.id, ""))
             now = certificates.present(engine, artifact, profile, identity)
-            reasons = certificates.void_because(found.binding, now)
+            reasons = [*certificates.void_because(found.binding, now), *certificates.stricter(found, matrix)]
         if reasons:
             yield Finding(f"certificate.{id}.void", "warning", f"{what}: void since {'; '.join(reasons)}", again)
         else:

@@ -107,6 +107,18 @@ def test_an_int8_certificate_says_approximate(tmp_path: Path) -> None:
     assert found.precision == "approximate"
 
 
+@pytest.mark.parametrize(("share", "why"), [(0.89, "placement_share was 0.89, the matrix asks 0.9"), (0.95, None)])
+def test_a_certificate_for_less_than_the_matrix_asks_is_none(share: float, why: str | None, tmp_path: Path) -> None:
+    """``--min-placement-share`` below the matrix's, or a matrix that asks more since."""
+    document = evidence("embed", ane=True)
+    document = msgspec.structs.replace(document, thresholds={**document.thresholds, "placement_share": share})
+    found = certificates.of_evidence(document, path=tmp_path / "e.json", digest=document.digest)
+    found = msgspec.structs.replace(found, engine_id="ane")
+    assert certificates.stricter(found, load()) == ([f"threshold {why}"] if why else [])
+    older = msgspec.structs.replace(found, thresholds={})
+    assert certificates.stricter(older, load()) == []
+
+
 # --- the host asks for one -------------------------------------------------------------------------------------------
 
 
