@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,14 +13,17 @@ from synapse_host.cli.session import DEFAULT_MODELS, bundle_of, config_of, model
 from synapse_host.errors import EXIT_FAILED, EXIT_OK
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from synapse_host.cli.console import Console
     from synapse_host.evidence import Evidence, Gate
     from synapse_host.recheck import Recheck
 
 _WORDS: Final = {
     "reference_fixture": "reference probes",
-    "reference_stale": "reference stale",
-    "identity": "engine and device",
+    "reference_stale": "stale probes",
+    "identity": "wrong engine facts",
+    "fault": "faults",
     "worker_generations": "worker processes",
     "min_cosine": "min cosine",
     "mean_cosine": "mean cosine",
@@ -26,24 +31,24 @@ _WORDS: Final = {
     "norm_error": "norm error",
     "non_finite": "non-finite",
     "batch_single": "batch = single",
-    "order": "rows out of place",
+    "order": "misplaced rows",
     "max_error": "max error",
-    "rank_order": "ranks changed",
+    "rank_order": "changed ranks",
     "top1": "next token",
     "first_token": "first token",
-    "limits": "edge lengths",
-    "repeat": "repeat differs",
+    "limits": "wrong edge cases",
+    "repeat": "changed repeats",
     "placement_share": "share",
-    "functions_unreported": "unreported",
+    "functions_unreported": "unreported functions",
     "function_share": "worst function",
     "cost_share": "cost share",
-    "cpu_operations": "off the allow-list",
-    "speedup": "× CPU only",
+    "cpu_operations": "CPU ops off the list",
+    "speedup": "× CPU-only",
 }
 _SECTIONS: Final = {
-    "reference": "reference",
-    "device": "device",
-    "worker": "worker",
+    "reference": "setting",
+    "device": "setting",
+    "worker": "setting",
     "agreement": "quality",
     "finite": "quality",
     "batch": "quality",
@@ -195,23 +200,18 @@ def _mark(passed: bool, console: Console) -> str:
 
 
 def _page(evidence: Evidence, console: Console) -> None:
-    digest = evidence.model.manifest_digest[:8]
-    console.hang(
-        "",
-        f"certifying {evidence.lane} · {evidence.engine.id} · {evidence.model.name} {evidence.model.dtype} "
-        f"(manifest {digest}…) · {len(evidence.tokens)} probes",
-        0,
-    )
-    last = ""
-    for gate in sorted(evidence.gates, key=lambda gate: list(_SECTIONS.values()).index(_SECTIONS[gate.group])):
-        section = _SECTIONS[gate.group]
-        word = console.style("pass", "green") if gate.passed else console.style("FAIL", "red", "bold")
-        bound = f"{_SIGNS[gate.comparison]} {gate.threshold:g}"
-        label = _WORDS.get(gate.name, gate.name)
-        console.line(
-            f"  {section if section != last else '':<11} {label:<19} {_number(gate.value):<10} {bound:<10} {word}"
-        )
-        last = section
+    _title(evidence, console)
+    for section, group in groupby(_ordered(evidence.gates), lambda gate: _SECTIONS[gate.group]):
+        gates = list(group)
+        # In one line what is as it should be and has no number to look at; what fails has a row of its own.
+        if section != "quality" and all(gate.passed for gate in gates):
+            said = _setting(evidence) if section == "setting" else " · ".join(map(_placed, gates))
+            console.hang(f"  {section:<11} ", f"{said}   {_word(True, console)}", 14)
+        else:
+            for gate in gates:
+                bound = f"{_SIGNS[gate.comparison]} {_threshold(gate)}"
+                value = f"{_WORDS.get(gate.name, gate.name):<20} {_value(gate):<10} {bound:<10}"
+                console.line(f"  {'' if gate is not gates[0] else section:<11} {value} {_word(gate.passed, console)}")
     if not evidence.placement_required:
         console.line(f"  {'placement':<11} not required on this engine")
     if evidence.reported:
@@ -224,10 +224,64 @@ def _page(evidence: Evidence, console: Console) -> None:
         console.line(f"  {evidence.fault.stage}: {evidence.fault.message}")
 
 
-def _number(value: float | None) -> str:
+def _title(evidence: Evidence, console: Console) -> None:
+    """Print what was certified, with a full bar where a person looks and there is room for it."""
+    title = (
+        f"certifying {evidence.lane} · {evidence.engine.id} · {evidence.model.name} {evidence.model.dtype} "
+        f"(manifest {evidence.model.manifest_digest[:4]}…)"
+    )
+    wanted = evidence.fixture.probes if evidence.fixture else 0
+    probes = f"{len(evidence.tokens) if evidence.inputs is not None else 0}/{wanted} probes"
+    bar = console.style("█" * 20, "green") + " " if evidence.inputs is not None and console.interactive else ""
+    room = console.width() - len(title) - len(probes) - (21 if bar else 0)
+    if not console.width() or room >= 2:
+        console.line(title + " " * max(2, min(room, 75 - len(title))) + bar + probes)
+    else:
+        console.hang("", f"{title} {probes}", 0)
+
+
+def _ordered(gates: Iterable[Gate]) -> list[Gate]:
+    sections = list(_SECTIONS.values())
+    return sorted(gates, key=lambda gate: sections.index(_SECTIONS[gate.group]))
+
+
+def _setting(evidence: Evidence) -> str:
+    """Say what the first gates made sure of."""
+    probes = evidence.fixture.probes if evidence.fixture else 0
+    said = [f"{probes} reference probes, this bundle's own", f"{evidence.engine.id} on {evidence.engine.device}"]
+    return " · ".join([*said, "one worker process"] if evidence.generations else said)
+
+
+def _placed(gate: Gate) -> str:
+    if gate.name == "speedup":
+        return f"{_value(gate)}{_WORDS[gate.name]} {_SIGNS[gate.comparison]} {_threshold(gate)}"
+    return f"{_WORDS.get(gate.name, gate.name)} {_value(gate)} {_SIGNS[gate.comparison]} {_threshold(gate)}"
+
+
+def _word(passed: bool, console: Console) -> str:
+    return console.style("pass", "green") if passed else console.style("FAIL", "red", "bold")
+
+
+def _value(gate: Gate) -> str:
+    """Return a measured number; shortened it never looks better than it is."""
+    value = gate.value
     if value is None:
         return "none"
-    return f"{value:.0f}" if value == int(value) and abs(value) >= 2 else f"{value:.7g}"
+    if gate.comparison == "==" or (value == int(value) and abs(value) >= 2):
+        return f"{value:.0f}"
+    if gate.comparison == ">=":
+        return _decimals(math.floor(value * 1e5 + 1e-6) / 1e5)
+    return f"{value:.3g}" if float(f"{value:.3g}") >= value or value == 0 else f"{value * 1.005:.3g}"
+
+
+def _threshold(gate: Gate) -> str:
+    return _decimals(gate.threshold) if gate.comparison == ">=" and gate.threshold <= 1 else f"{gate.threshold:g}"
+
+
+def _decimals(value: float) -> str:
+    """Return a number with two to five decimals."""
+    whole, _, rest = f"{value:.5f}".partition(".")
+    return f"{whole}.{rest.rstrip('0').ljust(2, '0')}"
 
 
 def _speed(evidence: Evidence) -> str:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from synapse_host.cli import certify
+from synapse_host.cli.console import Console
+from synapse_host.evidence import Gate
 from tests.cli.conftest import Command
+from tests.support.evidence import evidence
 from tests.support.sabotage import embed_arrays, give_fixtures, rewrite
 from tests.support.scripted import expected_vector
 
@@ -58,8 +64,13 @@ def test_certify_writes_evidence_report_and_certificate(certifiable: Command) ->
 def test_the_page(certifiable: Command) -> None:
     done = certifiable("certify", "embed", "--model", "toy", "--out", out(certifiable))
     assert done.code == 0
-    assert "min cosine" in done.out
-    assert "PASS" in done.out
+    rows = done.out.splitlines()
+    assert rows[0].startswith("certifying embed · scripted · toy ") and rows[0].endswith(" 256/256 probes"), rows[0]
+    assert rows[1].split(" ", 2)[2].startswith("setting     256 reference probes, this bundle's own · scripted on cpu")
+    assert rows[2].startswith("  quality     min cosine           1.00       ≥ 0.999    pass"), rows[2]
+    assert any(row.split() == ["batch", "=", "single", "1.00", "≥", "0.9999", "pass"] for row in rows)
+    assert any(row.split() == ["non-finite", "0", "=", "0", "pass"] for row in rows)
+    assert rows[-1].startswith("PASS  ")
     assert "placement   not required on this engine" in done.out
     assert done.err == ""
 
@@ -108,3 +119,40 @@ def test_bad_input(cli: Command, words: list[str], code: int, said: str) -> None
     assert done.code == code
     assert said in done.err
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("value", "comparison", "threshold", "shown"),
+    [
+        (0.998999999, ">=", 0.999, "0.99899 ≥ 0.999"), (0.9999965, ">=", 0.9999, "0.99999 ≥ 0.9999"),
+        (1.0, ">=", 0.9, "1.00 ≥ 0.90"), (269.0, ">=", 256.0, "269 ≥ 256"), (0.0, "==", 0.0, "0 = 0"),
+        (0.001001, "<=", 0.001, "0.00101 ≤ 0.001"), (1.37e-7, "<=", 0.001, "1.37e-07 ≤ 0.001"),
+        (4.1, ">=", 1.5, "4.10 ≥ 1.5"), (None, ">=", 0.9, "none ≥ 0.90"),
+    ],
+)  # fmt: skip
+def test_a_number_never_looks_better_than_it_is(
+    value: float | None, comparison: Any, threshold: float, shown: str
+) -> None:
+    gate = Gate("min_cosine", "agreement", value, comparison, threshold, True)
+    assert certify._placed(gate) == f"min cosine {shown}"
+
+
+def test_a_placement_that_holds_is_one_line_and_one_that_fails_is_a_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    held = msgspec.structs.replace(
+        evidence(), placement_required=True, gates=[
+            Gate("placement_share", "placement", 0.9941, ">=", 0.9, True),
+            Gate("cost_share", "placement", 0.998, ">=", 0.98, True),
+            Gate("cpu_operations", "placement", 0.0, "==", 0.0, True),
+            Gate("speedup", "placement", 4.1, ">=", 1.5, True),
+        ],
+    )  # fmt: skip
+    certify._page(held, Console())
+    (row,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith("  placement")]
+    line = "share 0.9941 ≥ 0.90 · cost share 0.998 ≥ 0.98 · CPU ops off the list 0 = 0 · 4.10× CPU-only ≥ 1.5   pass"
+    assert row.endswith(line)
+    failing = [Gate("placement_share", "placement", 0.5, ">=", 0.9, False), *held.gates[1:]]
+    certify._page(msgspec.structs.replace(held, gates=failing), Console())
+    out = capsys.readouterr().out
+    assert "  placement   share                0.50       ≥ 0.90     FAIL\n" in out and out.count("pass\n") == 3
