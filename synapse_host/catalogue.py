@@ -100,6 +100,11 @@ def unknown(name: str, folder: Path | None = None) -> UnknownModel:
 
     known = names(folder)
     if os.sep in name:
+        if Path(name, manifest.FILE_NAME).is_file():
+            return UnknownModel(
+                f"{name} is a bundle's folder: nothing to install. Use it as it is: --model {name}",
+                details={"known": known},
+            )
         checkpoint = Path(name, "config.json").is_file()
         hint = f". It is a checkpoint; make a bundle of it: synapse build {name} OUT" if checkpoint else ""
         what = f"no {manifest.FILE_NAME} in it" if Path(name).is_dir() else "no such folder"

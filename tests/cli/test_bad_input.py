@@ -41,6 +41,7 @@ ONE_LINE: list[tuple[tuple[str, ...], int, str]] = [
     (("embed", "--model", "ids-only", "a"), 2, "has no tokenizer"),
     (("models", "verify", "alien"), 2, "model alien: manifest.json"),
     (("models", "path", "broken"), 2, "model broken: manifest.json is not valid JSON"),
+    (("models", "install", "./models/toy"), 2, "./models/toy is a bundle's folder: nothing to install"),
     (("certify", "embed", "--model", "judge"), 2, "no lane 'embed' for judge (it is a model to rerank)"),
     (("certify", "embedd", "--model", "judge"), 2, "no lane 'embedd'"),
     (("rerank", "--model", "judge", "query"), 2, "at least one document"),
