@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msgspec import UNSET
-
 from engines.protocol.messages import OWNED_ENGINES
 from synapse_host.errors import BackendMissing, InvalidRequest, UnknownModel
 from synapse_host.floor import package_root, worker_command
@@ -188,8 +186,3 @@ def unknown_model(model: str, known: Mapping[str, object]) -> UnknownModel:
         f"no model {model!r} (have: {have}). List them: synapse models",
         details={"model": model, "known": sorted(known)},
     )
-
-
-def has_tokenizer(bundle: Bundle) -> bool:
-    """True when text calls work for this bundle."""
-    return bundle.manifest.tokenizer is not UNSET
