@@ -24,9 +24,13 @@ class Death:
     log_tail: str
     reaped: bool
     """False when the process could not be confirmed dead: nothing may replace it yet."""
+    llama: bool = True
+    """False for a worker of another engine: it has no llama-cpp-python to rebuild."""
 
     def describe(self) -> str:
         """Return one sentence for people."""
+        if self.signal == "SIGILL" and not self.llama:
+            return f"{self.message}: a library of this engine was built for another CPU (SIGILL)"
         if self.signal == "SIGILL":
             return f"{self.message}: llama-cpp-python was built for another CPU, rebuild it"
         if self.signal is not None and self.cause in ("exit", "eof", "handshake"):
@@ -44,7 +48,9 @@ class StartFailed(Exception):
         self.death = death
 
 
-async def diagnose(process: WorkerProcess, cause: Cause, message: str, *, generation: int, ring: LogRing) -> Death:
+async def diagnose(
+    process: WorkerProcess, cause: Cause, message: str, *, generation: int, ring: LogRing, llama: bool
+) -> Death:
     """Kill and reap *process*, drain its pipes into *ring*, and say how it ended."""
     own_end = cause != "silence" and not process.running
     reaped = await process.destroy()
@@ -59,4 +65,5 @@ async def diagnose(process: WorkerProcess, cause: Cause, message: str, *, genera
         signal=signal_name(returncode) if own_end else None,
         log_tail=ring.render(),
         reaped=reaped,
+        llama=llama,
     )

@@ -20,7 +20,7 @@ from engines.protocol.connection import (
     State,
 )
 from engines.protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
-from engines.protocol.messages import AnyReply, Hello, Ping, Shutdown
+from engines.protocol.messages import LLAMA_ENGINE, AnyReply, Hello, Ping, Shutdown
 from synapse_host.birth import Birth
 from synapse_host.channel import Channel
 from synapse_host.config import HostConfig
@@ -302,7 +302,8 @@ class Session:
         self._shut()
         if self._ended and await process.wait(EXIT_GRACE) and cause == "eof":
             cause, message = "exit", message.replace("connection ended", "process ended")
-        death = await diagnose(process, cause, message, generation=self.generation, ring=self._ring)
+        llama = self.spec.expected_engine == LLAMA_ENGINE
+        death = await diagnose(process, cause, message, generation=self.generation, ring=self._ring, llama=llama)
         if not death.reaped:
             _log.error("worker can't be killed: lane=%s pid=%d", self.spec.lane_id, process.pid)
         self._forwarder.restart()

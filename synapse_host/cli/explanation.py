@@ -22,7 +22,7 @@ def explain(error: SynapseError) -> str:
     lines = [error.message]
     if error.code == "engine_crashed":
         lines += _last_words(details)
-        lines += _advice(details)
+        lines += [f"Rebuild it: {REBUILD}"] if "llama-cpp-python was built for another CPU" in error.message else []
     return "\n         ".join(lines)
 
 
@@ -35,8 +35,3 @@ def _last_words(details: dict[str, Any]) -> list[str]:
 
 def _tail(details: dict[str, Any]) -> list[str]:
     return str(details.get("log_tail") or "").rstrip().splitlines()
-
-
-def _advice(details: dict[str, Any]) -> list[str]:
-    # The message says already that llama-cpp-python was built for another CPU.
-    return [f"Rebuild it: {REBUILD}"] if details.get("signal") == "SIGILL" else []

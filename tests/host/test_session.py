@@ -278,6 +278,15 @@ def test_sigill_names_the_cure(lanes):
     lanes(scenario)
 
 
+def test_sigill_of_another_engine_blames_no_llama(lanes):
+    async def scenario(make):
+        lane = make({"engine": "owned-cuda", "start": [{"signal": "SIGILL"}]}, expected_engine="owned-cuda")
+        message = (await refused(lane)).message
+        assert message.endswith("a library of this engine was built for another CPU (SIGILL)"), message
+
+    lanes(scenario)
+
+
 def test_a_foreign_process_at_the_socket_harms_nobody(lanes, tmp_path):
     """It is turned away without a strike, even while it waits in silence, and the listener goes on."""
     go = tmp_path / "go"
