@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Final, TypeVar
 
 from engines.bundle.manifest import Bundle
+from synapse_host.background import beside
 from synapse_host.errors import DeadlineExceeded
 from synapse_host.tokenize import Rows, TextTokenizer
 
@@ -49,7 +52,7 @@ async def encoded(texts: Sequence[str], until: float | None, encode: Callable[[]
 
 async def in_thread(encode: Callable[[], T], until: float | None) -> T:
     """Run *encode* in a thread; past the deadline it goes on, and its result is dropped."""
-    return await _within(asyncio.ensure_future(asyncio.to_thread(encode)), until)
+    return await _within(beside(encode), until)
 
 
 async def chunks(
@@ -59,24 +62,27 @@ async def chunks(
 
     Indices count from *offset*. Aclose the iterator: it waits until the thread has let go of *texts*.
     """
-    source = iter(texts)
+    source, loop = iter(texts), asyncio.get_running_loop()
+    free = asyncio.Event()
 
     def prepare(first: int) -> Rows | None:
-        chunk = list(islice(source, CHUNK))
+        try:
+            chunk = list(islice(source, CHUNK))
+        finally:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(free.set)
         return tokenizer.rows(chunk, truncate=truncate, offset=first) if chunk else None
 
-    ahead = asyncio.ensure_future(asyncio.to_thread(prepare, offset))
+    ahead = beside(partial(prepare, offset))
     try:
         while (rows := await _within(ahead, until)) is not None:
             offset += len(rows.lengths)
-            ahead = asyncio.ensure_future(asyncio.to_thread(prepare, offset))
+            free.clear()
+            ahead = beside(partial(prepare, offset))
             yield rows
     finally:
-        if not ahead.done():
-            # The thread can't be interrupted: wait until it has let go of the caller's iterator.
-            await asyncio.wait([ahead])
-        if not ahead.cancelled():
-            ahead.exception()
+        # The thread can't be interrupted: wait until it has let go of the caller's iterator.
+        await free.wait()
 
 
 async def _within(future: asyncio.Future[T], until: float | None) -> T:

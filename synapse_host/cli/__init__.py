@@ -110,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(arguments, console)
         sys.stdout.flush()
+        if argv is None:
+            _leave(code)
         return code
     except OSError as exc:
         # The reader went away (`synapse embed … | head`), or its disk is full: nowhere to say more on stdout.
@@ -118,6 +120,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             with suppress(OSError):
                 print(f"synapse: the result can't be written: {exc.strerror or exc}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _leave(code: int) -> None:
+    """End the process at once where a thread still works on what nobody waits for; the workers are stopped already."""
+    background = sys.modules.get("synapse_host.background")
+    if background is not None and background.busy():
+        sys.stderr.flush()
+        # An orderly exit would meet a thread inside the tokenizer's library, which aborts the process then.
+        os._exit(code)
 
 
 def _run(arguments: list[str], console: Console) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -59,6 +60,27 @@ def test_of_a_request(cli: Command, verb: str) -> None:
     done = cli(*words, *more, "--json", "--deadline", "1.5")
     assert done.code == 5, done
     assert json.loads(done.out)["error"]["code"] == "deadline_exceeded"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("more", [(), ("--out", "x.npy")])
+def test_the_command_ends_while_a_huge_text_is_still_tokenised(cli: Command, more: tuple[str, ...]) -> None:
+    cli.setup().bundle("toy")
+    (cli.root / "long.jsonl").write_text(json.dumps("a " * 20_000) + "\n")
+    stuck = (
+        "import sys, time; from synapse_host.cli import main; from synapse_host.tokenize import TextTokenizer\n"
+        "TextTokenizer.rows = lambda *_, **__: time.sleep(600)\n"
+        "sys.exit(main())"
+    )
+    words = cli.arguments("embed", "--model", "toy", "--file", str(cli.root / "long.jsonl"), "--deadline", "0.5", *more)
+    environment, mark = cli.env()
+    done = subprocess.run(
+        [sys.executable, "-c", stuck, *words[3:]], env=environment, cwd=cli.root, capture_output=True, timeout=60,
+        text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (5, "")
+    assert done.stderr == "synapse: the deadline passed while the texts were tokenised\n"
+    cli.check_clean(mark)
 
 
 @pytest.fixture

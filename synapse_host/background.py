@@ -1,0 +1,98 @@
+"""Work in threads whose end nobody waits for: neither a caller past its deadline, nor the interpreter at its exit.
+
+asyncio's own pool is joined by both, and a text of 16 MiB, or a bundle's template, may take a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+LIMIT: Final = min(32, (os.cpu_count() or 1) + 4)
+"""Threads at once, as many as asyncio's pool has; further work waits."""
+
+T = TypeVar("T")
+
+
+class _Threads:
+    """Daemon threads that are started for work and end when there is no more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._running = 0
+
+    @property
+    def busy(self) -> bool:
+        return self._running > 0
+
+    def start(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            self._jobs.append(job)
+            if self._running >= LIMIT:
+                return
+            self._running += 1
+        threading.Thread(target=self._run, name="synapse-background", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._running -= 1
+                    return
+                job = self._jobs.popleft()
+            job()
+
+
+_threads = _Threads()
+
+
+def _forget() -> None:
+    # A forked child has none of its parent's threads.
+    global _threads
+    _threads = _Threads()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def busy() -> bool:
+    """True while work runs; a process that ends now ends it in the middle of a C call."""
+    return _threads.busy
+
+
+def beside(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Run *work* in a thread; the future of its result belongs to the running loop. Nobody has to wait for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    # Where nobody waits any more, a failure is no news.
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    context = contextvars.copy_context()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+    def job() -> None:
+        value, error = None, None
+        try:
+            value = context.run(work)
+        except BaseException as exc:  # it belongs to who waits
+            error = exc
+        # The loop may be closed by now.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, value, error)
+
+    _threads.start(job)
+    return future
