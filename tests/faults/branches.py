@@ -34,7 +34,7 @@ GROUPS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
         name: ((f"synapse_host.{name}",), (f"tests/host/test_{name}.py",))
         for name in (
             *("admission", "agreement", "counters", "errors", "handshake", "logring", "permits", "placement"),
-            *("quarantine", "watchdog"),
+            *("quarantine", "standing", "turns", "watchdog"),
         )
     },
 }

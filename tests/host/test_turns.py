@@ -137,3 +137,34 @@ def test_a_second_close_hurries_the_first():
         assert line.held
 
     asyncio.run(main())
+
+
+def test_a_drain_ends_when_its_time_is_over():
+    async def main():
+        line, standing = turns()
+        line.held = standing.closing = True
+        line.close(asyncio.get_running_loop().time() + 0.01)
+        await asyncio.wait_for(line.drain(), 60)
+        assert line.held, "the holder still runs; who closes the lane ends it"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_who_left_in_this_very_moment_is_passed_over(closing):
+    async def main():
+        line, _ = turns()
+        line.held = True
+        gone, stays = queue(line, 2)
+        await asyncio.sleep(0)
+        gone.cancel()
+        # The leaver has had no chance yet to take itself out of the line.
+        if closing:
+            line.close(asyncio.get_running_loop().time())
+        else:
+            line.pass_on()
+        answers = await asyncio.gather(gone, stays, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [asyncio.CancelledError, QueueFull if closing else type(None)]
+        assert line.held
+
+    asyncio.run(main())
