@@ -89,5 +89,5 @@ async def _within(future: asyncio.Future[T], until: float | None) -> T:
     timeout = None if until is None else max(0.0, until - asyncio.get_running_loop().time())
     done, _ = await asyncio.wait([future], timeout=timeout)
     if not done:
-        raise DeadlineExceeded("the deadline passed while the texts were tokenised")
+        raise DeadlineExceeded("the deadline passed while the texts were tokenised", details={"stage": "tokenise"})
     return future.result()

@@ -42,8 +42,9 @@ def test_a_request_past_its_deadline(tokenizer: TextTokenizer, stuck: threading.
 
     async def body() -> None:
         until = asyncio.get_running_loop().time() + 0.05
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded) as caught:
             await encoding.encoded(texts, until, lambda: tokenizer.rows(texts))
+        assert caught.value.details == {"stage": "tokenise"}
 
     asyncio.run(body())
     assert not stuck.is_set()
