@@ -75,7 +75,7 @@ class Checkpoint:
 
         ``fd``: an open descriptor of the same file (the one that was hashed); *file* then only serves messages.
         ``int8``: the manifest says that the layers' matrices are stored so; ``tensors`` then has their scales and
-        smoothing vectors too (``engines.bundle.quantize``).
+        the columns apart too (``engines.bundle.quantize``).
         """
         package = SafetensorsFile.open(file, fd=fd)
         full = complete_config(restore_numbers(config), family, where="manifest.json: config")
@@ -332,7 +332,7 @@ def _select(
         if info.shape != shape:
             raise CheckpointError(f"{at} has shape {list(info.shape)}, config.json says {list(shape)}")
         if int8:
-            wanted = "I8" if layout.is_dense(key, shape) else "F32"
+            wanted = layout.stored_int8(key, shape)
             if info.dtype != wanted:
                 raise CheckpointError(f"{at} has dtype {info.dtype}, an int8 package has {wanted} there")
         elif info.dtype not in FLOAT_DTYPES:

@@ -71,39 +71,43 @@ def required(family: Family, task: Task, config: dict[str, Any]) -> Shapes:
 
 
 SCALE: Final = ".scale"
-SMOOTH: Final = ".smooth"
-#: BERT: what divides the input channels of a layer's first matrices -> the norm before them and the matrices it serves.
-_SMOOTHED: Final = {
-    "attention.self": ("output.LayerNorm", ("query", "key", "value")),
-    "intermediate": ("attention.output.LayerNorm", ("dense",)),
-}
+APART: Final = ".apart"
+CHANNELS: Final = "apart"
+"""int8 packages: the input channels that the matrices after a norm multiply apart, int32 (K,)."""
+CHANNEL_COUNT: Final = 8
+_AFTER_NORM: Final = re.compile(r"\.(attention\.self\.(query|key|value)|intermediate\.dense)\.weight$")
 
 
 def is_dense(name: str, shape: tuple[int, ...]) -> bool:
     """Tell whether an int8 package stores a tensor as int8: a layer's matrix. Tables, norms and heads stay float."""
-    return layer_of(name) is not None and len(shape) == 2
+    return layer_of(name) is not None and len(shape) == 2 and name.endswith(".weight")
 
 
-def smoothed(config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield (smoothing vector, prefix of the norm whose output it divides, matrices it multiplies) of a BERT."""
-    for n in range(config["num_hidden_layers"]):
-        layer = f"encoder.layer.{n}."
-        for part, (norm, matrices) in _SMOOTHED.items():
-            before = f"encoder.layer.{n - 1}." if part == "attention.self" else layer
-            prefix = "embeddings.LayerNorm" if part == "attention.self" and n == 0 else before + norm
-            yield layer + part + SMOOTH, prefix, tuple(f"{layer}{part}.{name}.weight" for name in matrices)
+def is_after_norm(name: str) -> bool:
+    """Tell whether a BERT matrix multiplies the output of a norm."""
+    return _AFTER_NORM.search(name) is not None
+
+
+def stored_int8(name: str, shape: tuple[int, ...]) -> str:
+    """Return how an int8 package stores a tensor, as safetensors spells it."""
+    return "I32" if name == CHANNELS else "I8" if is_dense(name, shape) else "F32"
 
 
 def required_int8(family: Family, task: Task, config: dict[str, Any]) -> Shapes:
-    """Return what an int8 package holds: :func:`required`, a scale per output row of each matrix, smoothing vectors.
+    """Return what an int8 package holds: :func:`required`, a scale per output row of each matrix, columns apart.
 
     Raises BundleError for a family that isn't built in int8.
     """
     if family != "bert":
         raise BundleError(f"int8 packages are made of bert models only, this is a {family} model; use f32")
     shapes = required(family, task, config)
-    extra: Shapes = {name + SCALE: shape[:1] for name, shape in shapes.items() if is_dense(name, shape)}
-    extra |= {name: (config["hidden_size"],) for name, _, _ in smoothed(config)}
+    count = min(CHANNEL_COUNT, config["hidden_size"])
+    extra: Shapes = {CHANNELS: (count,)}
+    for name, shape in shapes.items():
+        if is_dense(name, shape):
+            extra[name + SCALE] = shape[:1]
+            if is_after_norm(name):
+                extra[name + APART] = (shape[0], count)
     return shapes | extra
 
 

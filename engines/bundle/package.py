@@ -3,7 +3,7 @@
 ``python -m engines.bundle.package CHECKPOINT OUT.safetensors --profile minilm.owned-cuda --dtype f32``
 
 The file holds the family's required tensors under canonical names (``engines.bundle.layout``), all in one dtype
-(int8: the layers' matrices only, with scales and smoothing vectors beside them: ``engines.bundle.quantize``), sorted by
+(int8: the layers' matrices only, with scales and columns apart beside them: ``engines.bundle.quantize``), sorted by
 name, and these strings under ``__metadata__``:
 
 ``format``   ``pt``

@@ -1,10 +1,13 @@
-"""Dense layers in int8: how an int8 package's matrices, scales and smoothing vectors come out of a float checkpoint.
+"""Dense layers in int8: how an int8 package's matrices, scales and columns apart come out of a float checkpoint.
 
-A matrix W (out, in) becomes int8 values and one float32 scale an output row: W * smooth is about values * scale. The
-activation that meets it is divided by ``smooth`` (in) first, so the product is the same; it moves range from the few
-large channels of a LayerNorm's output into the weights (SmoothQuant, Xiao et al. 2022, with exponent 0.5). The range
-of a channel isn't measured: after a norm it is taken as |bias| + 3 * |weight|, so no calibration text is needed.
-Matrices without a norm before them have no smoothing vector.
+A matrix W (out, in) becomes int8 values and one float32 scale an output row. A few channels of what BERT's norms put
+out are many times larger than the others; quantised with them, a token's other channels keep three or four bits. So
+these channels are multiplied apart in float32: their columns are zero in the int8 matrix and stored beside it (the
+decomposition of LLM.int8(), Dettmers et al. 2022, with fixed channels). Which ones is read off the norms before the
+feed-forward layers, where the weight of such a channel stands out; no calibration text is needed. It's the same few
+channels in every layer, since the residual stream carries them.
+
+Weights that lie on an int8 grid already, such as those recovered from a quantised model, keep their exact values.
 """
 
 from __future__ import annotations
@@ -20,17 +23,20 @@ if TYPE_CHECKING:
 
 LARGEST: Final = 127
 """Symmetric: -128 is not used."""
-DEVIATIONS: Final = 3.0
+COARSEST: Final = 16
+"""A grid with fewer steps up to a row's largest weight isn't looked for."""
+ON_GRID: Final = 1e-3
+"""In steps."""
 
 
 class Quantised(Mapping[str, "Array"]):
-    """The tensors of an int8 package by name, each made when asked for: int8 matrices, everything else float32."""
+    """The tensors of an int8 package by name, each made when asked for."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.shapes = layout.required_int8(checkpoint.family, checkpoint.task, checkpoint.config)
-        self._smooth = {matrix: name for name, _, matrices in layout.smoothed(checkpoint.config) for matrix in matrices}
-        self._source = {name: (norm, matrices) for name, norm, matrices in layout.smoothed(checkpoint.config)}
+        self._channels = outstanding(checkpoint, self.shapes[layout.CHANNELS][0])
+        self._made: tuple[str, Array, FloatArray] | None = None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -40,43 +46,62 @@ class Quantised(Mapping[str, "Array"]):
 
     def kind(self, name: str) -> str:
         """Return how a tensor is stored, as safetensors spells it."""
-        return "I8" if layout.is_dense(name, self.shapes[name]) else "F32"
+        return layout.stored_int8(name, self.shapes[name])
 
     def __getitem__(self, name: str) -> Array:
-        if name in self._source:
-            return self._smoothing(name)
-        if name.endswith(layout.SCALE) and name not in self._checkpoint.tensors:
+        if name == layout.CHANNELS:
+            return self._channels
+        if name.endswith(layout.APART):
+            return self._checkpoint.f32(name.removesuffix(layout.APART))[:, self._channels]
+        if name.endswith(layout.SCALE):
             return self._rows(name.removesuffix(layout.SCALE))[1]
-        if self.kind(name) == "I8":
-            return self._rows(name)[0]
-        return self._checkpoint.f32(name)
+        return self._rows(name)[0] if self.kind(name) == "I8" else self._checkpoint.f32(name)
 
     def _rows(self, name: str) -> tuple[Array, FloatArray]:
-        weight = self._checkpoint.f32(name)
-        smooth = self._smooth.get(name)
-        return quantise_rows(weight if smooth is None else weight * self._smoothing(smooth))
+        if self._made is None or self._made[0] != name:  # a matrix and its scales follow each other in the file
+            weight = self._checkpoint.f32(name)
+            if layout.is_after_norm(name):
+                weight = weight.copy()
+                weight[:, self._channels] = 0
+            self._made = (name, *quantise_rows(weight))
+        return self._made[1:]
 
-    def _smoothing(self, name: str) -> FloatArray:
-        import numpy as np
 
-        norm, matrices = self._source[name]
-        f32 = self._checkpoint.f32
-        reach = np.abs(f32(norm + ".bias")) + np.float32(DEVIATIONS) * np.abs(f32(norm + ".weight"))
-        peak = np.max([np.abs(f32(matrix)).max(axis=0) for matrix in matrices], axis=0)
-        tiny = np.float32(1e-6)
-        smooth = np.sqrt(np.maximum(reach, tiny) / np.maximum(peak, tiny))
-        made: FloatArray = (smooth / np.exp(np.log(smooth).mean())).astype(np.float32)
-        return made
+def outstanding(checkpoint: Checkpoint, count: int) -> Array:
+    """Return the *count* channels, int32 ascending, whose norm weight before a feed-forward layer stands out most."""
+    import numpy as np
+
+    layers = range(checkpoint.config["num_hidden_layers"])
+    names = [f"encoder.layer.{n}.attention.output.LayerNorm.weight" for n in layers]
+    weights = np.abs([checkpoint.f32(name) for name in names])
+    typical = np.maximum(np.median(weights, axis=1, keepdims=True), np.float32(1e-6))
+    most = (weights / typical).max(axis=0)
+    return np.sort(np.argsort(-most, kind="stable")[:count]).astype(np.int32)
 
 
 def quantise_rows(weight: FloatArray) -> tuple[Array, FloatArray]:
     """Return int8 values and float32 scales (out,) of a matrix (out, in): values * scale is within half a scale of it.
 
-    A row of zeros has scale 1.
+    A row that is whole multiples of some step, at most 127 of them, keeps that step and so its values. A row of zeros
+    has scale 1.
     """
     import numpy as np
 
     peak = np.abs(weight).max(axis=1)
     scale = np.where(peak > 0, peak / LARGEST, 1.0).astype(np.float32)
+    open_rows = np.flatnonzero(peak > 0)
+    for steps in range(LARGEST, COARSEST - 1, -1):
+        rows = open_rows[_on_grid(weight[open_rows, :16], peak[open_rows] / steps)]  # a glance refuses most rows
+        rows = rows[_on_grid(weight[rows], peak[rows] / steps)]
+        scale[rows] = peak[rows] / steps
+        open_rows = np.setdiff1d(open_rows, rows)
     values = np.clip(np.rint(weight / scale[:, None]), -LARGEST, LARGEST).astype(np.int8)
     return values, scale
+
+
+def _on_grid(rows: FloatArray, step: FloatArray) -> Array:
+    import numpy as np
+
+    ratio = rows / step[:, None]
+    fits: Array = (np.abs(ratio - np.rint(ratio)) < ON_GRID).all(axis=1)
+    return fits

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engines.bundle.layout import SMOOTH
 from engines.cuda.graph import CONTRIB, MASKED, Graph, GraphBuilder
 from engines.cuda.graph_int8 import GELU_FLOOR, Part, dense
 from engines.protocol.errors import EngineError, ErrorCode
@@ -126,16 +125,16 @@ def _layer_int8(b: GraphBuilder, states: str, prefix: str, *, mask: str) -> str:
     spec = b.spec
     hidden, ffn = spec.integer("hidden_size"), spec.integer("intermediate_size")
     heads, eps = spec.integer("num_attention_heads"), spec.number("layer_norm_eps", 1e-12)
-    own, wide = prefix + "attention.self", prefix + "intermediate"
+    own = prefix + "attention.self"
     parts = [
         Part(f"{own}.query", hidden, (hidden // heads) ** -0.5),
         *(Part(own + n, hidden) for n in (".key", ".value")),
     ]
-    q, k, v = b.split_heads(dense(b, states, parts, into=hidden, smooth=own + SMOOTH), heads, hidden // heads)
+    q, k, v = b.split_heads(dense(b, states, parts, into=hidden), heads, hidden // heads)
     context = b.join_heads(b.attend(q, k, v, mask), hidden)
     projected = dense(b, context, [Part(prefix + "attention.output.dense", hidden)], into=hidden)
     states = b.skip_layer_norm(projected, states, prefix + "attention.output.LayerNorm", eps=eps, bias=None)
-    active = b.gelu(dense(b, states, [Part(wide + ".dense", ffn)], into=hidden, smooth=wide + SMOOTH))
+    active = b.gelu(dense(b, states, [Part(prefix + "intermediate.dense", ffn)], into=hidden))
     narrow = dense(b, active, [Part(prefix + "output.dense", hidden)], into=ffn, floor=GELU_FLOOR)
     return b.skip_layer_norm(narrow, states, prefix + "output.LayerNorm", eps=eps, bias=None)
 

@@ -34,7 +34,7 @@ _WORDS: Final = {
     "order": "misplaced rows",
     "max_error": "max error",
     "rank_order": "changed ranks",
-    "top1": "next token",
+    "top1": "same best",
     "first_token": "first token",
     "limits": "wrong edge cases",
     "repeat": "changed repeats",

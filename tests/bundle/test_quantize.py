@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.bundle import layout, quantize, safetensors
+from engines.bundle import layout, safetensors
 from engines.bundle.checkpoint import Checkpoint, CheckpointError
 from engines.bundle.manifest import BundleError
 from engines.bundle.package import write_package
-from engines.bundle.quantize import Quantised, quantise_rows
+from engines.bundle.quantize import Quantised, outstanding, quantise_rows
 from tests.support import toy_models
 
 
@@ -34,9 +34,22 @@ def test_rows_example() -> None:
     np.testing.assert_allclose(scale, [0.01, 1.0, 2.0], rtol=1e-6)
 
 
+def test_a_row_on_a_grid_keeps_its_values() -> None:
+    random = np.random.default_rng(1)
+    values = random.integers(-90, 91, (5, 40)).astype(np.int8)
+    values[0, 3], values[1, 0], values[2, 17] = 127, -90, 63
+    steps = np.array([0.01, 0.003, 1.5, 0.01, 2e-5], np.float32)
+    weight = values * steps[:, None]
+    weight[3] = random.standard_normal(40)  # on no grid
+    found, scale = quantise_rows(weight)
+    on_grid = [0, 1, 2, 4]
+    np.testing.assert_allclose((found * scale[:, None])[on_grid], weight[on_grid], rtol=1e-6)
+    assert np.abs(found[3]).max() == 127
+
+
 def test_a_matrix_comes_back_within_half_a_step(checkpoint: Checkpoint) -> None:
     tensors = Quantised(checkpoint)
-    smoothing = {name: smooth for smooth, _, names in layout.smoothed(checkpoint.config) for name in names}
+    channels = tensors[layout.CHANNELS]
     for name, shape in layout.required(checkpoint.family, checkpoint.task, checkpoint.config).items():
         exact = checkpoint.f32(name)
         if not layout.is_dense(name, shape):
@@ -44,32 +57,36 @@ def test_a_matrix_comes_back_within_half_a_step(checkpoint: Checkpoint) -> None:
             continue
         scale = tensors[name + layout.SCALE]
         restored = tensors[name] * scale[:, None]
-        if name in smoothing:
-            restored = restored / tensors[smoothing[name]]
-            scale = scale / tensors[smoothing[name]].min()
+        if layout.is_after_norm(name):
+            assert not restored[:, channels].any()
+            restored[:, channels] = tensors[name + layout.APART]
         assert (np.abs(restored - exact).max(axis=1) <= 0.501 * scale).all(), name
 
 
-def test_smoothing_balances_channels_and_leaves_the_size_alone(checkpoint: Checkpoint) -> None:
-    for name, norm, matrices in layout.smoothed(checkpoint.config):
-        smooth = Quantised(checkpoint)[name]
-        assert smooth.dtype == np.float32 and (smooth > 0).all()
-        assert np.log(smooth).mean() == pytest.approx(0.0, abs=1e-5)
-        reach = np.abs(checkpoint.f32(norm + ".bias")) + 3 * np.abs(checkpoint.f32(norm + ".weight"))
-        peak = np.max([np.abs(checkpoint.f32(matrix)).max(axis=0) for matrix in matrices], axis=0)
-        ratio = (reach / smooth) / (peak * smooth)  # the activation's range over the weight's: the same everywhere
-        assert ratio.max() / ratio.min() == pytest.approx(1.0, abs=1e-3)
+def test_the_channels_apart_are_those_whose_norm_stands_out(checkpoint: Checkpoint) -> None:
+    class Loud(Checkpoint):
+        def f32(self, name: str) -> np.ndarray:
+            found = np.array(super().f32(name))
+            if name == "encoder.layer.1.attention.output.LayerNorm.weight":
+                found[[5, 40]] = [-9.0, 7.0]
+            return found
+
+    loud = Loud(checkpoint.folder, checkpoint.config, checkpoint.family, checkpoint.task, checkpoint.tensors)
+    assert outstanding(loud, 2).tolist() == [5, 40]
+    assert outstanding(loud, 1).tolist() == [5]
+    channels = outstanding(loud, 8)
+    assert channels.dtype == np.int32 and channels.tolist() == sorted(set(channels.tolist()))
 
 
 def test_a_package_holds_int8_matrices_with_scales_and_floats(checkpoint: Checkpoint, package: Path) -> None:
     header = safetensors.SafetensorsFile.open(package).header
     assert header.metadata["dtype"] == "int8"
     kinds = {name: info.dtype for name, info in header.tensors.items()}
-    assert set(kinds.values()) == {"I8", "F32"}
+    assert set(kinds.values()) == {"I8", "I32", "F32"}
     dense = {name for name, kind in kinds.items() if kind == "I8"}
     layers = checkpoint.config["num_hidden_layers"]
     assert len(dense) == 6 * layers and all(name + ".scale" in kinds for name in dense)
-    assert sum(name.endswith(".smooth") for name in kinds) == 2 * layers
+    assert sum(name.endswith(".apart") for name in kinds) == 4 * layers
     assert kinds["embeddings.word_embeddings.weight"] == kinds["pooler.dense.weight"] == "F32"
     plain = sum(np.prod(shape) * 4 for shape in layout.required("bert", "rerank", checkpoint.config).values())
     assert package.stat().st_size < 0.75 * plain
@@ -96,7 +113,8 @@ MATRIX = "encoder.layer.1.output.dense.weight"
     ("drop", "replace", "words"),
     [
         (MATRIX + ".scale", {}, r"output.dense.weight.scale' is missing"),
-        ("encoder.layer.0.intermediate.smooth", {}, r"intermediate.smooth' is missing"),
+        ("encoder.layer.0.intermediate.dense.weight.apart", {}, r"weight.apart' is missing"),
+        ("apart", {}, "'apart' is missing"),
         ("", {MATRIX + ".scale": np.ones(3, np.float32)}, r"weight.scale' has shape \[3\]"),
         ("", {MATRIX: np.zeros((64, 128), np.float32)}, "dtype F32, an int8 package has I8"),
         ("", {"pooler.dense.bias": np.zeros(64, np.float16)}, "dtype F16, an int8 package has F32"),
@@ -120,16 +138,3 @@ def test_other_families_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="bert models only"):
         write_package(qwen, tmp_path / "out", profile="toy.owned-cuda", dtype="int8")
     assert not list(tmp_path.glob("out*"))
-
-
-def test_a_norm_that_silences_a_channel_still_has_a_vector(checkpoint: Checkpoint) -> None:
-    class Silent(Checkpoint):
-        def f32(self, name: str) -> np.ndarray:
-            found = np.array(super().f32(name))
-            if "LayerNorm" in name:
-                found[0] = 0.0
-            return found
-
-    silent = Silent(checkpoint.folder, checkpoint.config, checkpoint.family, checkpoint.task, checkpoint.tensors)
-    for name, _, _ in layout.smoothed(checkpoint.config):
-        assert np.isfinite(quantize.Quantised(silent)[name]).all()

@@ -60,7 +60,7 @@ def test_the_graph_multiplies_integers_and_stores_them(bundles: Bundles) -> None
     kinds = [node.op_type for node in onnx.load_model_from_string(graph.model).graph.node]
     layers = spec.integer("num_hidden_layers")
     assert kinds.count("MatMulIntegerToFloat") == 4 * layers
-    assert kinds.count("MatMul") == 2 * layers + 2  # attention's own, pooler and classifier
+    assert kinds.count("MatMul") == 4 * layers + 2  # attention's own, channels apart, pooler and classifier
     assert sum(array.dtype == np.int8 for array in graph.weights.values()) == 4 * layers
     with pytest.raises(EngineError, match="int8 is built for bert on the CPU"):
         build(spec, WeightStore(tensors, "f32"), Variant(attention="packed", int8=True))
@@ -83,8 +83,21 @@ def drop_scale(tensors: dict[str, np.ndarray]) -> None:
     del tensors["encoder.layer.0.attention.self.key.weight.scale"]
 
 
-def shorten_smooth(tensors: dict[str, np.ndarray]) -> None:
-    tensors["encoder.layer.0.attention.self.smooth"] = np.ones(8, np.float32)
+def shorten_apart(tensors: dict[str, np.ndarray]) -> None:
+    name = "encoder.layer.0.attention.self.query.weight.apart"
+    tensors[name] = tensors[name][:, :3].copy()
+
+
+def wrong_channel(tensors: dict[str, np.ndarray]) -> None:
+    tensors["apart"][0] = 64
+
+
+def repeated_channel(tensors: dict[str, np.ndarray]) -> None:
+    tensors["apart"][0] = tensors["apart"][1]
+
+
+def poison_apart(tensors: dict[str, np.ndarray]) -> None:
+    tensors["encoder.layer.1.intermediate.dense.weight.apart"][0, 0] = np.inf
 
 
 def poison_bias(tensors: dict[str, np.ndarray]) -> None:
@@ -99,11 +112,14 @@ def float_matrix(tensors: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: change_scale(t, np.nan), "dense.weight.scale holds a value that isn't a positive"),
-        (lambda t: change_scale(t, 0.0), "dense.weight.scale holds a value that isn't a positive"),
-        (lambda t: change_scale(t, np.inf), "dense.weight.scale holds a value that isn't a positive"),
+        (lambda t: change_scale(t, np.nan), "dense.weight.scale holds NaN or infinity"),
+        (lambda t: change_scale(t, 0.0), "dense.weight.scale holds a value that isn't above 0"),
+        (lambda t: change_scale(t, np.inf), "dense.weight.scale holds NaN or infinity"),
         (drop_scale, "key.weight.scale is missing"),
-        (shorten_smooth, r"attention.self.smooth has shape \[8\]"),
+        (shorten_apart, r"query.weight.apart has shape \[64, 3\]"),
+        (wrong_channel, "apart holds .*not different channels below 64"),
+        (repeated_channel, "apart holds .*not different channels below 64"),
+        (poison_apart, "dense.weight.apart holds NaN or infinity"),
         (poison_bias, "intermediate.dense.bias holds NaN or infinity"),
         (float_matrix, "dtype F32, an int8 package has I8"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,33 @@ def test_a_good_lane_is_certified(task: str, toys: dict[str, Path], tmp_path: Pa
     assert document.engine.kernel_revision is not None
     assert len(document.performance.single_ms) == N
     assert [case.outcome for case in document.limits].count("sequence_too_long") == 1
+
+
+@needs_onnx
+@pytest.mark.parametrize("task", ["embed", "rerank"])
+def test_an_int8_lane_is_judged_as_approximate(task: str, toys: dict[str, Path], tmp_path: Path) -> None:
+    source = write_bert(tmp_path / "source", seed=7, layers=3, cross_encoder=task == "rerank")
+    bundle = owned_bundle.write_bundle(
+        Checkpoint.open(source, task=task),  # type: ignore[arg-type]
+        tmp_path / task,
+        model_id=task,
+        dtype="int8",
+    )
+    shutil.copyfile(toys[task] / "fixtures.npz", bundle.root / "fixtures.npz")
+    rewrite(bundle.root, fixtures=manifest.read(toys[task]).manifest.fixtures)
+    plain = onnx_matrix(tmp_path)
+    with pytest.raises(BackendMissing, match="int8 only where its dtype list says so"):
+        run(bundle.root, task, plain)
+    engine = msgspec.structs.replace(plain.engines["onnx-cpu"], dtype=("int8",))
+    document = run(bundle.root, task, msgspec.structs.replace(plain, engines={"onnx-cpu": engine}))
+    gates = {gate.name: gate for gate in document.gates}
+    assert document.precision == "approximate"
+    assert document.model.dtype == "int8"
+    # Random weights have hardly a best answer; what agreement of the numbers there is, is judged, and nothing else.
+    assert gates["pearson"].passed and gates["pearson"].threshold == 0.995
+    assert failed(document) <= {"top1"}
+    assert "batch_single" not in gates and "batch_error" not in gates
+    assert gates["repeat"].passed
 
 
 @needs_onnx
