@@ -25,6 +25,7 @@ ENGINES = """version: 1
 hardware: {any: {}}
 engines:
   onnx-cpu: {engine: cuda, device: cpu, format: safetensors-package, requires: any%(extra)s}
+  onnx-cpu-int8: {engine: cuda, device: cpu, format: safetensors-package, requires: any, dtype: [int8]%(extra)s}
   llama-cpu: {engine: llama, device: cpu, format: gguf, requires: any%(extra)s}
 lanes:
 %(lanes)s
@@ -188,11 +189,13 @@ async def rerank(plan: Plan) -> list[Row]:
     name = f"rerank 1 x {count} pairs of 128 tokens"
     async with AsyncExitStack() as stack:
         onnx = await stack.enter_async_context(host(plan, "ms-marco", "rerank", "onnx-cpu"))
+        int8 = await stack.enter_async_context(host(plan, "ms-marco", "rerank", "onnx-cpu-int8"))
         llama = await stack.enter_async_context(host(plan, "ms-marco", "rerank", "llama-cpu"))
         contest = Contest(plan, stack)
         contest.rival("cross-encoder", bundle=str(bundle.root))
         contestants: dict[str, Any] = {
             "onnx-cpu": timed(lambda: onnx.rerank("ms-marco", query, documents)),
+            "onnx-cpu int8": timed(lambda: int8.rerank("ms-marco", query, documents)),
             "llama-cpu": timed(lambda: llama.rerank("ms-marco", query, documents)),
         }
         if "cross-encoder" in contest.rivals:
@@ -202,7 +205,7 @@ async def rerank(plan: Plan) -> list[Row]:
         figures = await interleaved(contestants, plan.rounds)
         rates = {key: [count / s for s in values] for key, values in figures.items()}
         found = []
-        for ours, target in (("onnx-cpu", 1.9), ("llama-cpu", 1.3)):
+        for ours, target in (("onnx-cpu", 1.9), ("onnx-cpu int8", 3.8), ("llama-cpu", 1.3)):
             if "cross-encoder" not in rates:
                 found.append(contest.absent("models", f"{ours} {name}", "pairs/s", "higher", "cross-encoder", target))
                 continue

@@ -105,10 +105,14 @@ def test_a_default_is_fetched_checked_and_built(toy: Recipe, tmp_path: Path, mon
     assert (found.pooling, found.normalize, found.license) == ("mean", True, "MIT")
     assert [(a.format, a.dtype) for a in found.artifacts] == [
         ("gguf", "f16"), ("gguf", "bf16"), ("gguf", "f32"), ("safetensors-package", "f32"),
+        ("safetensors-package", "int8"),
     ]  # fmt: skip
     assert builder.verify(bundle) == []
     assert left_over(tmp_path) == ["toy"]
-    assert list(seen) == ["fetch", "check", "unpack", "gguf f16", "gguf bf16", "gguf f32", "safetensors-package f32"]
+    assert list(seen) == [
+        "fetch", "check", "unpack", "gguf f16", "gguf bf16", "gguf f32",
+        "safetensors-package f32", "safetensors-package int8",
+    ]  # fmt: skip
     for steps in seen.values():
         counts = [done for done, _ in steps]
         assert counts == sorted(counts)
@@ -356,18 +360,21 @@ def default_bundle() -> Callable[[str], manifest.Bundle]:
     return get
 
 
+PACKAGES = (("safetensors-package", "f32"), ("safetensors-package", "int8"))
+
+
 @pytest.mark.parametrize(
     ("name", "expected", "artifacts"),
     [
         (
             "minilm",
             {"family": "bert", "task": "embed", "dims": 384, "max_tokens": 256, "pooling": "mean", "normalize": True},
-            [("gguf", "f16"), ("gguf", "bf16"), ("gguf", "f32"), ("safetensors-package", "f32")],
+            [("gguf", "f16"), ("gguf", "bf16"), ("gguf", "f32"), *PACKAGES],
         ),
         (
             "ms-marco",
             {"family": "bert", "task": "rerank", "dims": 1, "max_tokens": 512, "score": "sigmoid", "token_types": True},
-            [("gguf", "f16"), ("gguf", "f32"), ("safetensors-package", "f32")],
+            [("gguf", "f16"), ("gguf", "f32"), *PACKAGES],
         ),
         ("smollm2", {"family": "llama", "task": "generate", "dims": 576, "max_tokens": 8192}, [("gguf", "q4_1")]),
     ],
