@@ -32,8 +32,13 @@ def build(b: GraphBuilder) -> Graph:
         real = b.real_positions(positions, lens)
     states = _embed(b, ids, positions, packed=packed)
     mask = b.op("Unsqueeze", b.additive(real), b.ints(1, 2)) if b.variant.attention == "plain" else ""
-    for layer in range(spec.integer("num_hidden_layers")):
-        states = _layer(b, states, f"encoder.layer.{layer}.", mask=mask, lens=lens, offsets=offsets, cu=cu)
+    layers = spec.integer("num_hidden_layers")
+    # Where one row is read out, the last layer computes that row alone beyond its keys and values.
+    reads_first = mask and (spec.task == "rerank" or spec.pooling == "cls")
+    for layer in range(layers):
+        first = bool(reads_first) and layer == layers - 1
+        prefix = f"encoder.layer.{layer}."
+        states = _layer(b, states, prefix, mask=mask, lens=lens, offsets=offsets, cu=cu, first=first)
     if packed:
         # Padding positions come back as zeros, so a plain sum over S is a sum over real tokens.
         states = b.op("RestorePadding", states, offsets, domain=CONTRIB)
@@ -74,9 +79,16 @@ def _embed(b: GraphBuilder, ids: str, positions: str, *, packed: bool) -> str:
     return b.layer_norm(b.add(word, place), "embeddings.LayerNorm", eps=spec.number("layer_norm_eps", 1e-12), bias=True)
 
 
-def _layer(b: GraphBuilder, states: str, prefix: str, *, mask: str, lens: str, offsets: str, cu: str) -> str:
+def _first(b: GraphBuilder, x: str, axis: int) -> str:
+    return b.op("Slice", x, b.ints(0), b.ints(1), b.ints(axis))
+
+
+def _layer(
+    b: GraphBuilder, states: str, prefix: str, *, mask: str, lens: str, offsets: str, cu: str, first: bool
+) -> str:
+    """One layer; *first*: of padded rows, only the state of the first token is wanted (B, 1, H)."""
     if b.variant.int8:
-        return _layer_int8(b, states, prefix, mask=mask)
+        return _layer_int8(b, states, prefix, mask=mask, first=first)
     spec = b.spec
     hidden, ffn = spec.integer("hidden_size"), spec.integer("intermediate_size")
     heads, eps = spec.integer("num_attention_heads"), spec.number("layer_norm_eps", 1e-12)
@@ -96,6 +108,8 @@ def _layer(b: GraphBuilder, states: str, prefix: str, *, mask: str, lens: str, o
     bias = b.derived(own + "qkv.bias", lambda: joined("bias", (hidden,)))
     if b.variant.attention == "plain":
         q, k, v = b.split_heads(b.add(qkv, bias), heads, head_dim)
+        if first:
+            q, states = _first(b, q, 2), _first(b, states, 1)
         context = b.join_heads(b.attend(q, k, v, mask), hidden)
     else:
         axis = 1 if b.variant.attention == "packed" else 2
@@ -120,7 +134,7 @@ def _layer(b: GraphBuilder, states: str, prefix: str, *, mask: str, lens: str, o
     )
 
 
-def _layer_int8(b: GraphBuilder, states: str, prefix: str, *, mask: str) -> str:
+def _layer_int8(b: GraphBuilder, states: str, prefix: str, *, mask: str, first: bool) -> str:
     """The same layer with int8 matrices: padded rows, standard operators around the products."""
     spec = b.spec
     hidden, ffn = spec.integer("hidden_size"), spec.integer("intermediate_size")
@@ -131,6 +145,8 @@ def _layer_int8(b: GraphBuilder, states: str, prefix: str, *, mask: str) -> str:
         *(Part(own + n, hidden) for n in (".key", ".value")),
     ]
     q, k, v = b.split_heads(dense(b, states, parts, into=hidden), heads, hidden // heads)
+    if first:
+        q, states = _first(b, q, 2), _first(b, states, 1)
     context = b.join_heads(b.attend(q, k, v, mask), hidden)
     projected = dense(b, context, [Part(prefix + "attention.output.dense", hidden)], into=hidden)
     states = b.skip_layer_norm(projected, states, prefix + "attention.output.LayerNorm", eps=eps, bias=None)

@@ -20,7 +20,13 @@ from engines.bundle.package import INT8, profile_of
 from engines.bundle.safetensors import MAX_HEADER, Header, parse_header
 from engines.cuda import floor, settings
 from engines.cuda.buckets import Policy, ladder_up_to
-from engines.cuda.settings import CPU_CALL_TOKENS, CUDA_CALL_TOKENS, CUDA_CALL_TOKENS_SMALL, Settings
+from engines.cuda.settings import (
+    CPU_CALL_TOKENS,
+    CPU_CALL_TOKENS_INT8,
+    CUDA_CALL_TOKENS,
+    CUDA_CALL_TOKENS_SMALL,
+    Settings,
+)
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime import artifact
 from engines.runtime.engine import Probe
@@ -236,9 +242,8 @@ class _Assembly:
 
         multiple, free = self.blocks()
         widest = max(_round(self.facts.max_tokens, multiple, free), self.facts.max_tokens)
-        policy = Policy(
-            tokens=self.chosen.call_tokens or CPU_CALL_TOKENS, ladder=(), multiple=multiple, free=free, rows=256
-        )
+        usual = CPU_CALL_TOKENS_INT8 if self.int8 else CPU_CALL_TOKENS
+        policy = Policy(tokens=self.chosen.call_tokens or usual, ladder=(), multiple=multiple, free=free, rows=256)
         twin = self.chosen.threads > 1 and self.nbytes <= TWIN_LIMIT
         routes = []
         for variant, limit in cpu_variants(self.spec, self.chosen.attention, int8=self.int8):
