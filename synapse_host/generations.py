@@ -186,22 +186,20 @@ class Generations:
         """Stop the worker, whose successor is to be probed; one that just starts is as fresh as any."""
         session = self.session
         if self.starting is None and session is not None:
-            self.session = None
             self._ended = "probe"
+            # Kept until it is gone: left in the middle, its successor or whoever closes the lane waits for it.
             await session.stop(self._config.shutdown_grace)
+            self.forget(session)
 
     async def stop(self) -> bool:
         """Stop the worker, after its start where one is under way; True once no process of this lane is left."""
         if self.starting is not None:
             await asyncio.wait({self.starting})
-        session, self.session = self.session, None
+        session = self.session
         if session is not None:
-            try:
-                await session.stop(self._config.shutdown_grace)
-            except BaseException:
-                # Left in the middle: whoever closes the lane ends it.
-                self.session = self.session or session
-                raise
+            # Kept until it is gone, as above.
+            await session.stop(self._config.shutdown_grace)
+            self.forget(session)
         processes = [one.process for one in (self._undead, session) if one is not None]
         return not any(process is not None and process.running for process in processes)
 

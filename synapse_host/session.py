@@ -98,6 +98,7 @@ class Session:
         self._engine = ""
         self._ended = False
         self._burial: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self._serial = 0
         self._channel = Channel(
             max_frame=config.max_frame,
@@ -324,15 +325,22 @@ class Session:
             await self.process.destroy()
 
     async def stop(self, grace: float) -> None:
-        """Planned end: SHUTDOWN to an idle worker and *grace* seconds to obey, else SIGKILL. Never a strike."""
-        if self._burial is not None:
+        """Planned end: SHUTDOWN to an idle worker and *grace* seconds to obey, else SIGKILL. Never a strike.
+
+        It goes on to its end when its caller leaves: see :meth:`buried`.
+        """
+        if self._burial is None and self._stopping is None:
+            self.dead = True
+            self._stop_timer()
+            if self.process is None:
+                return
+            self._stopping = self._loop.create_task(self._stop(self.process, grace))
+        if self._stopping is not None:
+            await asyncio.shield(self._stopping)
+        else:
             await self.buried()
-            return
-        self.dead = True
-        self._stop_timer()
-        process = self.process
-        if process is None:
-            return
+
+    async def _stop(self, process: WorkerProcess, grace: float) -> None:
         if not self.serving and not self._channel.closed and self._channel.connection.state in (State.IDLE, State.BUSY):
             with suppress(LocalProtocolError):
                 self._channel.send(Shutdown())
@@ -341,14 +349,16 @@ class Session:
         await process.destroy()
 
     async def buried(self, timeout: float | None = None) -> None:
-        """Wait until an unplanned death is complete and charged, at most *timeout* seconds."""
-        if self._burial is not None:
-            await asyncio.wait({self._burial}, timeout=timeout)
+        """Wait until the end, planned or not, is complete (and charged), at most *timeout* seconds."""
+        end = self._burial or self._stopping
+        if end is not None:
+            await asyncio.wait({end}, timeout=timeout)
 
     @property
     def buried_now(self) -> bool:
-        """True once an unplanned death is charged; the process may still be unconfirmed (``Death.reaped``)."""
-        return self._burial is not None and self._burial.done()
+        """True once the end is complete; the process may still be unconfirmed (``Death.reaped``)."""
+        end = self._burial or self._stopping
+        return end is not None and end.done()
 
     def _shut(self) -> None:
         self.dead = True

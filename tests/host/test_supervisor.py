@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from engines.protocol.errors import ErrorCode
@@ -979,6 +980,50 @@ def test_a_probe_uses_a_fresh_worker(lanes):
     lanes(scenario)
 
 
+@pytest.mark.parametrize("left", ["probe", "recycle"])
+def test_whoever_leaves_while_a_worker_is_taken_down_leaves_no_worker_and_holds_up_nobody(lanes, left, tmp_path):
+    began = tmp_path / "began"
+    script = {
+        "state": str(tmp_path / "spawns"),
+        "generations": [{"shutdown": [{"touch": str(began)}, {"sleep": 60}]}, {}],
+    }
+
+    async def scenario(make):
+        lane = make(script, config=dataclasses.replace(FAST, shutdown_grace=1.0))
+        await lane.load()
+        pid = lane.health()["worker_pid"]
+        leaving = asyncio.create_task(lane.probe(embed([1])) if left == "probe" else lane.recycle())
+        await until(began.exists)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        assert leaving.cancelled()
+        # One that spins here would hold up the loop, and every timeout with it.
+        await serve(lane)
+        assert lane.health()["generation"] == 2 and lane.health()["worker_pid"] != pid
+        assert not psutil.pid_exists(pid), "two workers of one lane"
+
+    lanes(scenario)
+
+
+def test_a_lane_closed_while_a_left_probe_takes_its_worker_down_leaves_no_process(lanes, tmp_path):
+    began = tmp_path / "began"
+
+    async def scenario(make):
+        lane = make(
+            {"shutdown": [{"touch": str(began)}, {"sleep": 60}]}, config=dataclasses.replace(FAST, shutdown_grace=0.5)
+        )
+        await lane.load()
+        pid = lane.health()["worker_pid"]
+        leaving = asyncio.create_task(lane.probe(embed([1])))
+        await until(began.exists)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        await lane.aclose()
+        assert not psutil.pid_exists(pid)
+
+    lanes(scenario)
+
+
 def test_the_fingerprint_names_operation_model_and_ids(lanes):
     import hashlib
 
@@ -1150,7 +1195,7 @@ def test_a_worker_that_ignores_everything_is_killed_after_its_grace(lanes):
         await lane.load()
         pid = lane.health()["worker_pid"]
         await lane.aclose()
-        assert not Path(f"/proc/{pid}").exists()
+        assert not psutil.pid_exists(pid)
 
     lanes(scenario)
 
