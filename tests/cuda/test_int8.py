@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from engines.bundle import manifest, safetensors
+from engines.bundle import fixtures, manifest, safetensors
+from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.digest import PREFIX, file_digest
-from engines.bundle.manifest import Bundle
+from engines.bundle.manifest import Artifact, Bundle
+from engines.bundle.package import profile_of, write_package
 from engines.cuda.engine import CudaEngine
 from engines.cuda.graph import ModelSpec, Variant, WeightStore, build
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Load
+from engines.runtime.batch import TokenBatch
 from engines.runtime.engine import Probe, WorkerOptions
 from engines.runtime.progress import silent
-from tests.cuda.conftest import Bundles, Loader, batch_of, case, cosines
+from tests.cuda.conftest import Bundles, Loader, batch_of, case, cosines, real_bundle
 from tests.support.owned_bundle import load_request
 
 BERT = ("bert-mean", "bert-cls", "bert-rerank")
@@ -54,7 +59,8 @@ def test_the_graph_multiplies_integers_and_stores_them(bundles: Bundles) -> None
     opened = safetensors.SafetensorsFile.open(bundle.path("model.safetensors"))
     tensors = {name: opened.array(name) for name in opened.header.tensors}
     fields = bundle.manifest
-    config = {k: float(v) if isinstance(v, str) and k.endswith("eps") else v for k, v in dict(fields.config).items()}  # type: ignore[call-overload]
+    assert isinstance(fields.config, dict)
+    config = {k: float(v) if isinstance(v, str) and k.endswith("eps") else v for k, v in fields.config.items()}
     spec = ModelSpec("bert", "rerank", 1, config, token_types=True)
     graph = build(spec, WeightStore(tensors, "f32"), Variant(int8=True))
     kinds = [node.op_type for node in onnx.load_model_from_string(graph.model).graph.node]
@@ -64,6 +70,44 @@ def test_the_graph_multiplies_integers_and_stores_them(bundles: Bundles) -> None
     assert sum(array.dtype == np.int8 for array in graph.weights.values()) == 4 * layers
     with pytest.raises(EngineError, match="int8 is built for bert on the CPU"):
         build(spec, WeightStore(tensors, "f32"), Variant(attention="packed", int8=True))
+
+
+def int8_of(name: str, folder: Path) -> Bundle:
+    """Return a bundle of an installed default model's weights in int8, with its own fixtures."""
+    real = real_bundle(name)
+    known = real.manifest
+    (plain,) = [entry for entry in real.artifacts("safetensors-package") if entry.dtype == "f32"]
+    assert isinstance(known.config, dict)
+    checkpoint = Checkpoint.from_package(real.path(plain.path), config=known.config, family="bert", task=known.task)
+    file = folder / "model.safetensors"
+    size = write_package(checkpoint, file, profile=profile_of(name), dtype="int8")
+    entry = Artifact("safetensors-package", file.name, PREFIX + file_digest(file), "int8", bytes=size)
+    manifest.write(folder, msgspec.structs.replace(known, artifacts=[entry]))
+    shutil.copyfile(real.path("fixtures.npz"), folder / "fixtures.npz")
+    return manifest.read(folder)
+
+
+def test_the_real_embedder_agrees_with_its_reference(load: Loader, tmp_path: Path) -> None:
+    bundle = int8_of("minilm", tmp_path)
+    arrays = fixtures.read(bundle.path("fixtures.npz")).arrays
+    ids, cu = arrays["input_ids"], arrays["cu_seqlens"]
+    got = load(bundle).forward(TokenBatch(ids, cu), silent())
+    found = cosines(got, arrays["vectors_q"] * arrays["vectors_scale"][:, None])
+    assert found.min() >= 0.99 and found.mean() >= 0.999
+
+
+def test_the_real_reranker_agrees_with_its_reference(load: Loader, tmp_path: Path) -> None:
+    bundle = int8_of("ms-marco", tmp_path)
+    arrays = fixtures.read(bundle.path("fixtures.npz")).arrays
+    queries = np.split(arrays["query_ids"], arrays["query_cu"][1:-1])
+    candidates = np.split(arrays["candidate_ids"], arrays["candidate_cu"][1:-1])
+    of, logits = arrays["query_of"], arrays["logits"]
+    rows = [[101, *queries[q], 102, *row, 102] for q, row in zip(of, candidates, strict=True)]
+    got = load(bundle).rerank_sequences(batch_of(rows), progress=silent())
+    assert np.corrcoef(got, logits)[0, 1] >= 0.9995
+    assert np.abs(got - logits).max() <= 0.4
+    best = [(logits[of == q].max(), logits[of == q][got[of == q].argmax()]) for q in np.unique(of)]
+    assert np.mean([mine == theirs for theirs, mine in best]) >= 0.95
 
 
 def test_the_gpu_refuses_it(bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
