@@ -294,7 +294,7 @@ def _take_lock(path: Path, *, private: bool) -> IO[bytes]:
         handle.close()
         directory = path.parents[1]
         raise InvalidRequest(
-            f"runtime directory {directory} is in use by {whom}. Stop it or pass --runtime-dir.",
+            f"runtime directory {directory} is in use by {whom}. Stop it or pass another --runtime-dir.",
             details={"reason": "runtime_dir_busy", "path": str(directory), "pid": pid},
         ) from exc
     handle.truncate(0)

@@ -29,7 +29,7 @@ def configure(parser: Parser) -> None:
         "Families: bert, modernbert, qwen3, llama."
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder with config.json")
-    parser.add_argument("out", type=Path, metavar="OUT", help="bundle folder to make; must not exist or be empty")
+    parser.add_argument("out", type=Path, metavar="OUT", help="bundle folder to make; must not exist yet, or be empty")
     parser.add_argument(
         "--formats",
         type=_formats,

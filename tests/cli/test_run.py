@@ -238,7 +238,7 @@ def test_a_second_host_is_refused_and_told_by_whom(cli: Command, runtime_dir: Pa
         assert second.code == 2 and second.out == ""
         assert second.err == (
             f"synapse: runtime directory {runtime_dir} is in use by pid {host.process.pid} "
-            f"(synapse, started {started}). Stop it or pass --runtime-dir.\n"
+            f"(synapse, started {started}). Stop it or pass another --runtime-dir.\n"
         )
         assert host("ps").code == 0
 
