@@ -93,13 +93,15 @@ class SyncHost:
         async def following() -> EmbedResult | None:
             return await anext(stream, None)
 
-        try:
-            while (result := self._run(following())) is not None:
+        while (result := self._run(following())) is not None:
+            try:
                 yield result
-        finally:
-            # A host that was closed before its iterator has ended it already.
-            with suppress(InvalidRequest):
-                self._run(stream.aclose())
+            except BaseException:
+                # Left between two chunks; a call that fails or is interrupted ends the stream by itself. A host that
+                # was closed has ended it already; on its own thread, where a collector may run, the loop ends it.
+                with suppress(InvalidRequest):
+                    self._run(stream.aclose())
+                raise
 
     def embed_packed(self, model: str, rows: Sequence[Any], width: int, **options: Any) -> FloatArray:
         """As :meth:`Host.embed_packed`."""
@@ -160,13 +162,17 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        # A collector may run inside it and close an iterator there, which is a call.
+        self._lock = threading.RLock()
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="synapse-host", daemon=True)
         self._thread.start()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the thread; an interrupt here cancels it there. InvalidRequest once it is closed."""
+        """Run a coroutine on the thread; an interrupt here cancels it there.
+
+        InvalidRequest once it is closed, and on the thread itself.
+        """
         try:
             with self._lock:
                 # Nothing is handed over once closing began: nobody would run it.
@@ -180,6 +186,10 @@ class LoopThread:
     def close(self, leave: Callable[[], Coroutine[Any, Any, Any]] | None) -> None:
         """Run *leave*, let the calls of other threads end, stop the thread; idempotent. Nothing in a forked child."""
         if os.getpid() != self._pid:
+            return
+        if threading.current_thread() is self._thread:
+            # The collector ran here: this thread can't wait for its own end.
+            threading.Thread(target=self.close, args=(leave,), name="synapse-host-close").start()
             return
         with self._lock:
             if self._closed:
@@ -199,6 +209,8 @@ class LoopThread:
             raise InvalidRequest(f"this host belongs to process {self._pid}; open one after the fork")
         if self._closed:
             raise InvalidRequest("this host is closed")
+        if threading.current_thread() is self._thread:
+            raise InvalidRequest("this is the host's own thread: it would wait for itself; call from another one")
 
     def _result(self, future: concurrent.futures.Future[T]) -> T:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -120,3 +121,72 @@ def test_a_closed_host_says_so(toy: tuple[Path, Path]) -> None:
     for call in calls:
         with pytest.raises(InvalidRequest, match="this host is closed"):
             call()
+
+
+def test_an_iterator_that_the_collector_finds_on_the_hosts_own_thread_holds_up_nobody(toy: tuple[Path, Path]) -> None:
+    done = program(
+        toy,
+        "import gc\n"
+        "gc.disable()\n"
+        "stream = host.embed_stream('toy', (f'text {i}' for i in range(3000)))\n"
+        "next(stream)\n"
+        "ring = [stream]\n"
+        "ring.append(ring)\n"
+        "del stream, ring\n"
+        "host._thread._loop.call_soon_threadsafe(gc.collect)\n"
+        "print(host.embed('toy', ['a']).shape)\n",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 8)\n", "")
+
+
+def test_a_host_that_the_collector_finds_on_its_own_thread_ends(toy: tuple[Path, Path]) -> None:
+    done = program(
+        toy,
+        "import gc\n"
+        "gc.disable()\n"
+        "thread = host._thread._thread\n"
+        "ring = [left]\n"
+        "ring.append(ring)\n"
+        "loop = host._thread._loop\n"
+        "del left, ring\n"
+        "loop.call_soon_threadsafe(gc.collect)\n"
+        "thread.join(30)\n"
+        "print(thread.is_alive())\n",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+def test_the_hosts_own_thread_cannot_wait_for_itself(toy: tuple[Path, Path]) -> None:
+    with SyncHost.open(toy[0], {"toy": toy[1]}) as host:
+        loop = host._thread._loop
+
+        async def inside() -> str:
+            with pytest.raises(InvalidRequest) as refused:
+                host.embed("toy", ["a"])
+            return str(refused.value)
+
+        assert "own thread" in asyncio.run_coroutine_threadsafe(inside(), loop).result(30)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGINT to oneself")
+def test_an_interrupt_while_the_texts_are_read_stays_an_interrupt(toy: tuple[Path, Path]) -> None:
+    done = program(
+        toy,
+        "import signal\n"
+        "reading, go = threading.Event(), threading.Event()\n"
+        "def texts():\n"
+        "    yield 'a'\n"
+        "    reading.set()\n"
+        "    go.wait()\n"
+        "def interrupt():\n"
+        "    reading.wait()\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "threading.Thread(target=interrupt).start()\n"
+        "try:\n"
+        "    list(host.embed_stream('toy', texts()))\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+        "go.set()\n"
+        "print(host.embed('toy', ['a']).shape)\n",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n(1, 8)\n", "")
