@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from synapse_host import admission
@@ -33,11 +33,28 @@ def check_texts(texts: Any, name: str) -> None:
     """Refuse what isn't a list of at least one text; the texts themselves are looked at when they are tokenised."""
     if isinstance(texts, str | bytes):
         raise InvalidRequest(f"{name} is one text; pass a list of texts")
-    if not isinstance(texts, Sequence) and not hasattr(texts, "__array__"):
-        # A set or a generator has no order to answer in.
+    # A set or a generator has no order to answer in.
+    ordered = isinstance(texts, Sequence) or hasattr(texts, "__array__")
+    try:
+        count = len(texts) if ordered else None
+    except TypeError:  # a single value of an array's kind
+        count = None
+    if count is None:
         raise InvalidRequest(f"{name} is {type(texts).__name__}; pass a list of texts")
-    if not len(texts):
+    if not count:
         raise InvalidRequest(f"{name} is empty: nothing to do")
+
+
+def check_source(texts: Any, offset: Any) -> Iterator[Any]:
+    """Return an iterator over a stream's texts; refuse what isn't one, and an *offset* that is no whole number."""
+    if isinstance(texts, str | bytes):
+        raise InvalidRequest("texts is one text; pass an iterable of texts")
+    if not hasattr(offset, "__index__"):
+        raise InvalidRequest(f"offset is {offset!r}, must be a whole number")
+    try:
+        return iter(texts)
+    except TypeError:
+        raise InvalidRequest(f"texts is {type(texts).__name__}; pass an iterable of texts") from None
 
 
 def check_rows(rows: Sequence[Any], assignment: Assignment) -> Rows:

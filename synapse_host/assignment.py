@@ -169,6 +169,8 @@ def find(
             f"{model} is a model to {bundle.manifest.task}, not to {task}",
             details={"model": model, "task": bundle.manifest.task},
         )
+    if lane is not None and not isinstance(lane, str):
+        raise InvalidRequest(f"lane is {type(lane).__name__}, must be a lane's name")
     wanted = lane or bundle.manifest.task
     for assignment in assignments.values():
         if assignment.model == model and wanted in (assignment.lane, assignment.lane_id):

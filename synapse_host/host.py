@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from engines.bundle.manifest import Bundle
 from synapse_host import admission, embedding, encoding, generation, hardware, reranking
-from synapse_host.arguments import absolute, check_rows, check_texts
+from synapse_host.arguments import absolute, check_rows, check_source, check_texts
 from synapse_host.assignment import Assignment
 from synapse_host.bundles import open_bundles, open_installed
 from synapse_host.config import HostConfig
@@ -148,15 +148,23 @@ class Host:
             return EmbedResult(vectors, rows.truncated, *assignment.served_by(), len(rows.ids))
         import numpy as np
 
-        vectors = np.empty((len(texts), assignment.bundle.manifest.dims), np.float32)
-        truncated: list[int] = []
+        count, truncated = len(texts), list[int]()
+        answer: FloatArray = np.empty((0, 0), np.float32)
         done = tokens = 0
-        async for part in self.embed_stream(model, texts, lane=lane, deadline=deadline, truncate=truncate):
-            vectors[done : done + len(part.vectors)] = part.vectors
-            truncated += part.truncated
-            done += len(part.vectors)
-            tokens += part.tokens
-        return EmbedResult(vectors, truncated, *assignment.served_by(), tokens)
+        async with aclosing(self.embed_stream(model, texts, lane=lane, deadline=deadline, truncate=truncate)) as stream:
+            async for part in stream:
+                if not done:
+                    answer = np.empty((count, part.vectors.shape[1]), np.float32)
+                if done + len(part.vectors) > count:
+                    break
+                answer[done : done + len(part.vectors)] = part.vectors
+                truncated += part.truncated
+                done += len(part.vectors)
+                tokens += part.tokens
+        if done != count or len(texts) != count:
+            # A row without an answer would hold whatever was in that memory before.
+            raise InvalidRequest(f"texts changed while they were embedded: it had {count} of them")
+        return EmbedResult(answer, truncated, *assignment.served_by(), tokens)
 
     async def embed_stream(
         self,
@@ -175,7 +183,8 @@ class Host:
         """
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")
-        chunks = encoding.chunks(self._encoders.of(model), texts, until, truncate=truncate, offset=offset)
+        source = check_source(texts, offset)
+        chunks = encoding.chunks(self._encoders.of(model), source, until, truncate=truncate, offset=offset)
         async with aclosing(chunks):
             async for rows in chunks:
                 vectors = await embedding.embed(self._lanes, assignment, rows, until)

@@ -70,10 +70,12 @@ class Lanes:
 
     async def aclose(self, *, drain: float) -> None:
         """Stop every worker; running requests get *drain* seconds. Idempotent; a shorter *drain* hurries one."""
-        self._closed = True
         if os.getpid() != self._pid:
             # A forked child leaves the block too: workers and sockets are its parent's.
+            self._closed = True
             return
+        self._check_loop()
+        self._closed = True
         supervisors = dict(self._supervisors)
         if supervisors:
             await asyncio.gather(*(supervisor.aclose(drain=drain) for supervisor in supervisors.values()))

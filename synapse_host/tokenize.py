@@ -242,7 +242,7 @@ def id_rows(rows: Sequence[Any], *, noun: str = "row") -> Rows:
     """
     import numpy as np
 
-    if not isinstance(rows, Sequence | np.ndarray) or isinstance(rows, str | bytes):
+    if not isinstance(rows, Sequence | np.ndarray) or isinstance(rows, str | bytes) or getattr(rows, "ndim", 1) < 1:
         raise InvalidRequest(f"the {noun}s are {type(rows).__name__}, must be a list of rows of token ids")
     arrays: list[IntArray] = []
     for index, row in enumerate(rows):

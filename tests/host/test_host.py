@@ -363,19 +363,64 @@ def test_two_hosts_on_one_runtime_directory(bench: Bench, runtime_dir: Path) -> 
     asyncio.run(main())
 
 
+def test_what_is_no_stream_of_texts_is_told_so(bench: Bench) -> None:
+    async def work(host: Host) -> None:
+        for texts, offset in (
+            ("abc", 0),
+            (b"abc", 0),
+            (5, 0),
+            (None, 0),
+            (np.array("x"), 0),
+            (["a"], "1"),
+            (["a"], 1.5),
+        ):
+            with pytest.raises(InvalidRequest):
+                await anext(host.embed_stream("toy", texts, offset=offset))  # type: ignore[arg-type]
+        for values in (np.array("x"), np.float32(1), np.ndarray, range(10**12)):
+            with pytest.raises(InvalidRequest):
+                await host.embed("toy", values)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest):
+            await host.embed_ids("toy", np.array(3))  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="lane is ndarray"):
+            await host.embed("toy", ["a"], lane=np.array(["a", "b"]))  # type: ignore[arg-type]
+
+    bench.model("toy").run(work)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda texts: texts.__delitem__(slice(1500, None)), lambda texts: texts.extend(texts)]
+)
+def test_a_list_that_changes_while_it_is_embedded_gives_no_rows_of_old_memory(bench: Bench, change: Any) -> None:
+    async def work(host: Host) -> None:
+        texts = ["a"] * 4000
+        asked = asyncio.create_task(host.embed("toy", texts))
+        while not host.counters["embed"].sent:
+            await asyncio.sleep(0)
+        change(texts)
+        with pytest.raises(InvalidRequest, match="changed"):
+            await asked
+
+    bench.model("toy").run(work)
+
+
 def test_another_event_loop_is_told_so(bench: Bench) -> None:
     async def work(host: Host) -> None:
         ends: list[Any] = []
 
         def elsewhere() -> None:
-            for call in (lambda: host.embed("toy", ["a"]), lambda: host.load("toy"), lambda: host.probe("embed")):
+            for call in (
+                lambda: host.embed("toy", ["a"]),
+                lambda: host.load("toy"),
+                lambda: host.probe("embed"),
+                host.aclose,
+            ):
                 try:
                     ends.append(asyncio.run(call()))
                 except InvalidRequest as exc:
                     ends.append(exc.message)
 
         await asyncio.to_thread(elsewhere)
-        assert len(ends) == 3 and all("another event loop" in str(end) for end in ends), ends
+        assert len(ends) == 4 and all("another event loop" in str(end) for end in ends), ends
         assert (await host.embed("toy", ["a"])).shape == (1, 8)
 
     bench.model("toy").run(work)

@@ -828,7 +828,7 @@ REPORTS: Final[tuple[Report, ...]] = (
             _guard(
                 "synapse_host.arguments:check_texts",
                 "no text at all is refused",
-                ("if not len(texts):", "if False:"),
+                ("if not count:", "if False:"),
             ),
         ),
     ),
