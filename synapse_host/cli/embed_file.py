@@ -8,15 +8,19 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from synapse_host.cli.jsonl import MAX_LINE, opened, read_texts
+from synapse_host.encoding import in_thread
 from synapse_host.errors import InvalidRequest
 from synapse_host.remains import holder, lock_exclusive
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from synapse_host.cli.console import Console
     from synapse_host.host import Host
 
@@ -44,6 +48,11 @@ async def embed_to_file(
         return await _embed(host, model, source, texts, out, lane, deadline, truncate, console)
 
 
+def _read_whole(source: str) -> list[str]:
+    with read_texts(source) as stream:
+        return list(stream)
+
+
 async def _embed(
     host: Host,
     model: str,
@@ -55,12 +64,10 @@ async def _embed(
     truncate: bool,
     console: Console,
 ) -> dict[str, Any]:
-    import numpy as np
-
     if source is not None and (source == "-" or not Path(source).is_file()):
         # Two passes are needed, one to count and digest: stdin, a pipe or <(command) can't be read twice.
-        with read_texts(source) as stream:
-            texts, source = list(stream), None
+        # In a thread: nobody may ever write to it, and Ctrl-C is answered on the loop.
+        texts, source = await in_thread(partial(_read_whole, source), None), None
     assignment = host.lane_of(model, lane)
     spec = assignment.require()
     dims = assignment.bundle.manifest.dims
@@ -77,18 +84,10 @@ async def _embed(
     }
     progress = progress_path(out)
     done, truncated = _resume(progress, out, key, (total, dims))
-    try:
-        if done:
-            array = np.lib.format.open_memmap(out, mode="r+")
-            console.note(f"going on at text {done} of {total}")
-        else:
-            out.unlink(missing_ok=True)
-            array = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(total, dims))
-            _allocate(out)
-    except OSError as exc:
-        raise InvalidRequest(f"{out}: can't be written: {exc.strerror or exc}", details={"file": str(out)}) from exc
+    array = None
+    if done:
+        console.note(f"going on at text {done} of {total}")
     started, first, tokens = time.monotonic(), done, 0
-    _record(progress, key, done, truncated)
     with console.bar("embedding", total, unit="texts") as bar:
         bar.advance(done)
         with _texts(source, texts) as stream:
@@ -99,6 +98,9 @@ async def _embed(
                     rows = len(result.vectors)
                     if done + rows > total:
                         raise InvalidRequest(f"{source} grew while it was read", details={"file": source})
+                    if array is None:
+                        # Not before there is something to write: a run that fails at once leaves an older result alone.
+                        array = _opened(out, (total, dims), resumed=done > 0)
                     array[done : done + rows] = result.vectors
                     done += rows
                     tokens += result.tokens
@@ -123,6 +125,22 @@ async def _embed(
         "texts_per_s": (total - first) / elapsed,
         "tokens_per_s": tokens / elapsed,
     }
+
+
+def _opened(out: Path, shape: tuple[int, int], *, resumed: bool) -> np.memmap[Any, np.dtype[np.float32]]:
+    """Map *out*, float32 of *shape*: as it is where *resumed*, else anew and with all its blocks. InvalidRequest."""
+    import numpy as np
+
+    try:
+        if resumed:
+            return np.lib.format.open_memmap(out, mode="r+")
+        progress_path(out).unlink(missing_ok=True)  # what it counts is gone now
+        out.unlink(missing_ok=True)
+        array = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=shape)
+        _allocate(out)
+    except OSError as exc:
+        raise InvalidRequest(f"{out}: can't be written: {exc.strerror or exc}", details={"file": str(out)}) from exc
+    return array
 
 
 def _check_out(out: Path, source: str | None) -> None:
