@@ -134,8 +134,8 @@ def limited(seconds: float | None, what: str) -> Iterator[None]:
 
     end = time.monotonic() + seconds
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # inside: a tiny deadline rings before this returns
         yield
     except KeyboardInterrupt:
         if time.monotonic() < end:

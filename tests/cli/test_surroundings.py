@@ -76,6 +76,28 @@ def test_out_needs_a_file_name(cli: Command, out: str) -> None:
     assert done.code == 2 and done.err.count("\n") == 1 and "internal error" not in done.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--model", "judge", "a"), 2),
+        (("--model", "toy", "--file", "bad.jsonl"), 2),
+        (("--model", "toy", ""), 2),
+        (("--model", "toy", "--deadline", "0.000001", "a"), 5),
+    ],
+)
+def test_a_run_that_fails_at_once_leaves_an_older_result_alone(
+    cli: Command, arguments: tuple[str, ...], code: int
+) -> None:
+    cli.bundle("judge", task="rerank")
+    (cli.root / "bad.jsonl").write_text('"a"\n{"no": "text"}\n')
+    older = cli.root / "x.npy"
+    older.write_bytes(b"an older result")
+    done = cli("embed", *arguments, "--out", "x.npy")
+    assert done.code == code and done.err
+    assert older.read_bytes() == b"an older result"
+    assert [path.name for path in cli.root.glob("x.npy*")] == ["x.npy"]
+
+
 def test_out_has_its_blocks_before_anything_is_computed(cli: Command) -> None:
     """A hole that is mapped and written on a full disk ends the process by SIGBUS."""
     from synapse_host.cli.embed_file import _allocate
