@@ -80,7 +80,12 @@ class HostProfile:
         """Return ``linux x86_64, 2 cores, avx512-bf16`` and the like."""
         parts = [f"{self.os} {self.arch}", f"{self.cores} core{'s' if self.cores != 1 else ''}"]
         best = next(
-            (name for name in ("avx512_bf16", "avx512f", "avx2", "sve", "asimd") if name in self.cpu_features), ""
+            (
+                name
+                for name in ("avx512_fp16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
+                if name in self.cpu_features
+            ),
+            "",
         )
         if best:
             parts.append(best.replace("_", "-"))
