@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from synapse_host.errors import InvalidRequest
+from synapse_host.event_loop import new_event_loop
 
 if TYPE_CHECKING:
     import numpy as np
@@ -160,7 +161,7 @@ class LoopThread:
     """An event loop on a thread of its own, for callers on other threads."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._pid = os.getpid()
         # A collector may run inside it and close an iterator there, which is a call.
         self._lock = threading.RLock()

@@ -16,6 +16,7 @@ from synapse_host.cli.parser import Parser, count, seconds
 from synapse_host.cli.remote import runtime_dir
 from synapse_host.cli.session import bundle_of, config_of, model_name
 from synapse_host.errors import EXIT_INTERRUPTED, EXIT_OK, InvalidRequest, SynapseError
+from synapse_host.event_loop import new_event_loop
 
 if TYPE_CHECKING:
     import argparse
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     matrix = load_matrix(args.matrix)
     models, loads = _models(args, console)
     try:
-        return asyncio.run(_Run(args, console, models, loads).main(matrix))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(_Run(args, console, models, loads).main(matrix))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 
