@@ -313,7 +313,7 @@ async def lanes(plan: Plan) -> list[Row]:
 
 
 def _rows(opened: Host, sentences: list[str]) -> list[Any]:
-    ids = opened._tokenizer("minilm").rows(sentences)
+    ids = opened._encoders.of("minilm").rows(sentences)
     bounds = np.concatenate(([0], np.cumsum(ids.lengths)))
     return [ids.ids[start:stop] for start, stop in pairwise(bounds)]
 
@@ -321,7 +321,7 @@ def _rows(opened: Host, sentences: list[str]) -> list[Any]:
 def _batch(opened: Host, sentences: list[str]) -> Any:
     from engines.runtime.batch import TokenBatch
 
-    ids = opened._tokenizer("minilm").rows(sentences)
+    ids = opened._encoders.of("minilm").rows(sentences)
     return TokenBatch(np.ascontiguousarray(ids.ids), np.concatenate(([0], np.cumsum(ids.lengths))).astype(np.int32))
 
 
