@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 SPIN = """
-import ctypes, os
+import ctypes, os, sys
+parent = int(sys.argv[1])
+try:
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: a killed suite leaves none of these behind
+except (AttributeError, OSError, TypeError):
+    pass
+if os.getppid() != parent:
+    sys.exit()
 try:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 except (AttributeError, OSError):
@@ -26,8 +33,9 @@ try:
     libc.pthread_spin_lock(ctypes.byref(lock))
 except (AttributeError, OSError, TypeError):
     pass
-while True:
-    pass
+while os.getppid() == parent:
+    for _ in range(1000000):
+        pass
 """
 # Waiting twice for one spin lock is a loop of PAUSE instructions. Virtual cores are often the two threads of one core,
 # and a busy loop beside the measured process would take half of it away.
@@ -44,7 +52,7 @@ def spinners() -> Iterator[None]:
     children = []
     try:
         for core in cores:
-            child = subprocess.Popen([sys.executable, "-S", "-c", SPIN])
+            child = subprocess.Popen([sys.executable, "-S", "-c", SPIN, str(os.getpid())])
             children.append(child)
             with suppress(AttributeError, OSError):
                 os.sched_setaffinity(child.pid, {core})

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.benchmarks import picture, texts
@@ -117,3 +120,20 @@ def test_an_unknown_group_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["--only", "wrie"])
     assert "wire, lifecycle, models" in capsys.readouterr().err
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is told by Linux only")
+def test_a_killed_suite_leaves_no_spinner() -> None:
+    script = "from tests.benchmarks.machine import spinners\nwith spinners(): print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2],
+    ) as suite:  # fmt: skip
+        assert suite.stdout is not None
+        suite.stdout.readline()
+        spinning = psutil.Process(suite.pid).children()
+        assert spinning
+        suite.kill()
+    gone, alive = psutil.wait_procs(spinning, timeout=30)
+    assert len(gone) == len(spinning) and not alive
