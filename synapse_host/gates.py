@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 
+from engines.bundle.layout import INT8
 from synapse_host import agreement
 from synapse_host.evidence import (
     Comparison,
@@ -41,7 +42,7 @@ PACKED_MIXES: Final = 8
 PACKED_COSINE: Final = 0.9999
 PACKED_DIFFERENCE: Final = 1e-3
 """What a packed width must show before it serves (ane.md 3.3); fixed."""
-APPROXIMATE_DTYPES: Final = frozenset({"int8"})
+APPROXIMATE_DTYPES: Final = frozenset({INT8})
 
 
 class Bound(NamedTuple):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from synapse_host.matrix import HardwareMatrix
 
+_TELLING: Final = ("avx512_fp16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
+"""Instruction sets that decide how fast an engine is, the most telling first."""
 _ARCH: Final = {"amd64": "x86_64", "x64": "x86_64", "aarch64": "arm64"}
 
 
@@ -79,14 +81,7 @@ class HostProfile:
     def summary(self) -> str:
         """Return ``linux x86_64, 2 cores, avx512-bf16`` and the like."""
         parts = [f"{self.os} {self.arch}", f"{self.cores} core{'s' if self.cores != 1 else ''}"]
-        best = next(
-            (
-                name
-                for name in ("avx512_fp16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
-                if name in self.cpu_features
-            ),
-            "",
-        )
+        best = next((name for name in _TELLING if name in self.cpu_features), "")
         if best:
             parts.append(best.replace("_", "-"))
         return ", ".join(parts)

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from engines.bundle.layout import INT8
 from engines.bundle.manifest import Artifact, Bundle
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 OS_NAMES: Final = {"darwin": "macOS", "linux": "Linux", "windows": "Windows"}
 
-INT8: Final = "int8"
 _DTYPE_ORDER: Final = {
     "llama": ("f16", "f32", "q8_0"),
     "cuda": ("f16", "f32"),

@@ -25,7 +25,6 @@ from synapse_host.health import LaneHealth, Refresher, monotonic
 from synapse_host.lane import LaneSpec
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.logring import LogRing
-from synapse_host.payload import floats
 from synapse_host.permits import Permits
 from synapse_host.session import Session
 from synapse_host.standing import Standing
@@ -337,6 +336,8 @@ class Supervisor:
             error = lane_errors.answered(self.spec, exchange.stage, reply)
         else:
             if payload is not None:
+                from engines.finite import floats  # numpy with the first reply, not with the host
+
                 array, finite = floats(payload)
                 if not finite:
                     error = lane_errors.nonfinite(self.spec, exchange.stage)

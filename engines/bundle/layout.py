@@ -70,6 +70,8 @@ def required(family: Family, task: Task, config: dict[str, Any]) -> Shapes:
     return dict(_decoder(family, task, config))
 
 
+INT8: Final = "int8"
+"""The dtype, as manifests and matrices spell it, of packages whose layers' matrices are int8."""
 SCALE: Final = ".scale"
 APART: Final = ".apart"
 CHANNELS: Final = "apart"

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 from engines.bundle import safetensors
 from engines.bundle.checkpoint import Checkpoint, CheckpointError
 from engines.bundle.digest import PREFIX, file_digest
+from engines.bundle.layout import INT8
 from engines.bundle.manifest import BundleError
 from engines.bundle.quantize import Quantised
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from engines.bundle.safetensors import Array
 
 DTYPES: Final = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-INT8: Final = "int8"
 PROFILE_SUFFIX: Final = ".owned-cuda"
 
 

@@ -15,8 +15,9 @@ from msgspec import UNSET
 
 from engines.bundle import layout
 from engines.bundle.checkpoint import Checkpoint, complete_config, restore_numbers
+from engines.bundle.layout import INT8
 from engines.bundle.manifest import Artifact, Bundle, BundleError
-from engines.bundle.package import INT8, profile_of
+from engines.bundle.package import profile_of
 from engines.bundle.safetensors import MAX_HEADER, Header, parse_header
 from engines.cuda import floor, settings
 from engines.cuda.buckets import Policy, ladder_up_to
@@ -60,9 +61,10 @@ def load(
     if verdict.status != "ok":
         raise floor.refusal(verdict)
     entry = check_digest(request, bundle)
+    int8 = entry.dtype == INT8
     with artifact.open_artifact(request.artifact_path) as file:
         check_dtype(entry, device)
-        config = check_header(file, Path(request.artifact_path), bundle, int8=entry.dtype == INT8)
+        config = check_header(file, Path(request.artifact_path), bundle, int8=int8)
         artifact.verify(file, entry.digest, progress)
         try:
             checkpoint = Checkpoint.from_package(
@@ -71,12 +73,12 @@ def load(
                 family=bundle.manifest.family,
                 task=bundle.manifest.task,
                 fd=file.fileno(),
-                int8=entry.dtype == INT8,
+                int8=int8,
             )
         except BundleError as exc:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
     return _Assembly(
-        bundle, checkpoint, chosen, device=device, precision=precision, int8=entry.dtype == INT8, progress=progress
+        bundle, checkpoint, chosen, device=device, precision=precision, int8=int8, progress=progress
     ).model()
 
 

@@ -1,8 +1,8 @@
 """EMBED_BATCH, RERANK, RERANK_SEQUENCES and GENERATE: raw frame to arrays, model call, array to raw frame.
 
-The one module of the runtime that imports numpy; the dispatcher loads it at the first inference request, long after
-HELLO. A small exchange consists of little but the checks here, so each is the cheapest exact form that was measured
-(docs/performance.md).
+The one module of the runtime that imports numpy, also through :mod:`engines.finite`; the dispatcher loads it at the
+first inference request, long after HELLO. A small exchange consists of little but the checks here, so each is the
+cheapest exact form that was measured (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, assert_never
 import numpy as np
 from msgspec import UNSET
 
+from engines.finite import all_finite
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import (
     ITEM_BYTES,
@@ -41,10 +42,6 @@ Served: TypeAlias = tuple[Vectors | Scores | Text, memoryview | None]
 
 _INT32: Final = np.dtype("<i4")
 _FLOAT32: Final = np.dtype(np.float32)
-FEW: Final = 4096
-"""Elements up to which searching the flags' bytes beats a reduction, whose call alone costs more."""
-BLOCK: Final = 131072
-"""Elements whose flags stay in the cache; flags of tens of megabytes at once cost twice as much."""
 
 
 class Inference:
@@ -185,19 +182,3 @@ def bytes_of(array: FloatArray, shape: tuple[int, ...]) -> memoryview:
         row = int(np.isfinite(array).reshape(shape[0], -1).all(axis=1).argmin())
         raise EngineError(ErrorCode.NONFINITE_OUTPUT, f"row {row} of {shape[0]} holds NaN or infinity")
     return data.cast("B")
-
-
-def all_finite(array: FloatArray) -> bool:
-    """Return whether no element is NaN or infinite; *array* is C-contiguous."""
-    size = array.size
-    if size <= FEW:
-        return np.isfinite(array).tobytes().find(b"\0") < 0
-    if size <= BLOCK:
-        return bool(np.isfinite(array).all())
-    flat = array.reshape(-1)
-    flags = np.empty(BLOCK, np.bool_)
-    for start in range(0, size, BLOCK):
-        part = flat[start : start + BLOCK]
-        if not np.isfinite(part, flags[: len(part)]).all():
-            return False
-    return True

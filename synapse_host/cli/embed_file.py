@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from synapse_host.cli.console import Console
     from synapse_host.host import Host
+    from synapse_host.results import EmbedResult
 
 
 async def embed_to_file(
@@ -45,72 +46,33 @@ async def embed_to_file(
     """
     _check_out(out, source)
     with alone(out):
-        return await _embed(host, model, source, texts, out, lane, deadline, truncate, console)
-
-
-def _read_whole(source: str) -> list[str]:
-    with read_texts(source) as stream:
-        return list(stream)
-
-
-async def _embed(
-    host: Host,
-    model: str,
-    source: str | None,
-    texts: list[str],
-    out: Path,
-    lane: str | None,
-    deadline: float | None,
-    truncate: bool,
-    console: Console,
-) -> dict[str, Any]:
-    if source is not None and (source == "-" or not Path(source).is_file()):
-        # Two passes are needed, one to count and digest: stdin, a pipe or <(command) can't be read twice.
-        # In a thread: nobody may ever write to it, and Ctrl-C is answered on the loop.
-        texts, source = await in_thread(partial(_read_whole, source), None), None
-    assignment = host.lane_of(model, lane)
-    spec = assignment.require()
-    dims = assignment.bundle.manifest.dims
-    total, digest = _survey_file(source) if source else _survey_texts(texts)
-    if not total:
-        raise InvalidRequest("there is no text to embed", details={"file": source})
-    key = {
-        "input_digest": digest,
-        "manifest_digest": assignment.bundle.digest,
-        "artifact_digest": spec.load.artifact_digest,
-        "engine": spec.engine_id,
-        "truncate": truncate,
-        "rows": total,
-    }
-    progress = progress_path(out)
-    done, truncated = _resume(progress, out, key, (total, dims))
-    array = None
-    if done:
-        console.note(f"going on at text {done} of {total}")
-    started, first, tokens = time.monotonic(), done, 0
-    with console.bar("embedding", total, unit="texts") as bar:
-        bar.advance(done)
-        with _texts(source, texts) as stream:
-            rest = islice(stream, done, None)
-            chunks = host.embed_stream(model, rest, lane=lane, deadline=deadline, truncate=truncate, offset=done)
-            async with aclosing(chunks) as results:
-                async for result in results:
-                    rows = len(result.vectors)
-                    if done + rows > total:
-                        raise InvalidRequest(f"{source} grew while it was read", details={"file": source})
-                    if array is None:
-                        # Not before there is something to write: a run that fails at once leaves an older result alone.
-                        array = _opened(out, (total, dims), resumed=done > 0)
-                    array[done : done + rows] = result.vectors
-                    done += rows
-                    tokens += result.tokens
-                    truncated += result.truncated
-                    array.flush()
-                    _record(progress, key, done, truncated)
-                    bar.advance(rows)
-    if done != total:
-        raise InvalidRequest(f"{source} shrank while it was read", details={"file": source})
-    progress.unlink(missing_ok=True)
+        if source is not None and (source == "-" or not Path(source).is_file()):
+            # Two passes are needed, one to count and digest: stdin, a pipe or <(command) can't be read twice.
+            # In a thread: nobody may ever write to it, and Ctrl-C is answered on the loop.
+            texts, source = await in_thread(partial(_read_whole, source), None), None
+        assignment = host.lane_of(model, lane)
+        spec = assignment.require()
+        dims = assignment.bundle.manifest.dims
+        total, digest = _survey_file(source) if source else _survey_texts(texts)
+        if not total:
+            raise InvalidRequest("there is no text to embed", details={"file": source})
+        key = {
+            "input_digest": digest,
+            "manifest_digest": assignment.bundle.digest,
+            "artifact_digest": spec.load.artifact_digest,
+            "engine": spec.engine_id,
+            "truncate": truncate,
+            "rows": total,
+        }
+        first, truncated = _resume(progress_path(out), out, key, (total, dims))
+        if first:
+            console.note(f"going on at text {first} of {total}")
+        started = time.monotonic()
+        with console.bar("embedding", total, unit="texts") as bar, _texts(source, texts) as stream:
+            bar.advance(first)
+            rest = islice(stream, first, None)
+            chunks = host.embed_stream(model, rest, lane=lane, deadline=deadline, truncate=truncate, offset=first)
+            tokens = await _fill(out, chunks, key, (total, dims), first, truncated, bar.advance, source)
     elapsed = max(time.monotonic() - started, 1e-9)
     return {
         "model": model,
@@ -125,6 +87,47 @@ async def _embed(
         "texts_per_s": (total - first) / elapsed,
         "tokens_per_s": tokens / elapsed,
     }
+
+
+def _read_whole(source: str) -> list[str]:
+    with read_texts(source) as stream:
+        return list(stream)
+
+
+async def _fill(
+    out: Path,
+    chunks: AsyncGenerator[EmbedResult, None],
+    key: dict[str, Any],
+    shape: tuple[int, int],
+    done: int,
+    truncated: list[int],
+    advance: Callable[[int], None],
+    source: str | None,
+) -> int:
+    """Write *chunks* to *out* from row *done* on, noting each in the record; return their tokens.
+
+    *truncated* is added to. InvalidRequest where *source* no longer has the texts that were counted.
+    """
+    progress, array, tokens = progress_path(out), None, 0
+    async with aclosing(chunks) as results:
+        async for result in results:
+            rows = len(result.vectors)
+            if done + rows > shape[0]:
+                raise InvalidRequest(f"{source} grew while it was read", details={"file": source})
+            if array is None:
+                # Not before there is something to write: a run that fails at once leaves an older result alone.
+                array = _opened(out, shape, resumed=done > 0)
+            array[done : done + rows] = result.vectors
+            done += rows
+            tokens += result.tokens
+            truncated += result.truncated
+            array.flush()
+            _record(progress, key, done, truncated)
+            advance(rows)
+    if done != shape[0]:
+        raise InvalidRequest(f"{source} shrank while it was read", details={"file": source})
+    progress.unlink(missing_ok=True)
+    return tokens
 
 
 def _opened(out: Path, shape: tuple[int, int], *, resumed: bool) -> np.memmap[Any, np.dtype[np.float32]]:

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
+from engines.finite import floats
 from engines.protocol.errors import ErrorCode
 from engines.protocol.messages import Generate, Rerank, RerankSequences, Segment
 from synapse_host import process as process_module
@@ -27,7 +28,6 @@ from synapse_host.errors import (
     ProbeRequired,
     QueueFull,
 )
-from synapse_host.payload import floats
 from synapse_host.permits import Permits
 from synapse_host.process import WorkerProcess
 from tests.host.conftest import FAST, embed

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
+from engines.finite import BLOCK, FEW, all_finite, floats
 from engines.protocol.errors import EngineError, ErrorCode
-from engines.runtime.inference import BLOCK, FEW, all_finite, bytes_of, check_ids
-from synapse_host.payload import floats
+from engines.runtime.inference import bytes_of, check_ids
 
 SIZES = (1, 2, FEW - 1, FEW, FEW + 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5)
 
