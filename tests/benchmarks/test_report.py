@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -134,6 +136,9 @@ def test_a_killed_suite_leaves_no_spinner() -> None:
         suite.stdout.readline()
         spinning = psutil.Process(suite.pid).children()
         assert spinning
+        # They are told of a parent's death from the moment they step back behind everything else.
+        while not all(os.sched_getscheduler(one.pid) == os.SCHED_IDLE or one.nice() == 19 for one in spinning):
+            time.sleep(0.01)
         suite.kill()
     gone, alive = psutil.wait_procs(spinning, timeout=30)
     assert len(gone) == len(spinning) and not alive
