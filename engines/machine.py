@@ -8,7 +8,9 @@ mask knows of a cgroup quota.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -40,6 +42,35 @@ def affinity() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def whole_machine(threads: int) -> tuple[int, ...]:
+    """Return the ids of all CPUs this process may use if that is *threads* of them, two or more; otherwise nothing.
+
+    Then a thread may be bound to each without taking a choice away: there is none. Empty where threads can't be bound.
+    """
+    if threads < 2 or not hasattr(os, "sched_getaffinity"):
+        return ()
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    return cpus if len(cpus) == threads == usable_cores() else ()
+
+
+@contextmanager
+def bound_to(cpu: int | None) -> Iterator[None]:
+    """Keep the calling thread on *cpu* for the block; None, or a CPU that is no longer allowed, leaves it free."""
+    before: set[int] | None = None
+    if cpu is not None and sys.platform == "linux":
+        before = os.sched_getaffinity(0)
+        try:
+            os.sched_setaffinity(0, {cpu})
+        except OSError:
+            before = None
+    try:
+        yield
+    finally:
+        if before is not None and sys.platform == "linux":
+            with suppress(OSError):  # the machine took the CPUs away meanwhile, and with them the wish
+                os.sched_setaffinity(0, before)
 
 
 def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:

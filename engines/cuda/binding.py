@@ -68,32 +68,32 @@ def _opens(library: str) -> bool:
         return False
 
 
-def session(graph: Graph, *, threads: int, spin: bool = False, cuda: dict[str, str] | None = None) -> Any:
-    """Create a session: on the CPU, awake between nodes if *spin*, or by *cuda* on the GPU only (EngineError)."""
+def session(
+    graph: Graph, *, threads: int, spin: bool = False, cpus: str = "", cuda: dict[str, str] | None = None
+) -> Any:
+    """Create a session, by *cuda* on the GPU only (EngineError); *cpus*: of its threads but the caller's, from 1."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()  # [P] SessionOptions
     options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
     options.enable_mem_pattern = False  # [P]: patterns are cached per input shape, and shapes vary here
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin)))  # [K]
     options.add_session_config_entry("session.force_spinning_stop", "1")  # [K]: idle threads give their core away
+    if cpus:
+        options.add_session_config_entry("session.intra_op_thread_affinities", cpus)  # [K]
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")  # [K]
-    names = list(graph.weights)
-    values = [ort.OrtValue.ortvalue_from_numpy(graph.weights[name]) for name in names]  # [P]: no copy on the CPU
-    options.add_external_initializers(names, values)  # [P]
-    providers: list[Any] = ["CPUExecutionProvider"]
-    off = UNFUSED if cuda is None else None
+    values = [ort.OrtValue.ortvalue_from_numpy(array) for array in graph.weights.values()]  # [P]: no copy on the CPU
+    options.add_external_initializers(list(graph.weights), values)  # [P]
+    wanted, off = ("CPUExecutionProvider", UNFUSED) if cuda is None else ("CUDAExecutionProvider", None)
     if cuda is not None:
         # [K]: creation fails when a node would land on the CPU; without it onnxruntime falls back and says nothing.
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-        providers = [("CUDAExecutionProvider", cuda)]  # [E] options
+    providers = [(wanted, cuda or {})]  # [E] options
     try:
         made = ort.InferenceSession(graph.model, options, providers, enable_fallback=0, disabled_optimizers=off)  # [P]
     except Exception as exc:  # onnxruntime's classes share no base below Exception
         refuse(exc, creating=True)
-    wanted = "CPUExecutionProvider" if cuda is None else "CUDAExecutionProvider"
     # [P] get_provider_graph_assignment_info: which provider every node went to, after graph optimisation
     elsewhere = {part.ep_name for part in made.get_provider_graph_assignment_info()} - {wanted}
     if made.get_providers()[0] != wanted or elsewhere:  # [P]

@@ -15,6 +15,7 @@ from engines.cuda.binding import Binding, Cuda
 from engines.cuda.buckets import Bucket, Policy
 from engines.cuda.graph import Graph
 from engines.cuda.staging import RESIDENT, Filler, Shape, Slot, layout, slot_bytes
+from engines.machine import bound_to
 
 if TYPE_CHECKING:
     from engines.runtime.batch import FloatArray
@@ -66,10 +67,22 @@ def bind(
 class CpuDevice:
     """The CPU provider. Several buckets run side by side on one thread each; a single one takes all threads."""
 
-    def __init__(self, routes: Sequence[Route], *, policy: Policy, dims: int, widest: int, threads: int) -> None:
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        *,
+        policy: Policy,
+        dims: int,
+        widest: int,
+        threads: int,
+        cpus: tuple[int, ...] = (),
+    ) -> None:
         import numpy as np
 
         self.routes, self.dims, self.threads = routes, dims, threads
+        # The wide session's threads have every CPU but the first. A caller that wakes up on one of theirs shares it for
+        # most of a short run, since nothing moves either of them away in time.
+        self._cpu = cpus[0] if cpus else None
         self._counting = np.arange(widest + 1, dtype=np.int32)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="forward") if routes[0].narrow else None
         names = sorted({name for r in routes for name in r.graph.inputs})
@@ -94,7 +107,8 @@ class CpuDevice:
     def submit(self, slot: Slot, shape: Shape, *, alone: bool) -> None:
         """Run in a pool thread, or in this one where nothing runs beside it."""
         if alone or self._pool is None:
-            self._forward(slot, shape, wide=True)
+            with bound_to(self._cpu):
+                self._forward(slot, shape, wide=True)
             slot.native["future"] = None
         else:
             slot.native["future"] = self._pool.submit(self._forward, slot, shape, wide=False)

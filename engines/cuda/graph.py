@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 OPSET: Final = 20
 """Standard operators: 20 brought Gelu; LayerNormalization is older."""
+OPSET_INT8: Final = 21
+"""21 brought quantisation in blocks: a range a row."""
 IR_VERSION: Final = 10
 CONTRIB: Final = "com.microsoft"
 UNFUSED: Final = ["SkipLayerNormFusion", "BiasGeluFusion"]
@@ -242,7 +244,8 @@ class GraphBuilder:
             [output],
             list(self._initializers.values()),
         )
-        opsets = [self._helper.make_opsetid("", OPSET), self._helper.make_opsetid(CONTRIB, 1)]
+        opset = OPSET_INT8 if self.variant.int8 else OPSET
+        opsets = [self._helper.make_opsetid("", opset), self._helper.make_opsetid(CONTRIB, 1)]
         model = self._helper.make_model(
             graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="synapse-workers"
         )

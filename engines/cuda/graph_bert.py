@@ -5,10 +5,10 @@ Tensor names as transformers writes them, without a leading ``bert.``. Post-norm
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.cuda.graph import CONTRIB, MASKED, Graph, GraphBuilder
-from engines.cuda.graph_int8 import GELU_FLOOR, Part, dense
+from engines.cuda.graph_int8 import After, Int8Dense, Part
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
@@ -34,11 +34,13 @@ def build(b: GraphBuilder) -> Graph:
     mask = b.op("Unsqueeze", b.additive(real), b.ints(1, 2)) if b.variant.attention == "plain" else ""
     layers = spec.integer("num_hidden_layers")
     # Where one row is read out, the last layer computes that row alone beyond its keys and values.
-    reads_first = mask and (spec.task == "rerank" or spec.pooling == "cls")
+    reads_first = spec.task == "rerank" or spec.pooling == "cls"
     for layer in range(layers):
-        first = bool(reads_first) and layer == layers - 1
         prefix = f"encoder.layer.{layer}."
-        states = _layer(b, states, prefix, mask=mask, lens=lens, offsets=offsets, cu=cu, first=first)
+        if mask:
+            states = _layer(b, states, prefix, mask=mask, first=reads_first and layer == layers - 1)
+        else:
+            states = _fused_layer(b, states, prefix, lens=lens, offsets=offsets, cu=cu)
     if packed:
         # Padding positions come back as zeros, so a plain sum over S is a sum over real tokens.
         states = b.op("RestorePadding", states, offsets, domain=CONTRIB)
@@ -79,22 +81,78 @@ def _embed(b: GraphBuilder, ids: str, positions: str, *, packed: bool) -> str:
     return b.layer_norm(b.add(word, place), "embeddings.LayerNorm", eps=spec.number("layer_norm_eps", 1e-12), bias=True)
 
 
-def _first(b: GraphBuilder, x: str, axis: int) -> str:
-    return b.op("Slice", x, b.ints(0), b.ints(1), b.ints(axis))
-
-
-def _layer(
-    b: GraphBuilder, states: str, prefix: str, *, mask: str, lens: str, offsets: str, cu: str, first: bool
-) -> str:
-    """One layer; *first*: of padded rows, only the state of the first token is wanted (B, 1, H)."""
-    if b.variant.int8:
-        return _layer_int8(b, states, prefix, mask=mask, first=first)
+def _layer(b: GraphBuilder, states: str, prefix: str, *, mask: str, first: bool) -> str:
+    """One layer of standard operators; *first*: only the state of the first token is wanted (B, 1, H)."""
     spec = b.spec
     hidden, ffn = spec.integer("hidden_size"), spec.integer("intermediate_size")
     heads, eps = spec.integer("num_attention_heads"), spec.number("layer_norm_eps", 1e-12)
     head_dim = hidden // heads
+    dense: Dense = Int8Dense(b) if b.variant.int8 else FloatDense(b)
     own = prefix + "attention.self."
-    scale = head_dim**-0.5
+
+    def in_heads(rows: Any, name: str, factor: float = 1.0) -> str:
+        parted = b.op("Reshape", dense.product(rows, Part(own + name, hidden, factor)), b.ints(0, 0, heads, head_dim))
+        return b.heads_first(parted)
+
+    every = wanted = dense.rows(states, into=hidden, after="norm")
+    if first:
+        states = b.op("Slice", states, b.ints(0), b.ints(1), b.ints(1))
+        wanted = dense.rows(states, into=hidden, after="norm")
+    q = in_heads(wanted, "query", head_dim**-0.5)  # the softmax scale is folded into the weights
+    context = b.join_heads(b.attend(q, in_heads(every, "key"), in_heads(every, "value"), mask), hidden)
+    rows = dense.rows(context, into=hidden, after="attention")
+    projected = dense.product(rows, Part(prefix + "attention.output.dense", hidden))
+    states = b.skip_layer_norm(projected, states, prefix + "attention.output.LayerNorm", eps=eps, bias=None)
+    rows = dense.rows(states, into=hidden, after="norm")
+    active = b.gelu(dense.product(rows, Part(prefix + "intermediate.dense", ffn)))
+    narrow = dense.product(dense.rows(active, into=ffn, after="gelu"), Part(prefix + "output.dense", hidden))
+    return b.skip_layer_norm(narrow, states, prefix + "output.LayerNorm", eps=eps, bias=None)
+
+
+class Dense(Protocol):
+    """How a layer multiplies by its matrices: :class:`FloatDense` or :class:`Int8Dense`."""
+
+    def rows(self, x: str, *, into: int, after: After) -> Any:
+        """Return *x* (…, into) as :meth:`product` takes it: made once, multiplied by several matrices."""
+        ...
+
+    def product(self, rows: Any, part: Part) -> str:
+        """Multiply by the part's matrix and add its bias: (…, out)."""
+        ...
+
+
+class FloatDense:
+    """Dense layers in the compute dtype."""
+
+    def __init__(self, b: GraphBuilder) -> None:
+        self.b = b
+
+    def rows(self, x: str, *, into: int, after: After) -> tuple[str, int]:
+        """Return *x* itself."""
+        return x, into
+
+    def product(self, rows: tuple[str, int], part: Part) -> str:
+        """Multiply by the part's matrix and add its bias: (…, out)."""
+        import numpy as np
+
+        b, (x, into), name, factor = self.b, rows, part.name, np.float32(part.factor)
+
+        def scaled(suffix: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+            array = b.store.raw(name + suffix, shape)
+            return array if part.factor == 1.0 else np.asarray(array, np.float32) * factor
+
+        weight = b.derived(name + ".weight:T", lambda: scaled(".weight", (part.out, into)).T)
+        bias = b.derived(name + ".bias:scaled", lambda: scaled(".bias", (part.out,)))
+        return b.add(b.op("MatMul", x, weight), bias)
+
+
+def _fused_layer(b: GraphBuilder, states: str, prefix: str, *, lens: str, offsets: str, cu: str) -> str:
+    """The same layer of onnxruntime's fused operators, rows padded or, where *offsets* are given, end to end."""
+    spec = b.spec
+    hidden, ffn = spec.integer("hidden_size"), spec.integer("intermediate_size")
+    heads, eps = spec.integer("num_attention_heads"), spec.number("layer_norm_eps", 1e-12)
+    own = prefix + "attention.self."
+    scale = (hidden // heads) ** -0.5
 
     def joined(part: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """q, k and v side by side; the softmax scale is folded into q."""
@@ -106,53 +164,23 @@ def _layer(
 
     qkv = b.op("MatMul", states, b.derived(own + "qkv.weight:T", lambda: joined("weight", (hidden, hidden))))
     bias = b.derived(own + "qkv.bias", lambda: joined("bias", (hidden,)))
-    if b.variant.attention == "plain":
-        q, k, v = b.split_heads(b.add(qkv, bias), heads, head_dim)
-        if first:
-            q, states = _first(b, q, 2), _first(b, states, 1)
-        context = b.join_heads(b.attend(q, k, v, mask), hidden)
+    q, k, v = b.ops("Split", qkv, axis=1 if offsets else 2, num_outputs=3, outputs=3)
+    common: dict[str, Any] = {"num_heads": heads, "scale": 1.0, "mask_filter_value": MASKED, "domain": CONTRIB}
+    if offsets:
+        context = b.op("PackedMultiHeadAttention", q, k, v, bias, offsets, cu, **common)
     else:
-        axis = 1 if b.variant.attention == "packed" else 2
-        q, k, v = b.ops("Split", qkv, axis=axis, num_outputs=3, outputs=3)
-        common: dict[str, Any] = {"num_heads": heads, "scale": 1.0, "mask_filter_value": MASKED, "domain": CONTRIB}
-        if b.variant.attention == "packed":
-            context = b.op("PackedMultiHeadAttention", q, k, v, bias, offsets, cu, **common)
-        else:
-            context = b.op("MultiHeadAttention", q, k, v, bias, lens, **common)
+        context = b.op("MultiHeadAttention", q, k, v, bias, lens, **common)
     projected = b.linear(context, prefix + "attention.output.dense.weight", out=hidden, into=hidden)
     states = b.skip_layer_norm(
         projected, states, prefix + "attention.output.LayerNorm", eps=eps,
         bias=b.weight(prefix + "attention.output.dense.bias", (hidden,)),
     )  # fmt: skip
     wide = b.linear(states, prefix + "intermediate.dense.weight", out=ffn, into=hidden)
-    bias = b.weight(prefix + "intermediate.dense.bias", (ffn,))
-    plain = b.variant.attention == "plain"
-    wide = b.gelu(b.add(wide, bias)) if plain else b.op("BiasGelu", wide, bias, domain=CONTRIB)
+    wide = b.op("BiasGelu", wide, b.weight(prefix + "intermediate.dense.bias", (ffn,)), domain=CONTRIB)
     narrow = b.linear(wide, prefix + "output.dense.weight", out=hidden, into=ffn)
     return b.skip_layer_norm(
         narrow, states, prefix + "output.LayerNorm", eps=eps, bias=b.weight(prefix + "output.dense.bias", (hidden,))
     )
-
-
-def _layer_int8(b: GraphBuilder, states: str, prefix: str, *, mask: str, first: bool) -> str:
-    """The same layer with int8 matrices: padded rows, standard operators around the products."""
-    spec = b.spec
-    hidden, ffn = spec.integer("hidden_size"), spec.integer("intermediate_size")
-    heads, eps = spec.integer("num_attention_heads"), spec.number("layer_norm_eps", 1e-12)
-    own = prefix + "attention.self"
-    parts = [
-        Part(f"{own}.query", hidden, (hidden // heads) ** -0.5),
-        *(Part(own + n, hidden) for n in (".key", ".value")),
-    ]
-    q, k, v = b.split_heads(dense(b, states, parts, into=hidden), heads, hidden // heads)
-    if first:
-        q, states = _first(b, q, 2), _first(b, states, 1)
-    context = b.join_heads(b.attend(q, k, v, mask), hidden)
-    projected = dense(b, context, [Part(prefix + "attention.output.dense", hidden)], into=hidden)
-    states = b.skip_layer_norm(projected, states, prefix + "attention.output.LayerNorm", eps=eps, bias=None)
-    active = b.gelu(dense(b, states, [Part(prefix + "intermediate.dense", ffn)], into=hidden))
-    narrow = dense(b, active, [Part(prefix + "output.dense", hidden)], into=ffn, floor=GELU_FLOOR)
-    return b.skip_layer_norm(narrow, states, prefix + "output.LayerNorm", eps=eps, bias=None)
 
 
 def _classify(b: GraphBuilder, first: str) -> str:

@@ -11,11 +11,10 @@ saturate pairs at 16 bits, so the matrix should ask for the instruction set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from engines.bundle.layout import APART, CHANNELS, SCALE, is_after_norm
+from engines.bundle.layout import APART, CHANNELS, SCALE
 from engines.cuda.graph import CONTRIB, GraphBuilder
 from engines.protocol.errors import EngineError, ErrorCode
 
@@ -24,10 +23,16 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
+After: TypeAlias = Literal["norm", "attention", "gelu"]
+"""What a dense layer's input comes out of: it decides how the input is quantised."""
+TINY: Final = 1e-9
+"""Added to a row's reach, so that a row of zeros divides by something."""
+SYMMETRIC: Final = (127, 128)
+"""Levels up to a row's reach, and the level of zero."""
+ABOVE_FLOOR: Final = (255, 0)
+"""The same for values of which none is below zero."""
 GELU_FLOOR: Final = -0.17
 """No value of gelu is below: counted from here, its outputs use all 256 levels."""
-TINY: Final = 1e-9
-"""Added to a row's range, so that a row of zeros divides by something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,54 +44,101 @@ class Part:
     factor: float = 1.0
 
 
-def dense(b: GraphBuilder, x: str, parts: Sequence[Part], *, into: int, floor: float | None = None) -> str:
-    """Multiply (…, into) by the *parts* side by side and add their biases.
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Tokens quantised once for every matrix that multiplies them: ``levels`` uint8 (…, into) of ``reach`` (…, 1).
 
-    ``floor``: a bound below which no value of *x* lies; without one the levels are symmetric around zero.
+    ``few``: after a norm, float32 (…, K + 1) of the channels multiplied apart and a one, which the bias multiplies.
     """
+
+    levels: str
+    reach: str
+    into: int
+    scale: tuple[int, int]
+    few: str = ""
+
+
+class Int8Dense:
+    """Dense layers of :mod:`engines.cuda.graph_bert` with int8 matrices."""
+
+    def __init__(self, b: GraphBuilder) -> None:
+        self.b = b
+
+    def rows(self, x: str, *, into: int, after: After) -> Rows:
+        """Quantise *x*, float32 (…, into), each row by its largest value."""
+        import numpy as np
+
+        b = self.b
+        if after == "gelu":
+            x = b.add(x, b.scalar(-GELU_FLOOR))
+            reach = self._reach(x)
+            # One range a row in one pass; where zero isn't level 0, the zero points would need such an array as well.
+            step = b.op("Mul", reach, self._step(ABOVE_FLOOR))
+            return Rows(b.op("QuantizeLinear", x, step, axis=2, block_size=into), reach, into, ABOVE_FLOOR)
+        few, kept = "", x
+        if after == "norm":
+            channels = _channels(b.store.raw(CHANNELS), into)
+            others = np.ones(into, np.float32)
+            others[channels] = 0
+            kept = b.op("Mul", x, b.constant("others", others))
+            few = b.op("Gather", x, b.constant(CHANNELS, channels), axis=-1)
+        reach = self._reach(b.op("Abs", kept))
+        if few:
+            few = b.op("Concat", few, b.op("Sign", reach), axis=-1)
+        # Channels apart may lie beyond the reach; their levels saturate and meet zeros in the matrix.
+        ratio = b.op("Mul", x, b.op("Reciprocal", reach))
+        levels = b.op("QuantizeLinear", ratio, self._step(SYMMETRIC), self._zero(SYMMETRIC))
+        return Rows(levels, reach, into, SYMMETRIC, few)
+
+    def _reach(self, x: str) -> str:
+        return self.b.add(self.b.op("ReduceMax", x, self.b.ints(-1), keepdims=1), self.b.scalar(TINY))
+
+    def product(self, rows: Rows, part: Part) -> str:
+        """Multiply by the part's matrix and add its bias: float32 (…, out)."""
+        b, name = self.b, part.name
+        weight = b.derived(name + ":int8", lambda: _values(b, part, rows.into).T, int8=True)
+        scales = b.derived(name + SCALE, lambda: _scale(b, part))
+        step, zero = self._step(rows.scale), self._zero(rows.scale)
+        y = b.op("MatMulIntegerToFloat", rows.levels, weight, step, scales, zero, domain=CONTRIB)
+        y = b.op("Mul", y, rows.reach)
+        if rows.few:
+            return b.add(y, b.op("MatMul", rows.few, b.derived(name + APART, lambda: _columns(b, part))))
+        above = rows.scale == ABOVE_FLOOR
+        return b.add(y, b.derived(name + ".bias:int8", lambda: _bias(b, part, rows.into, above=above)))
+
+    def _step(self, scale: tuple[int, int]) -> str:
+        import numpy as np
+
+        return self.b.constant(f"step_{scale[0]}", np.array(1 / scale[0], np.float32))
+
+    def _zero(self, scale: tuple[int, int]) -> str:
+        import numpy as np
+
+        return self.b.constant(f"level_{scale[1]}", np.array(scale[1], np.uint8))
+
+
+def _bias(b: GraphBuilder, part: Part, into: int, *, above: bool) -> Array:
+    """Return the bias (out,); *above*: with what the values lost when they were counted from the floor."""
     import numpy as np
 
-    key = "+".join(part.name for part in parts)
-    weight = b.derived(key + ":int8", lambda: _joined([_values(b, part, into) for part in parts]).T, int8=True)
-    scales = b.derived(key + SCALE, lambda: _joined([_scale(b, part) for part in parts]))
-
-    def biases() -> Array:
-        bias = _joined([_floats(b, part, ".bias", (part.out,)) for part in parts])
-        if floor is None:
-            return bias
-        sums = [_values(b, part, into).sum(axis=1, dtype=np.int64) * _scale(b, part) for part in parts]
-        return (bias + floor * _joined(sums)).astype(np.float32)  # x = (x - floor) + floor
-
-    rest = b.derived(f"{key}.bias:int8", biases)
-    if all(is_after_norm(part.name + ".weight") for part in parts):
-        few = b.store.raw(CHANNELS)
-        columns = [_floats(b, part, ".weight" + APART, (part.out, len(few))) for part in parts]
-        apart = b.op("Gather", x, b.constant(CHANNELS, _channels(few, into)), axis=-1)
-        apart = b.op("MatMul", apart, b.derived(key + APART, lambda: _joined(columns).T))
-        rest = b.add(apart, rest)
-        others = np.ones(into, np.float32)
-        others[few] = 0
-        x = b.op("Mul", x, b.constant("others", others))
-    if floor is None:
-        reach, top, zero = b.op("ReduceMax", b.op("Abs", x), b.ints(-1), keepdims=1), 127.0, 128
-    else:
-        x = b.add(x, b.scalar(-floor))
-        reach, top, zero = b.op("ReduceMax", x, b.ints(-1), keepdims=1), 255.0, 0
-    reach = b.add(reach, b.scalar(TINY))
-    one, middle = b.constant("one", np.array(1, np.float32)), b.constant(f"level_{zero}", np.array(zero, np.uint8))
-    levels = b.op("QuantizeLinear", b.op("Mul", x, b.op("Div", b.scalar(top), reach)), one, middle)
-    y = b.op("MatMulIntegerToFloat", levels, weight, one, scales, middle, domain=CONTRIB)
-    return b.add(b.op("Mul", y, b.op("Div", reach, b.scalar(top))), rest)
-
-
-def _joined(arrays: Sequence[Array]) -> Array:
-    import numpy as np
-
-    return np.concatenate(arrays, axis=0) if len(arrays) > 1 else arrays[0]
+    bias = _floats(b, part, ".bias", (part.out,))
+    if above:
+        sums = _values(b, part, into).sum(axis=1, dtype=np.int64) * _scale(b, part)
+        bias = (bias + GELU_FLOOR * sums).astype(np.float32)
+    return bias
 
 
 def _values(b: GraphBuilder, part: Part, into: int) -> Array:
     return b.store.raw(part.name + ".weight", (part.out, into))
+
+
+def _columns(b: GraphBuilder, part: Part) -> Array:
+    """Return the columns apart and below them the bias, (K + 1, out)."""
+    import numpy as np
+
+    count = len(b.store.raw(CHANNELS))
+    bias = _floats(b, part, ".bias", (part.out,))
+    return np.concatenate([_floats(b, part, ".weight" + APART, (part.out, count)).T, bias[None]])
 
 
 def _channels(few: Array, into: int) -> Array:

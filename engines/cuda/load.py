@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from msgspec import UNSET
 
+from engines import machine
 from engines.bundle import layout
 from engines.bundle.checkpoint import Checkpoint, complete_config, restore_numbers
 from engines.bundle.layout import INT8
@@ -247,18 +248,22 @@ class _Assembly:
         usual = CPU_CALL_TOKENS_INT8 if self.int8 else CPU_CALL_TOKENS
         policy = Policy(tokens=self.chosen.call_tokens or usual, ladder=(), multiple=multiple, free=free, rows=256)
         twin = self.chosen.threads > 1 and self.nbytes <= TWIN_LIMIT
+        cpus = machine.whole_machine(self.chosen.threads)
+        bound = ";".join(str(cpu + 1) for cpu in cpus[1:])
         routes = []
         for variant, limit in cpu_variants(self.spec, self.chosen.attention, int8=self.int8):
             graph = self._graph(variant)
             # A single call waits for its threads some sixty times; with nothing beside it they may stay awake.
-            made = binding.session(graph, threads=self.chosen.threads, spin=twin)
+            made = binding.session(graph, threads=self.chosen.threads, spin=twin, cpus=bound)
             self.progress.advance()
             narrow = None
             if twin:
                 narrow = binding.session(graph, threads=1)
                 self.progress.advance()
             routes.append(Route(graph, made, min(limit, widest), narrow))
-        device = CpuDevice(routes, policy=policy, dims=self.facts.dims, widest=widest, threads=self.chosen.threads)
+        device = CpuDevice(
+            routes, policy=policy, dims=self.facts.dims, widest=widest, threads=self.chosen.threads, cpus=cpus
+        )
         model = OwnedModel(self.facts, policy, device)
         if self.chosen.warm:
             self._smoke(model, [1, min(16, self.facts.max_tokens)])

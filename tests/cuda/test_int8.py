@@ -65,9 +65,9 @@ def test_the_graph_multiplies_integers_and_stores_them(bundles: Bundles) -> None
     graph = build(spec, WeightStore(tensors, "f32"), Variant(int8=True))
     kinds = [node.op_type for node in onnx.load_model_from_string(graph.model).graph.node]
     layers = spec.integer("num_hidden_layers")
-    assert kinds.count("MatMulIntegerToFloat") == 4 * layers
-    assert kinds.count("MatMul") == 4 * layers + 2  # attention's own, channels apart, pooler and classifier
-    assert sum(array.dtype == np.int8 for array in graph.weights.values()) == 4 * layers
+    assert kinds.count("MatMulIntegerToFloat") == 6 * layers
+    assert kinds.count("MatMul") == 6 * layers + 2  # attention's own, channels apart, pooler and classifier
+    assert sum(array.dtype == np.int8 for array in graph.weights.values()) == 6 * layers
     with pytest.raises(EngineError, match="int8 is built for bert on the CPU"):
         build(spec, WeightStore(tensors, "f32"), Variant(attention="packed", int8=True))
 
