@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,43 @@ def test_free_memory_of_cgroup_version_1(tmp_path: Path) -> None:
     assert machine.free_memory(root=root, membership=own, meminfo=tmp_path / "none") == 1000
     tree(root, {"memory/d/memory.limit_in_bytes": str(2**63 - 4096)})
     assert machine.free_memory(root=root, membership=own, meminfo=tmp_path / "none") is None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads can't be bound on this system")
+def test_a_thread_is_bound_for_the_block_only() -> None:
+    before = os.sched_getaffinity(0)
+    cpu = min(before)
+    with pytest.raises(ValueError, match="inside"), machine.bound_to(cpu):
+        assert os.sched_getaffinity(0) == {cpu}
+        raise ValueError("inside")
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads can't be bound on this system")
+def test_a_cpu_that_is_not_there_leaves_the_thread_free() -> None:
+    before = os.sched_getaffinity(0)
+    with machine.bound_to(1023):
+        assert os.sched_getaffinity(0) == before
+    with machine.bound_to(None):
+        assert os.sched_getaffinity(0) == before
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(
+    ("mask", "usable", "threads", "expected"),
+    [
+        ({0, 1}, 2, 2, (0, 1)),
+        ({7, 5, 6}, 3, 3, (5, 6, 7)),
+        ({0, 1, 2, 3}, 4, 2, ()),  # others may use the rest, and the scheduler knows better which
+        ({0, 1, 2, 3}, 2, 2, ()),  # a quota of two cores, on any of the four
+        ({0}, 1, 1, ()),
+        ({0, 1}, 2, 8, ()),
+    ],
+)
+def test_threads_are_bound_only_where_they_fill_the_machine(
+    monkeypatch: pytest.MonkeyPatch, mask: set[int], usable: int, threads: int, expected: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: mask, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: None, raising=False)
+    monkeypatch.setattr(machine, "usable_cores", lambda: usable)
+    assert machine.whole_machine(threads) == expected

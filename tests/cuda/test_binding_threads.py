@@ -1,0 +1,66 @@
+"""Where the threads of a single call run: a CPU each, the caller's left free, and only where they fill the machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines import machine
+from engines.cuda import devices
+from engines.runtime.progress import silent
+from tests.cuda.conftest import Bundles, Loader, batch_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and binds threads: Linux")
+TASKS = Path("/proc/self/task")
+
+
+def masks() -> dict[str, set[int]]:
+    return {task.name: os.sched_getaffinity(int(task.name)) for task in TASKS.iterdir()}
+
+
+@pytest.fixture
+def cpus() -> list[int]:
+    found = sorted(os.sched_getaffinity(0))
+    if len(found) < 2 or machine.usable_cores() != len(found):
+        pytest.skip("needs two CPUs and no quota")
+    return found
+
+
+def test_every_thread_but_the_callers_has_a_cpu(bundles: Bundles, load: Loader, cpus: list[int]) -> None:
+    before = masks()
+    load(bundles("bert-mean"), threads=str(len(cpus)), warm="0")
+    bound = [mask for task, mask in masks().items() if task not in before and len(mask) == 1]
+    assert sorted(cpu for mask in bound for cpu in mask) == cpus[1:]
+
+
+def test_fewer_threads_than_cpus_are_left_to_the_scheduler(
+    bundles: Bundles, load: Loader, cpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: len(cpus) + 1)
+    before = masks()
+    load(bundles("bert-mean"), threads=str(len(cpus)), warm="0")
+    assert all(mask == set(cpus) for task, mask in masks().items() if task not in before)
+
+
+def test_the_caller_is_bound_during_a_single_call_only(
+    bundles: Bundles, load: Loader, cpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(bundles("bert-mean"), threads=str(len(cpus)), call_tokens="16")
+    during: list[set[int]] = []
+    forward = devices.CpuDevice._forward
+
+    def watched(self: devices.CpuDevice, slot: object, shape: object, *, wide: bool) -> None:
+        during.append(os.sched_getaffinity(0))
+        forward(self, slot, shape, wide=wide)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(devices.CpuDevice, "_forward", watched)
+    one = model.forward(batch_of([[5, 6, 7]]), silent())
+    assert during == [{cpus[0]}]
+    assert os.sched_getaffinity(0) == set(cpus)
+    several = model.forward(batch_of([[5, 6, 7], [8] * 16, [9] * 16]), silent())
+    assert len(during) > 2 and all(mask == set(cpus) for mask in during[1:])
+    assert np.allclose(several[0], one[0], atol=1e-6)
