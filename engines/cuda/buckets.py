@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 LADDER: Final = (
     16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
 )  # fmt: skip
-ROW_STEPS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MERGE_CELLS: Final = 128
 """Cells a merge may add in all before a launch would have been cheaper."""
 
@@ -35,7 +34,6 @@ class Policy:
 
     ``tokens``: most cells (rows x width) of a bucket; a longer row runs alone. ``ladder``: widths; empty: exact ones.
     ``multiple``: with an empty ladder, widths above ``free`` are rounded up to it (block-local attention needs that).
-    ``score_bytes``: budget of a kernel that materialises scores, rows x ``heads`` x width² x 2 bytes; 0 for none.
     """
 
     tokens: int
@@ -44,15 +42,10 @@ class Policy:
     rows: int = 512
     multiple: int = 1
     free: int = 0
-    heads: int = 1
-    score_bytes: int = 0
 
     def max_rows(self, width: int) -> int:
         """Rows of *width* that a bucket may hold, at least one."""
-        rows = min(self.rows, self.tokens // width)
-        if self.score_bytes:
-            rows = min(rows, self.score_bytes // (self.heads * width * width * 2))
-        return max(1, rows)
+        return max(1, min(self.rows, self.tokens // width))
 
     def widths(self, lengths: IntArray) -> IntArray:
         """Return the width each length runs at, int32, same shape."""
@@ -93,11 +86,6 @@ class Plan:
 
     order: Order
     buckets: tuple[Bucket, ...]
-
-    @property
-    def cells(self) -> int:
-        """Tokens computed, padding included."""
-        return sum(bucket.rows * bucket.width for bucket in self.buckets)
 
 
 def ladder_up_to(widest: int, *, multiple: int = 1, free: int = 0) -> tuple[int, ...]:
@@ -150,10 +138,7 @@ def _cut_greedy(widths: IntArray, start: int, stop: int, policy: Policy) -> Iter
 
     while start < stop:
         window = widths[start : min(stop, start + policy.max_rows(int(widths[start])))].astype(np.int64)
-        rows = np.arange(1, len(window) + 1)
-        fits = rows * window <= policy.tokens
-        if policy.score_bytes:
-            fits &= rows * window * window * (2 * policy.heads) <= policy.score_bytes
+        fits = np.arange(1, len(window) + 1) * window <= policy.tokens
         taken = max(1, int(np.count_nonzero(fits)))
         yield Bucket(start, start + taken, int(widths[start + taken - 1]))
         start += taken

@@ -172,7 +172,7 @@ class GraphBuilder:
         """Return an int64 vector constant (axes, shapes, starts)."""
         import numpy as np
 
-        return self._inline("i_" + "_".join(str(v).replace("-", "m") for v in values), np.array(values, np.int64))
+        return self.constant("i_" + "_".join(str(v).replace("-", "m") for v in values), np.array(values, np.int64))
 
     def scalar(self, value: float, kind: Literal["f", "f32", "f64", "i32"] = "f") -> str:
         """Return a constant of shape (1,), in the compute dtype unless *kind* says otherwise."""
@@ -180,13 +180,10 @@ class GraphBuilder:
 
         names = {"f": self.store.dtype.name, "f32": "float32", "f64": "float64", "i32": "int32"}
         array = np.array([value], np.dtype(names[kind]))
-        return self._inline(f"c_{array.dtype.name}_{value!r}", array)
+        return self.constant(f"c_{array.dtype.name}_{value!r}", array)
 
     def constant(self, name: str, array: Array) -> str:
         """Return a small constant stored inside the graph."""
-        return self._inline(name, array)
-
-    def _inline(self, name: str, array: Array) -> str:
         if name not in self._initializers:
             self._initializers[name] = self._numpy.from_array(array, name)
         return name
@@ -310,8 +307,10 @@ class GraphBuilder:
 
     def pool(self, states: str, real: str, lens: str, pooling: str) -> str:
         """Return float32 (B, H) of states (B, S, H): ``cls``, ``mean`` over real positions, or the ``last``."""
+        import numpy as np
+
         if pooling == "cls":
-            return self.float32(self.op("Gather", states, self.constant("zero", _int64(0)), axis=1))
+            return self.float32(self.op("Gather", states, self.constant("zero", np.array(0, np.int64)), axis=1))
         if pooling == "mean":
             # Weights 1/len at real positions and 0 elsewhere: one small product, and padding can't leak into it.
             count = self.op("Unsqueeze", self.cast(lens, "f32"), self.ints(1))
@@ -346,32 +345,19 @@ class GraphBuilder:
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
-    def split_heads(self, qkv: str, heads: int, head_dim: int) -> tuple[str, str, str]:
-        """Turn (B, S, 3·H) into q, k, v of (B, heads, S, head_dim)."""
-        parts = self.ops("Split", qkv, axis=2, num_outputs=3, outputs=3)
-        q, k, v = (self.heads_first(self.op("Reshape", part, self.ints(0, 0, heads, head_dim))) for part in parts)
-        return q, k, v
-
     def heads_first(self, x: str) -> str:
         """(B, S, heads, d) -> (B, heads, S, d)."""
         return self.op("Transpose", x, perm=[0, 2, 1, 3])
 
-    def attend(self, q: str, k: str, v: str, mask: str | None, *, rank: int = 4) -> str:
+    def attend(self, q: str, k: str, v: str, mask: str, *, rank: int = 4) -> str:
         """Plain attention on (…, S, d) operands of *rank*; *q* is already scaled, *mask* additive and broadcast."""
         scores = self.op("MatMul", q, self.op("Transpose", k, perm=[*range(rank - 2), rank - 1, rank - 2]))
-        if mask is not None:
-            scores = self.add(scores, mask)
+        scores = self.add(scores, mask)
         return self.op("MatMul", self.op("Softmax", scores, axis=-1), v)
 
     def join_heads(self, x: str, hidden: int) -> str:
         """(B, heads, S, d) -> (B, S, heads·d)."""
         return self.op("Reshape", self.heads_first(x), self.ints(0, 0, hidden))
-
-
-def _int64(value: int) -> Array:
-    import numpy as np
-
-    return np.array(value, np.int64)
 
 
 def rope_tables(theta: float, head_dim: int, length: int) -> tuple[Array, Array]:

@@ -7,6 +7,7 @@ window of queries against the block before, their own and the next, so a row of 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from engines.cuda.graph import CONTRIB, MASKED, Graph, GraphBuilder, rope_tables
@@ -26,11 +27,8 @@ def build(b: GraphBuilder) -> Graph:
     spec = b.spec
     if b.variant.attention == "packed":
         raise EngineError(ErrorCode.MODEL_UNSUPPORTED, "packed attention is built for BERT only")
-    hidden, eps, biased = (
-        spec.integer("hidden_size"),
-        spec.number("norm_eps", 1e-5),
-        flag(spec.value("norm_bias", False)),
-    )
+    hidden, eps = spec.integer("hidden_size"), spec.number("norm_eps", 1e-5)
+    biased = spec.value("norm_bias", False)
     lens = b.input("lens", ["B"])
     ids, positions = b.input("input_ids", ["B", "S"]), b.input("positions", ["S"])
     real = b.real_positions(positions, lens)
@@ -55,11 +53,6 @@ def build(b: GraphBuilder) -> Graph:
         return b.embedding(b.pool(normed, real, lens, spec.pooling))
     pooled = b.pool(normed, real, lens, str(spec.head.get("pooling", spec.value("classifier_pooling", "cls"))))
     return b.logit(_head(b, pooled, eps=eps, biased=biased))
-
-
-def flag(value: Any) -> bool:
-    """Read a config flag; a manifest may hold it as a boolean or a word."""
-    return value if isinstance(value, bool) else str(value).lower() in ("true", "1")
 
 
 def add_and_norm(b: GraphBuilder, states: str, delta: str, prefix: str, *, eps: float, bias: bool) -> tuple[str, str]:
@@ -87,41 +80,37 @@ class _Masks:
     def __init__(self, b: GraphBuilder, real: str, lens: str, positions: str) -> None:
         self.b, self.real, self.lens, self.positions = b, real, lens, positions
         self.window = half_window(b.spec.number("local_attention", 128))
-        self._made: dict[str, str] = {}
 
+    @cached_property
     def dense(self) -> str:
         """(B, 1, 1, S)."""
-        if "dense" not in self._made:
-            self._made["dense"] = self.b.op("Unsqueeze", self.b.additive(self.real), self.b.ints(1, 2))
-        return self._made["dense"]
+        return self.b.op("Unsqueeze", self.b.additive(self.real), self.b.ints(1, 2))
 
+    @cached_property
     def lengths(self) -> tuple[str, str]:
-        """Return GroupQueryAttention's ``seqlens_k`` (length - 1) and total length."""
-        if "lengths" not in self._made:
-            self._made["lengths"] = self.b.op("Sub", self.lens, self.b.scalar(1, "i32"))
-            self._made["total"] = self.b.input("max_len", [1])
-        return self._made["lengths"], self._made["total"]
+        """GroupQueryAttention's ``seqlens_k`` (length - 1) and total length."""
+        return self.b.op("Sub", self.lens, self.b.scalar(1, "i32")), self.b.input("max_len", [1])
 
+    @cached_property
     def blocks(self) -> str:
         """(B, 1, S / w, w, 3w): the band, and padding or missing keys, in one additive mask."""
-        if "blocks" not in self._made:
-            import numpy as np
+        import numpy as np
 
-            b, w = self.b, self.window
-            query, key = np.arange(w)[:, None] + w, np.arange(3 * w)[None, :]
-            band = np.where(abs(query - key) <= w, 0.0, MASKED).astype(b.store.dtype)
-            keys = self.neighbours(b.op("Reshape", b.additive(self.real), b.ints(0, -1, w)), axis=1, fill=MASKED)
-            keys = b.op("Unsqueeze", keys, b.ints(1, 3))
-            self._made["blocks"] = b.op("Min", keys, b.constant("band", band))
-        return self._made["blocks"]
+        b, w = self.b, self.window
+        query, key = np.arange(w)[:, None] + w, np.arange(3 * w)[None, :]
+        band = np.where(abs(query - key) <= w, 0.0, MASKED).astype(b.store.dtype)
+        keys = self.neighbours(b.op("Reshape", b.additive(self.real), b.ints(0, -1, w)), axis=1, fill=MASKED)
+        return b.op("Min", b.op("Unsqueeze", keys, b.ints(1, 3)), b.constant("band", band))
 
     def neighbours(self, x: str, *, axis: int, fill: float = 0.0) -> str:
         """Join each block along *axis* with the one before and after it; the blocks' own axis is the next one."""
+        import numpy as np
+
         b = self.b
         pads = [0] * (2 * (axis + (3 if axis == 2 else 2)))
         half = len(pads) // 2
         pads[axis] = pads[half + axis] = 1
-        fill_name = b.constant(f"fill_{fill!r}", _scalar(b, fill))
+        fill_name = b.constant(f"fill_{fill!r}", np.array(fill, b.store.dtype))
         wide = b.op("Pad", x, b.ints(*pads), fill_name, mode="constant")
         far = 2**31 - 1
         parts = [
@@ -130,17 +119,11 @@ class _Masks:
         return b.op("Concat", *parts, axis=axis + 1)
 
 
-def _scalar(b: GraphBuilder, value: float) -> npt.NDArray[Any]:
-    import numpy as np
-
-    return np.array(value, b.store.dtype)
-
-
 def _attention(b: GraphBuilder, x: str, prefix: str, masks: _Masks, *, local: bool) -> str:
     spec = b.spec
     hidden, heads = spec.integer("hidden_size"), spec.integer("num_attention_heads")
     head_dim = hidden // heads
-    biased = flag(spec.value("attention_bias", False))
+    biased = spec.value("attention_bias", False)
     theta = spec.number("local_rope_theta" if local else "global_rope_theta", 10000.0 if local else 160000.0)
     cos, sin = rope_weights(b, theta, head_dim)
     windowed = local and b.variant.window
@@ -163,23 +146,24 @@ def _attention(b: GraphBuilder, x: str, prefix: str, masks: _Masks, *, local: bo
         qkv = b.add(qkv, b.derived(prefix + "Wqkv.bias" + suffix, lambda: scaled("bias", (3 * hidden,))))
     if fused:
         # Full attention with lengths instead of a mask keeps the flash kernel; rotation happens inside.
-        seqlens, total = masks.lengths()
+        seqlens, total = masks.lengths
         q, k, v = b.ops("Split", qkv, axis=2, num_outputs=3, outputs=3)
         context = b.op(
             "GroupQueryAttention", q, k, v, "", "", seqlens, total, cos, sin, domain=CONTRIB,
             num_heads=heads, kv_num_heads=heads, do_rotary=1, causal=0, scale=float(head_dim**-0.5),
         )  # fmt: skip
     else:
-        q, k, v = b.split_heads(qkv, heads, head_dim)
+        parts = b.ops("Split", qkv, axis=2, num_outputs=3, outputs=3)
+        q, k, v = (b.heads_first(b.op("Reshape", part, b.ints(0, 0, heads, head_dim))) for part in parts)
         q, k = rotate(b, q, cos, sin, masks.positions), rotate(b, k, cos, sin, masks.positions)
         if windowed:
             w = masks.window
             q, k, v = (b.op("Reshape", part, b.ints(0, 0, -1, w, head_dim)) for part in (q, k, v))
             k, v = masks.neighbours(k, axis=2), masks.neighbours(v, axis=2)
-            context = b.attend(q, k, v, masks.blocks(), rank=5)
+            context = b.attend(q, k, v, masks.blocks, rank=5)
             context = b.op("Reshape", context, b.ints(0, 0, -1, head_dim))
         else:
-            context = b.attend(q, k, v, masks.dense())
+            context = b.attend(q, k, v, masks.dense)
         context = b.join_heads(context, hidden)
     return dense(b, context, prefix + "Wo", out=hidden, into=hidden, biased=biased)
 
@@ -205,7 +189,7 @@ def rotate(b: GraphBuilder, x: str, cos: str, sin: str, positions: str) -> str:
 def _mlp(b: GraphBuilder, x: str, prefix: str) -> str:
     """GeGLU: one product for both halves, the first activated, the second its gate."""
     hidden, ffn = b.spec.integer("hidden_size"), b.spec.integer("intermediate_size")
-    biased = flag(b.spec.value("mlp_bias", False))
+    biased = b.spec.value("mlp_bias", False)
     wide = dense(b, x, prefix + "Wi", out=2 * ffn, into=hidden, biased=biased)
     active, gate = b.ops("Split", wide, axis=2, num_outputs=2, outputs=2)
     return dense(b, b.op("Mul", b.gelu(active), gate), prefix + "Wo", out=hidden, into=ffn, biased=biased)
@@ -215,7 +199,7 @@ def _head(b: GraphBuilder, pooled: str, *, eps: float, biased: bool) -> str:
     """Dense, gelu, LayerNorm, classifier on float32 (B, H): the logit (6.6, without its sigmoid)."""
     hidden = b.spec.integer("hidden_size")
     x = b.linear(pooled, "head.dense.weight", out=hidden, into=hidden, f32=True)
-    if flag(b.spec.value("classifier_bias", False)):
+    if b.spec.value("classifier_bias", False):
         x = b.add(x, b.weight("head.dense.bias", (hidden,), f32=True))
     x = b.layer_norm(b.gelu(x), "head.norm", eps=eps, bias=biased, f32=True)
     x = b.linear(x, "classifier.weight", out=1, into=hidden, f32=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engines.cuda.graph import CONTRIB, Graph, GraphBuilder
-from engines.cuda.graph_modernbert import dense, flag, rope_weights, rotate
+from engines.cuda.graph_modernbert import dense, rope_weights, rotate
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _readout(b: GraphBuilder, vocab: tuple[int, int]) -> npt.NDArray[Any]:
         ) from None
     if not (0 <= yes < vocab[0] and 0 <= no < vocab[0]):
         raise EngineError(ErrorCode.ARTIFACT_INVALID, f"head.yes {yes} and head.no {no} must lie in [0, {vocab[0]})")
-    tied = flag(b.spec.value("tie_word_embeddings", True))
+    tied = b.spec.value("tie_word_embeddings", True)
     table = b.store.raw("embed_tokens.weight" if tied else "lm_head.weight", vocab)
     return (np.asarray(table[yes], np.float32) - np.asarray(table[no], np.float32))[:, None]
 
@@ -104,7 +104,7 @@ class _Attention:
         self.heads, self.groups = spec.integer("num_attention_heads"), spec.integer("num_key_value_heads")
         self.head_dim = spec.integer("head_dim", spec.integer("hidden_size") // self.heads)
         self.cos, self.sin = rope_weights(b, spec.number("rope_theta", 1e6), self.head_dim)
-        self.biased = flag(spec.value("attention_bias", False))
+        self.biased = spec.value("attention_bias", False)
         if b.variant.attention == "fused":
             self.seqlens = b.op("Sub", lens, b.scalar(1, "i32"))
             self.total = b.input("max_len", [1])
@@ -141,20 +141,16 @@ class _Attention:
 
     def _fused(self, q: str, k: str, v: str, prefix: str) -> str:
         b, d = self.b, self.head_dim
-        norms: list[str] = []
-        if b.variant.fused_qk_norm:
-            norms = [b.weight(prefix + n, (d,)) for n in ("q_norm.weight", "k_norm.weight")]
-        else:
-            q = b.op(
-                "Reshape", self._normed(q, prefix + "q_norm.weight", self.heads, 1.0), b.ints(0, 0, self.heads * d)
-            )
-            k = b.op(
-                "Reshape", self._normed(k, prefix + "k_norm.weight", self.groups, 1.0), b.ints(0, 0, self.groups * d)
-            )
-        optional = ["", "", "", "", "", *norms] if norms else []
+        optional: list[str] = []
         attributes: dict[str, Any] = {"num_heads": self.heads, "kv_num_heads": self.groups, "do_rotary": 1}
-        if norms:
+        if b.variant.fused_qk_norm:
+            optional = ["", "", "", "", "", *(b.weight(f"{prefix}{name}_norm.weight", (d,)) for name in "qk")]
             attributes["qk_norm_epsilon"] = float(self.eps)
+        else:
+            q, k = (
+                b.op("Reshape", self._normed(x, f"{prefix}{name}_norm.weight", heads, 1.0), b.ints(0, 0, heads * d))
+                for x, name, heads in ((q, "q", self.heads), (k, "k", self.groups))
+            )
         return b.op(
             "GroupQueryAttention", q, k, v, "", "", self.seqlens, self.total, self.cos, self.sin, *optional,
             domain=CONTRIB, scale=float(d**-0.5), **attributes,

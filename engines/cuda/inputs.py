@@ -1,7 +1,6 @@
 """Token rows -> what a graph reads. Pure numpy, no loop over rows.
 
-:func:`pad_batch` is the reference of llama-cuda.md 6.4.1 (one batch, request order), which every bucket must equal row
-by row. The rest fills a bucket's staging in place: the only copy between the request's frame and the device.
+A bucket's staging is filled in place: the only copy between the request's frame and the device.
 """
 
 from __future__ import annotations
@@ -15,20 +14,6 @@ if TYPE_CHECKING:
     from engines.runtime.batch import IntArray, TokenBatch
 
     Rows = npt.NDArray[np.intp]
-
-
-def pad_batch(batch: TokenBatch, pad_id: int) -> tuple[IntArray, npt.NDArray[np.uint8]]:
-    """Return (ids int32, mask uint8), both (rows, longest), right-padded, in request order.
-
-    The mask is 1 at real positions only, also where the token equals the pad id (6.4.1).
-    """
-    import numpy as np
-
-    rows, width = len(batch), int(batch.lengths.max())
-    ids = np.empty((rows, width), np.int32)
-    lens = np.empty(rows, np.int32)
-    fill_rows(batch, np.arange(rows), ids, lens, pad_id=pad_id)
-    return ids, (np.arange(width) < lens[:, None]).astype(np.uint8)
 
 
 def fill_rows(batch: TokenBatch, rows: Rows, ids: IntArray, lens: IntArray, *, pad_id: int) -> None:
@@ -89,8 +74,3 @@ def type_starts(batch: TokenBatch, separator: int) -> IntArray:
     first = places[np.searchsorted(places, starts)]
     result: IntArray = np.where(first < ends, first + 1 - starts, ends - starts).astype(np.int32)
     return result
-
-
-def restore(rows: Rows, values: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
-    """Put a bucket's results back into request order: ``out[rows[j]] = values[j]``."""
-    out[rows] = values[: len(rows)]

@@ -19,7 +19,7 @@ from engines.bundle.checkpoint import Checkpoint, complete_config, restore_numbe
 from engines.bundle.layout import INT8
 from engines.bundle.manifest import Artifact, Bundle, BundleError
 from engines.bundle.package import profile_of
-from engines.bundle.safetensors import MAX_HEADER, Header, parse_header
+from engines.bundle.safetensors import SafetensorsFile
 from engines.cuda import floor, settings
 from engines.cuda.buckets import Policy, ladder_up_to
 from engines.cuda.settings import (
@@ -137,7 +137,7 @@ def check_header(file: BinaryIO, path: Path, bundle: Bundle, *, int8: bool = Fal
     """Read the package's header only: profile, required tensors, exact shapes. Return the completed config."""
     manifest = bundle.manifest
     try:
-        header = _header(file, path)
+        header = SafetensorsFile.open(path, fd=file.fileno()).header
         config = dict(manifest.config) if manifest.config is not UNSET else {}
         full = complete_config(restore_numbers(config), manifest.family, where="manifest.json: config")
         required = (layout.required_int8 if int8 else layout.required)(manifest.family, manifest.task, full)
@@ -157,18 +157,6 @@ def check_header(file: BinaryIO, path: Path, bundle: Bundle, *, int8: bool = Fal
                 ErrorCode.ARTIFACT_INVALID, f"head_tensor_missing: {name} {found}, the manifest needs {list(shape)}"
             )
     return config
-
-
-def _header(file: BinaryIO, path: Path) -> Header:
-    file.seek(0, 2)
-    size = file.tell()
-    file.seek(0)
-    head = file.read(8)
-    length = int.from_bytes(head, "little")
-    if len(head) == 8 and 2 <= length <= min(MAX_HEADER, size - 8):
-        while len(head) < 8 + length and (block := file.read(8 + length - len(head))):
-            head += block
-    return parse_header(head, file_size=size, where=str(path))
 
 
 class _Assembly:

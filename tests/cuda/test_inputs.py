@@ -25,11 +25,11 @@ def slot_for(size: int) -> Slot:
     return Slot(host, host.ctypes.data, np.empty(0, np.float32), 0)
 
 
-def test_pad_batch_masks_by_position_and_never_by_the_pad_id() -> None:
-    ids, mask = inputs.pad_batch(batch_of([[10, 151643], [20, 21, 22]]), 151643)
+def test_rows_are_padded_on_the_right_and_their_lengths_never_follow_the_pad_id() -> None:
+    ids, lens = np.empty((2, 3), np.int32), np.empty(2, np.int32)
+    inputs.fill_rows(batch_of([[10, 151643], [20, 21, 22]]), np.arange(2), ids, lens, pad_id=151643)
     assert ids.tolist() == [[10, 151643, 151643], [20, 21, 22]]
-    assert mask.tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert ids.dtype == np.int32 and mask.dtype == np.uint8
+    assert lens.tolist() == [2, 3]
 
 
 def test_packed_offsets_worked_example() -> None:
@@ -46,9 +46,8 @@ def test_token_type_one_starts_after_the_first_separator() -> None:
 
 
 @given(rows=ROWS, policy=st.sampled_from([Policy(tokens=128), Policy(tokens=64, ladder=())]), spare=st.integers(0, 3))
-def test_every_bucket_equals_the_reference_row_by_row(rows: list[list[int]], policy: Policy, spare: int) -> None:
+def test_every_bucket_equals_the_request_row_by_row(rows: list[list[int]], policy: Policy, spare: int) -> None:
     batch = batch_of(rows)
-    reference, mask = inputs.pad_batch(batch, 7)
     made = plan(batch.lengths, policy)
     filler = Filler(batch, made, pad_id=7, separator=3)
     seen = 0
@@ -60,8 +59,7 @@ def test_every_bucket_equals_the_reference_row_by_row(rows: list[list[int]], pol
         starts = slot.view(shape, "type_starts")
         for place, row in enumerate(made.order[bucket.start : bucket.stop]):
             real = int(lens[place])
-            assert real == mask[row].sum()
-            assert ids[place, :real].tolist() == reference[row, :real].tolist()
+            assert ids[place, :real].tolist() == rows[row]
             assert (ids[place, real:] == 7).all()
             assert starts[place] == (rows[row].index(3) + 1 if 3 in rows[row] else real)
         assert (lens[bucket.rows :] == 1).all() and (ids[bucket.rows :] == 7).all()
@@ -89,12 +87,6 @@ def test_packed_staging_holds_each_row_at_its_place(rows: list[list[int]]) -> No
         assert grid.reshape(bucket.rows, bucket.width).tolist() == [
             row + [-1] * (bucket.width - len(row)) for row in chosen
         ]
-
-
-def test_restore_is_the_permutations_inverse() -> None:
-    out = np.zeros((4, 1), np.float32)
-    inputs.restore(np.array([2, 0]), np.array([[5.0], [6.0], [9.0]], np.float32), out)
-    assert out[:, 0].tolist() == [6.0, 0.0, 5.0, 0.0]
 
 
 def test_inputs_lie_apart_and_aligned() -> None:
