@@ -33,8 +33,8 @@ def check_lengths(lengths: Sequence[int], *, max_tokens: int, model: str, noun: 
 
 def too_long(index: int, tokens: int, max_tokens: int, *, model: str, noun: str = "text") -> SequenceTooLong:
     """Return the error that names the row, its length and the way out."""
-    if noun == "prompt":
-        what, hint = "the prompt", "Shorten it"
+    if noun in ("prompt", "query"):
+        what, hint = f"the {noun}", "Shorten it"
     else:
         what = f"{noun} {index}"
         hint = "Shorten it or pass --truncate (truncated texts are listed in the result)."

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array as array_of
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
 
 from synapse_host import admission
 from synapse_host.errors import InvalidRequest
-from synapse_host.tokenize import Rows, id_rows
+from synapse_host.tokenize import Rows
 
 if TYPE_CHECKING:
     from synapse_host.assignment import Assignment
+    from synapse_host.parts import IntArray
+
+MAX_ROWS: Final = 2**24
+"""Texts or rows of one call: their answer alone takes 24 GiB at 384 dims. A stream has no such limit."""
+MAX_IDS: Final = 2**30
+"""Token ids of one call, 4 GiB of them."""
 
 
 def absolute(deadline: Any) -> float | None:
@@ -29,20 +37,43 @@ def absolute(deadline: Any) -> float | None:
     return asyncio.get_running_loop().time() + seconds
 
 
-def check_texts(texts: Any, name: str) -> None:
-    """Refuse what isn't a list of at least one text; the texts themselves are looked at when they are tokenised."""
+def check_texts(texts: Any, name: str) -> int:
+    """Return how many *texts* there are; refuse what isn't a list of at least one.
+
+    The texts themselves are looked at when they are tokenised.
+    """
     if isinstance(texts, str | bytes):
         raise InvalidRequest(f"{name} is one text; pass a list of texts")
     # A set or a generator has no order to answer in.
     ordered = isinstance(texts, Sequence) or hasattr(texts, "__array__")
-    try:
-        count = len(texts) if ordered else None
-    except TypeError:  # a single value of an array's kind
-        count = None
+    count = _count(texts) if ordered else None
     if count is None:
         raise InvalidRequest(f"{name} is {type(texts).__name__}; pass a list of texts")
     if not count:
         raise InvalidRequest(f"{name} is empty: nothing to do")
+    _check_count(count, name)
+    return count
+
+
+def listed(values: Any, count: int, name: str) -> list[Any]:
+    """Return *count* values as a list; InvalidRequest where there are fewer or more of them than they said."""
+    found = list(islice(values, count + 1))
+    if len(found) != count:
+        raise InvalidRequest(f"{name} says that it has {count} entries, and gives another number of them")
+    return found
+
+
+def _count(values: Any) -> int | None:
+    """Return the length that *values* says it has; None where it has none that could be true."""
+    try:
+        return len(values)
+    except (TypeError, ValueError, OverflowError):  # a single value of an array's kind; -1; more than fits
+        return None
+
+
+def _check_count(count: int, name: str) -> None:
+    if count > MAX_ROWS:
+        raise InvalidRequest(f"{name} has {count} entries, a call takes at most {MAX_ROWS}; send them in parts")
 
 
 def check_source(texts: Any, offset: Any) -> Iterator[Any]:
@@ -59,9 +90,61 @@ def check_source(texts: Any, offset: Any) -> Iterator[Any]:
 
 def check_rows(rows: Sequence[Any], assignment: Assignment) -> Rows:
     """Return a caller's rows of ids laid end to end; none may be empty or longer than the model takes."""
-    checked = id_rows(rows)
+    checked = id_rows(rows, max_tokens=assignment.bundle.manifest.max_tokens, model=assignment.model)
     if not checked.lengths:
         raise InvalidRequest("no rows: nothing to do")
-    max_tokens = assignment.bundle.manifest.max_tokens
-    admission.check_lengths(checked.lengths, max_tokens=max_tokens, model=assignment.model, noun="row")
     return checked
+
+
+def id_rows(rows: Sequence[Any], *, max_tokens: int, model: str, noun: str = "row") -> Rows:
+    """Check rows of ids that a caller made (lists or integer arrays) and lay them end to end.
+
+    Raises InvalidRequest {index} for what isn't a flat row of integers in [0, 2**31), and SequenceTooLong {index,
+    tokens, max_tokens} before anything of that length is looked at.
+    """
+    import numpy as np
+
+    count = _count(rows) if isinstance(rows, Sequence | np.ndarray) and not isinstance(rows, str | bytes) else None
+    if count is None:
+        raise InvalidRequest(f"the {noun}s are {type(rows).__name__}, must be a list of rows of token ids")
+    _check_count(count, f"the list of {noun}s")
+    arrays: list[IntArray] = []
+    total = 0
+    for index, row in enumerate(listed(rows, count, f"the list of {noun}s")):
+        length = _count(row)
+        if length is not None and length > max_tokens:
+            raise admission.too_long(index, length, max_tokens, model=model, noun=noun)
+        array = None if length is None else _id_row(row, length)
+        if array is None:
+            raise InvalidRequest(f"{noun} {index} is not a flat list of whole token ids", details={"index": index})
+        if array.size == 0:
+            raise InvalidRequest(f"{noun} {index} has no tokens", details={"index": index})
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high > 2**31 - 1:
+            bad = low if low < 0 else high
+            raise InvalidRequest(f"{noun} {index} holds {bad}, which is no token id", details={"index": index})
+        total += array.size
+        if total > MAX_IDS:
+            raise InvalidRequest(f"the {noun}s have more than {MAX_IDS} ids in sum; send them in parts")
+        arrays.append(array.astype(np.int32, copy=False))
+    flat: IntArray = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
+    return Rows(flat, [len(array) for array in arrays], [])
+
+
+def _id_row(row: Any, length: int) -> Any:
+    """Return a row's ids as an integer array (length,); None where it isn't a flat row of as many whole numbers."""
+    import numpy as np
+
+    if hasattr(row, "__array__"):
+        array = np.asarray(row)
+        flat = array.ndim == 1 and array.size == length
+        return array if flat and (array.dtype.kind in "iu" or not length) else None
+    if not isinstance(row, Sequence) or isinstance(row, str | bytes):
+        return None
+    try:
+        # Not numpy's own reading of a sequence: it trusts the length of every object inside.
+        ids = list(islice(row, length + 1))
+        whole = all(hasattr(kind, "__index__") and kind is not bool for kind in set(map(type, ids)))
+        return np.array(array_of("q", ids)) if whole and len(ids) == length else None
+    except (TypeError, OverflowError, NotImplementedError):  # an array inside; beyond any id; a view of two dimensions
+        return None

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import UNSET
 
 from synapse_host.errors import InvalidRequest
 from synapse_host.template import render
+from synapse_host.tokenize import MAX_TEXT_BYTES
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Bundle
@@ -59,15 +61,13 @@ def _messages(prompt: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]
     if not isinstance(listed, Sequence) or isinstance(listed, bytes):
         raise InvalidRequest(f"the prompt is {type(listed).__name__}, must be text or a list of messages")
     messages: list[dict[str, str]] = []
+    characters = 0
     for index, item in enumerate(listed):
         if not isinstance(item, Mapping):
             raise InvalidRequest(
                 f"message {index} is {type(item).__name__}, must be {{'role', 'content'}}", details={"index": index}
             )
-        messages.append(dict(item))
-    if not messages:
-        raise InvalidRequest("there is no message")
-    for index, message in enumerate(messages):
+        message = {key: item[key] for key in islice(item, 3)}
         if set(message) != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
             raise InvalidRequest(
                 f"message {index} needs exactly 'role' and 'content', both text", details={"index": index}
@@ -79,8 +79,16 @@ def _messages(prompt: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]
             )
         if not message["content"].strip():
             raise InvalidRequest(f"message {index} is empty", details={"index": index})
+        characters += str.__len__(message["content"])
+        if characters > MAX_TEXT_BYTES:
+            raise InvalidRequest(
+                f"the messages have more than {MAX_TEXT_BYTES} characters in sum", details={"index": index}
+            )
         if any("\ud800" <= char <= "\udfff" for char in message["content"]):
             raise InvalidRequest(
                 f"message {index} holds half a surrogate pair; it is not valid text", details={"index": index}
             )
+        messages.append(message)
+    if not messages:
+        raise InvalidRequest("there is no message")
     return messages

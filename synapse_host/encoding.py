@@ -44,7 +44,7 @@ class Encoders:
 async def encoded(texts: Sequence[str], until: float | None, encode: Callable[[], T]) -> T:
     """Run *encode* here for few and short texts, else in a thread; DeadlineExceeded when it takes too long."""
     try:
-        small = sum(map(len, texts)) <= INLINE_CHARACTERS
+        small = sum(map(str.__len__, texts)) <= INLINE_CHARACTERS
     except TypeError:
         small = True  # Not all of them are texts: encode says which.
     return encode() if small else await in_thread(encode, until)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from engines.protocol.messages import ITEM_BYTES, Generate, Text
+from synapse_host.arguments import id_rows
 from synapse_host.errors import InvalidRequest, SequenceTooLong
 from synapse_host.parts import buffer
 from synapse_host.results import Generation
-from synapse_host.tokenize import id_rows
 
 if TYPE_CHECKING:
     from synapse_host.assignment import Assignment
@@ -32,8 +32,8 @@ async def generate(lanes: Lanes, assignment: Assignment, ids: Any, max_tokens: i
     """Continue a prompt of token ids by at most *max_tokens*. Raises InvalidRequest, SequenceTooLong."""
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or not 1 <= max_tokens <= 2**32 - 1:
         raise InvalidRequest(f"max_tokens is {max_tokens!r}, must be a whole number from 1")
-    row = id_rows([ids], noun="prompt").ids
     limit = assignment.bundle.manifest.max_tokens
+    row = id_rows([ids], max_tokens=limit, model=assignment.model, noun="prompt").ids
     if len(row) + max_tokens > limit:
         raise SequenceTooLong(
             f"the prompt has {len(row)} tokens and {max_tokens} are to follow, {assignment.model} takes {limit} "

@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from engines.bundle.manifest import Bundle
 from synapse_host import admission, embedding, encoding, generation, hardware, reranking
-from synapse_host.arguments import absolute, check_rows, check_source, check_texts
+from synapse_host.arguments import absolute, check_rows, check_source, check_texts, id_rows, listed
 from synapse_host.assignment import Assignment
 from synapse_host.bundles import open_bundles, open_installed
 from synapse_host.config import HostConfig
@@ -28,7 +28,7 @@ from synapse_host.matrix import load as load_matrix
 from synapse_host.parts import whole
 from synapse_host.results import EmbedResult, Generation, RerankResult
 from synapse_host.sync import SyncHost
-from synapse_host.tokenize import compose_ids, id_rows
+from synapse_host.tokenize import compose_ids, pair_frame
 
 if TYPE_CHECKING:
     from synapse_host.parts import FloatArray, IntArray
@@ -141,14 +141,15 @@ class Host:
         """Return vectors with what was cut and who served. Raises SequenceTooLong by index unless *truncate*."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")
-        check_texts(texts, "texts")
-        if len(texts) <= encoding.CHUNK:
-            rows = await encoding.encoded(texts, until, lambda: self._encoders.of(model).rows(texts, truncate=truncate))
+        count = check_texts(texts, "texts")
+        if count <= encoding.CHUNK:
+            few = listed(texts, count, "texts")
+            rows = await encoding.encoded(few, until, lambda: self._encoders.of(model).rows(few, truncate=truncate))
             vectors = await embedding.embed(self._lanes, assignment, rows, until)
             return EmbedResult(vectors, rows.truncated, *assignment.served_by(), len(rows.ids))
         import numpy as np
 
-        count, truncated = len(texts), list[int]()
+        truncated = list[int]()
         answer: FloatArray = np.empty((0, 0), np.float32)
         done = tokens = 0
         async with aclosing(self.embed_stream(model, texts, lane=lane, deadline=deadline, truncate=truncate)) as stream:
@@ -243,7 +244,7 @@ class Host:
         """Return scores with what was cut and who served. Truncation cuts documents only."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "rerank")
-        check_texts(documents, "documents")
+        documents = listed(documents, check_texts(documents, "documents"), "documents")
         owned = assignment.require().owned
         tokenizer = self._encoders.of(model)
         query_ids: IntArray | None = None
@@ -273,17 +274,18 @@ class Host:
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "rerank")
         owned = assignment.require().owned
-        query = id_rows([query_ids], noun="query").ids
-        rows = id_rows(candidates, noun="candidate")
+        manifest = assignment.bundle.manifest
+        limits: dict[str, Any] = {"max_tokens": manifest.max_tokens, "model": assignment.model}
+        query = id_rows([query_ids], **limits, noun="query").ids
+        rows = id_rows(candidates, **limits, noun="candidate")
         if not rows.lengths:
             raise InvalidRequest("candidates is empty: nothing to score")
-        manifest = assignment.bundle.manifest
-        if owned:
-            rows = compose_ids(assignment.bundle, query, rows, self._encoders.opened(model))
-            lengths = rows.lengths
-        else:
-            lengths = [length + len(query) + 3 for length in rows.lengths]
-        admission.check_lengths(lengths, max_tokens=manifest.max_tokens, model=assignment.model, noun="candidate")
+        frame = pair_frame(assignment.bundle, self._encoders.opened(model)) if owned else None
+        common = len(query) + (3 if frame is None else len(frame))
+        # Checked before it is composed: every row would hold the query once more.
+        admission.check_lengths([length + common for length in rows.lengths], **limits, noun="candidate")
+        if frame is not None:
+            rows = compose_ids(frame, query, rows)
         logits = await reranking.score(self._lanes, assignment, None if owned else query, rows, until)
         return reranking.scaled(manifest, logits, raw=raw)
 
@@ -358,7 +360,9 @@ class Host:
         manifest = assignment.bundle.manifest
         has_tokenizer = manifest.tokenizer is not UNSET
         # Without a tokenizer any id will do; 0 is in every vocabulary.
-        row = whole(self._encoders.of(assignment.model).rows(["probe"]) if has_tokenizer else id_rows([[0]]))
+        row = whole(
+            self._encoders.of(assignment.model).rows(["probe"]) if has_tokenizer else check_rows([[0]], assignment)
+        )
         if manifest.task == "generate":
             return generation.request(row.ids, 1)
         if manifest.task == "embed":

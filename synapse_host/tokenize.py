@@ -8,12 +8,12 @@ a text is cut only where the caller asked for it, inside the special tokens, and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from msgspec import UNSET
 
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 MAX_TOKENIZER_BYTES: Final = 256 * 1024 * 1024
 MAX_TEXT_BYTES: Final = 16 * 1024 * 1024
 """A text beyond this is refused before it is tokenised: no model takes a thousandth of it."""
+
+BATCH_CHARACTERS: Final = 4 * 1024 * 1024
+"""Characters that the tokenizer gets at once: what it makes of them takes a hundred times their memory."""
 
 _ALONE: Final = ("query", "prompt")
 """What a request has one of, so that an index would only confuse."""
@@ -138,8 +141,10 @@ class TextTokenizer:
     def _judged(self, query: str, documents: Sequence[str], *, truncate: bool, offset: int) -> Rows:
         """Rows of a Qwen3 reranker: query and document inside its question, which ends where 'yes' or 'no' follows."""
         prefix, suffix = self.template(_JUDGE_PREFIX), self.template(_JUDGE_SUFFIX)
-        self._encode([query], "query", 0)
-        self._encode(documents, "document", offset)
+        # Each part has to be a text with tokens of its own.
+        for text, noun, first in (([query], "query", 0), (documents, "document", offset)):
+            for _ in self._encode(text, noun, first):
+                pass
         opening = f"<Instruct>: {_JUDGE_INSTRUCTION}\n<Query>: {query}\n<Document>: "
         room = self.max_tokens - len(prefix) - len(suffix)
         # Encoded as one text: the first word of a document takes the space before it into its token.
@@ -193,28 +198,33 @@ class TextTokenizer:
         tokenizer.encode_special_tokens = False
         return tokenizer
 
-    def _encode(self, texts: Sequence[str], noun: str, offset: int) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str], noun: str, offset: int) -> Iterator[list[int]]:
+        """Yield the ids of each text, the caller's to drop: a chunk of the longest texts fits no memory as ids."""
         for index, text in enumerate(texts, offset):
             name = noun if noun in _ALONE else f"{noun} {index}"
             if not isinstance(text, str):
                 raise InvalidRequest(f"{name} is {type(text).__name__}, not text", details={"index": index})
             if not text.strip():
                 raise InvalidRequest(f"{name} is empty", details={"index": index})
-            if len(text) > MAX_TEXT_BYTES:
+            if (length := str.__len__(text)) > MAX_TEXT_BYTES:  # a subclass may say anything
                 raise InvalidRequest(
-                    f"{name} has {len(text)} characters, at most {MAX_TEXT_BYTES}", details={"index": index}
+                    f"{name} has {length} characters, at most {MAX_TEXT_BYTES}", details={"index": index}
                 )
             if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
                 raise InvalidRequest(
                     f"{name} holds half a surrogate pair; it is not valid text", details={"index": index}
                 )
         encode = getattr(self._plain, "encode_batch_fast", self._plain.encode_batch)
-        encoded: list[list[int]] = [item.ids for item in encode(list(texts), add_special_tokens=False)]
-        for index, ids in enumerate(encoded, offset):
-            if not ids:
-                name = noun if noun in _ALONE else f"{noun} {index}"
-                raise InvalidRequest(f"{name} has no tokens: the tokenizer drops all of it", details={"index": index})
-        return encoded
+        index = offset
+        for batch in _batches(texts):
+            for item in encode(batch, add_special_tokens=False):
+                if not item.ids:
+                    name = noun if noun in _ALONE else f"{noun} {index}"
+                    raise InvalidRequest(
+                        f"{name} has no tokens: the tokenizer drops all of it", details={"index": index}
+                    )
+                yield item.ids
+                index += 1
 
     def _document_room(self, query_ids: Sequence[int], special: int) -> int:
         room = self.max_tokens - special - len(query_ids)
@@ -235,32 +245,19 @@ def flatten(rows: Sequence[Sequence[int]]) -> IntArray:
     return np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=total)
 
 
-def id_rows(rows: Sequence[Any], *, noun: str = "row") -> Rows:
-    """Check rows of ids that a caller made (lists or integer arrays) and lay them end to end.
-
-    Raises InvalidRequest {index} for what isn't a flat row of integers in [0, 2**31).
-    """
-    import numpy as np
-
-    if not isinstance(rows, Sequence | np.ndarray) or isinstance(rows, str | bytes) or getattr(rows, "ndim", 1) < 1:
-        raise InvalidRequest(f"the {noun}s are {type(rows).__name__}, must be a list of rows of token ids")
-    arrays: list[IntArray] = []
-    for index, row in enumerate(rows):
-        try:
-            array = np.asarray(row)
-        except (ValueError, OverflowError):
-            array = np.empty((0, 0))
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise InvalidRequest(f"{noun} {index} is not a flat list of whole token ids", details={"index": index})
-        if array.size == 0:
-            raise InvalidRequest(f"{noun} {index} has no tokens", details={"index": index})
-        low, high = int(array.min()), int(array.max())
-        if low < 0 or high > 2**31 - 1:
-            bad = low if low < 0 else high
-            raise InvalidRequest(f"{noun} {index} holds {bad}, which is no token id", details={"index": index})
-        arrays.append(array.astype(np.int32, copy=False))
-    flat: IntArray = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
-    return Rows(flat, [len(array) for array in arrays], [])
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the texts in lists of at most BATCH_CHARACTERS, or one text."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        length = str.__len__(text)
+        if batch and characters + length > BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+        batch.append(text)
+        characters += length
+    if batch:
+        yield batch
 
 
 def compose(frame: Frame, query: Sequence[int], documents: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -349,20 +346,20 @@ def _observed(tokenizer: Tokenizer, parts: list[str]) -> Frame:
     return Frame(tuple(ids[: real[0]]), middle, tuple(ids[real[-1] + 1 :]))
 
 
-def compose_ids(bundle: Bundle, query: IntArray, candidates: Rows, tokenizer: TextTokenizer | None) -> Rows:
-    """Return composed rows for an owned rerank worker from bare segments of ids.
-
-    The special ids come from the bundle's tokenizer, or from the manifest's ``special_ids`` where it has none.
-    """
+def pair_frame(bundle: Bundle, tokenizer: TextTokenizer | None) -> Frame:
+    """Return the special ids of a pair: the bundle's tokenizer's, or the manifest's where it has none."""
     if tokenizer is not None or bundle.manifest.tokenizer is not UNSET:
-        frame = (tokenizer or TextTokenizer(bundle)).pair
-    else:
-        special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
-        if not {"cls", "sep"} <= special.keys():
-            raise InvalidRequest(
-                f"bundle {bundle.manifest.model_id} has neither a tokenizer nor special_ids cls and sep: "
-                "pairs can't be composed"
-            )
-        frame = Frame((special["cls"],), (special["sep"],), (special["sep"],))
+        return (tokenizer or TextTokenizer(bundle)).pair
+    special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
+    if not {"cls", "sep"} <= special.keys():
+        raise InvalidRequest(
+            f"bundle {bundle.manifest.model_id} has neither a tokenizer nor special_ids cls and sep: "
+            "pairs can't be composed"
+        )
+    return Frame((special["cls"],), (special["sep"],), (special["sep"],))
+
+
+def compose_ids(frame: Frame, query: IntArray, candidates: Rows) -> Rows:
+    """Return composed rows for an owned rerank worker from bare segments of ids."""
     rows = compose(frame, query.tolist(), _cut(candidates))
     return Rows(flatten(rows), [len(row) for row in rows], [])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,23 @@ def test_a_conversation(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_malformed_messages(tmp_path: Path, prompt: Any) -> None:
     with pytest.raises(InvalidRequest):
+        ids(bundle(tmp_path), prompt)
+
+
+class Endless(list[Any]):
+    """A list that never ends."""
+
+    def __iter__(self) -> Any:
+        return repeat({"role": "user", "content": "a" * 1000})
+
+
+@pytest.mark.parametrize("prompt", ["a" * (2**24 + 1), [{"role": "user", "content": "a" * 2**23}] * 3, Endless([1])])
+def test_messages_that_no_model_takes_are_refused_before_they_are_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: Any
+) -> None:
+    monkeypatch.setattr(TextTokenizer, "template", None)
+    monkeypatch.setattr(TextTokenizer, "literal", None)
+    with pytest.raises(InvalidRequest, match="the messages have more than 16777216 characters in sum"):
         ids(bundle(tmp_path), prompt)
 
 

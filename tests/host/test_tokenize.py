@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from engines.bundle.manifest import Bundle, FileRef, read
 from synapse_host.errors import BundleInvalid, InvalidRequest, SequenceTooLong
-from synapse_host.tokenize import TextTokenizer, compose_ids, id_rows
+from synapse_host.tokenize import Rows, TextTokenizer, compose_ids, pair_frame
 from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle
 
 A, B, C, QUERY = (WORDS.index(word) for word in ("a", "b", "c", "query"))
@@ -194,45 +194,45 @@ def test_both_readings_of_a_tokenizer_are_of_one_file(tmp_path: Path) -> None:
     assert tokenizer.template("<|im_start|>") != tokenizer.literal("<|im_start|>")
 
 
-@pytest.mark.parametrize(
-    ("rows", "index"),
-    [
-        ([[1], []], 1),
-        ([[1.5]], 0),
-        ([[True]], 0),
-        ([["1"]], 0),
-        ([[[1]]], 0),
-        ([1], 0),
-        ([[1], [-1]], 1),
-        ([[2**31]], 0),
-        ([[2**70]], 0),
-        ([None], 0),
-        ([[1, [2]]], 0),
-    ],
-)
-def test_ids_that_are_none_are_refused_by_index(rows: Any, index: int) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        id_rows(rows)
-    assert caught.value.details == {"index": index}
-
-
-@pytest.mark.parametrize("rows", [None, 5, "ab", b"ab", {1: 2}, {1}, (row for row in [[1]])])
-def test_rows_that_are_no_list_are_refused(rows: Any) -> None:
-    with pytest.raises(InvalidRequest, match="must be a list of rows"):
-        id_rows(rows)
-
-
-def test_ids_may_be_lists_or_arrays() -> None:
-    rows = id_rows([[1, 2], np.array([3], np.int64), (4,), np.array([5, 6], np.uint16)])
-    assert rows.ids.tolist() == [1, 2, 3, 4, 5, 6] and rows.ids.dtype == np.int32
-    assert rows.lengths == [2, 1, 1, 2]
-    assert id_rows([]).lengths == []
-
-
 def test_pairs_from_ids_without_a_tokenizer(tmp_path: Path) -> None:
+    query = np.array([7], np.int32)
     found = bundle(tmp_path, task="rerank", tokenizer=False, special_ids={"cls": 101, "sep": 102})
-    rows = compose_ids(found, np.array([7], np.int32), id_rows([[8], [9, 9]]), None)
+    rows = compose_ids(pair_frame(found, None), query, Rows(np.array([8, 9, 9], np.int32), [1, 2], []))
     assert rows_of(rows.ids, rows.lengths) == [[101, 7, 102, 8, 102], [101, 7, 102, 9, 9, 102]]
     bare = bundle(tmp_path / "x", task="rerank", tokenizer=False)
     with pytest.raises(InvalidRequest, match="pairs can't be composed"):
-        compose_ids(bare, np.array([7], np.int32), id_rows([[8]]), None)
+        pair_frame(bare, None)
+
+
+def test_many_long_texts_reach_the_tokenizer_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("synapse_host.tokenize.BATCH_CHARACTERS", 10)
+    tokenizer = TextTokenizer(bundle(tmp_path))
+    real, sizes = tokenizer._plain, []
+
+    class Counting:
+        def encode_batch(self, texts: list[str], **options: Any) -> Any:
+            sizes.append([len(text) for text in texts])
+            return real.encode_batch(texts, **options)
+
+    tokenizer._plain = Counting()  # type: ignore[assignment]
+    texts = ["a b c", "a", "b", "a " * 20, "c", "b c d e f"]
+    rows = tokenizer.rows(texts, truncate=True, offset=10)
+    assert sizes == [[5, 1, 1], [40], [1, 9]]
+    monkeypatch.undo()
+    assert rows_of(rows.ids, rows.lengths) == [
+        rows_of(r.ids, r.lengths)[0] for r in (tokenizer.rows([text], truncate=True) for text in texts)
+    ]
+    assert rows.truncated == [13]
+    with pytest.raises(SequenceTooLong):
+        tokenizer.rows(texts[3:4] * 1000)
+
+
+class Lying(str):
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_text_is_as_long_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("synapse_host.tokenize.MAX_TEXT_BYTES", 10)
+    with pytest.raises(InvalidRequest, match="text 0 has 11 characters, at most 10"):
+        TextTokenizer(bundle(tmp_path)).rows([Lying("a" * 11)])
