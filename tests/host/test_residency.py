@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 from synapse_host.residency import ADMISSION_WAIT_S, DRAIN_S, Residency
 from synapse_host.slots import (
@@ -51,9 +52,36 @@ def admit(core: Residency, wanted: Key, now: float = 0.0) -> int:
     return ticket
 
 
-def only(core: Residency) -> object:
+T = TypeVar("T", Admit, Evict)
+
+
+def only(core: Residency, kind: type[T]) -> T:
+    """Return the one thing to do now, of this kind."""
     (action,) = core.take()
+    assert isinstance(action, kind)
     return action
+
+
+def full(core: Residency) -> dict[int, int]:
+    """Lease the first rungs of a model, as many as it may have; return the tickets."""
+    return {tokens: admit(core, key(tokens)) for tokens in (128, 256, 512, 1024)}
+
+
+def evicting(core: Residency) -> Evict:
+    """Ask for one rung more than a model may have, while none of its rungs is leased."""
+    for ticket in full(core).values():
+        core.release(ticket)
+    core.take()
+    core.request(key(2048), 0)
+    return only(core, Evict)
+
+
+def die(core: Residency) -> None:
+    """Let the worker of the first generation fail and end: its replacement may start."""
+    core.fault("a", 1, 0)
+    core.take()
+    core.exited("a", 1)
+    assert core.take() == [Revive("a", 1)]
 
 
 # --- budget ----------------------------------------------------------------------------------------------------------
@@ -64,19 +92,19 @@ def test_pinned_layer_counts_charge_gte_and_qwen_before_admission() -> None:
     up(core, "b", qwen=QWEN)
     assert core.charged()[:2] == (2, 22 + 28), "what LOAD makes resident is charged before the worker starts"
     core.request(key(256), 0)
-    assert isinstance(only(core), Admit)
+    only(core, Admit)
     assert core.charged()[:2] == (3, 22 + 28 + 22), "charged before ADMITTED"
 
 
 def test_executable_budget_refuses_before_hardware_limit() -> None:
     core = fleet()
-    leases = [admit(core, key(tokens)) for tokens in (128, 256, 512, 1024)]
+    leases = full(core)
     assert core.charged()[1] == 88
     up_b = Model(28, 0, 128)
     core.open_worker("b", {"qwen": up_b})
     assert core.take() == [], "28 more would be 116: it waits, the hardware fails at about 115"
-    core.release(leases[3])
-    assert isinstance(only(core), Evict)
+    core.release(leases[1024])
+    only(core, Evict)
 
 
 def test_a_shape_larger_than_the_whole_budget_is_refused_at_once() -> None:
@@ -103,48 +131,45 @@ def test_pending_compiles_reserve_full_executable_budget() -> None:
     assert len(core.take()) == 3 and core.charged()[1] == 88, "nothing was admitted yet"
     core.open_worker("b", {"gte": GTE})
     # 110 executables would not fit: the idle smallest rung of `a` has to go first.
-    assert isinstance(only(core), Evict)
+    only(core, Evict)
 
 
 def test_executable_budget_waits_then_succeeds_when_lease_releases() -> None:
     core = fleet()
-    held = {tokens: admit(core, key(tokens)) for tokens in (128, 256, 512, 1024)}
+    held = full(core)
     ticket = core.request(key(2048), 0)
     assert core.take() == []
     core.release(held[512])
-    victim = only(core)
-    assert isinstance(victim, Evict) and victim.key == key(512)
+    victim = only(core, Evict)
+    assert victim.key == key(512)
     core.evicted(victim.slot, victim.generation)
-    admission = only(core)
-    assert isinstance(admission, Admit) and admission.key == key(2048)
+    admission = only(core, Admit)
+    assert admission.key == key(2048)
     core.admitted(admission.slot, admission.generation)
     assert core.take() == [Granted(ticket)]
 
 
 def test_eviction_refunds_executables_only_after_completed_ack() -> None:
     core = fleet()
-    for tokens in (256, 512, 1024):
-        core.release(admit(core, key(tokens)))
-    core.take()
-    core.request(key(2048), 0)
-    victim = only(core)
-    assert isinstance(victim, Evict) and core.charged()[1] == 88
+    victim = evicting(core)
+    assert core.charged()[1] == 88
     core.evicted(victim.slot, victim.generation + 1)
     assert core.charged()[1] == 88, "an answer of another generation refunds nothing"
     core.evicted(victim.slot, victim.generation)
-    assert isinstance(only(core), Admit) and core.charged()[1] == 88
+    only(core, Admit)
+    assert core.charged()[1] == 88
 
 
 def test_admission_wait_deadline_is_transient_and_cleans_queue() -> None:
     core = fleet()
-    held = [admit(core, key(tokens)) for tokens in (128, 256, 512, 1024)]
+    held = full(core)
     ticket = core.request(key(2048), 10)
     assert core.next_expiry() == 10 + ADMISSION_WAIT_S
     core.expire(10 + ADMISSION_WAIT_S - 0.1)
     assert core.take() == []
     core.expire(10 + ADMISSION_WAIT_S)
     assert core.take() == [Refused(ticket, Refusal.EXHAUSTED)]
-    core.release(held[0])
+    core.release(held[128])
     assert core.take() == [] and core.next_expiry() is None, "nobody waits, so nothing is evicted"
 
 
@@ -153,13 +178,13 @@ def test_admission_wait_deadline_is_transient_and_cleans_queue() -> None:
 
 def test_waiters_are_served_fifo_and_only_the_lru_unleased_shape_is_evicted() -> None:
     core = fleet()
-    held = {tokens: admit(core, key(tokens)) for tokens in (128, 256, 512, 1024)}
+    held = full(core)
     first, second = core.request(key(2048), 0), core.request(key(4096), 0)
     core.take()
     core.release(held[1024])
     core.release(held[512])
-    victim = only(core)
-    assert isinstance(victim, Evict) and victim.key == key(1024), "released first, so least recently used"
+    victim = only(core, Evict)
+    assert victim.key == key(1024), "released first, so least recently used"
     core.evicted(victim.slot, 1)
     admission, following = core.take()
     assert isinstance(admission, Admit) and admission.key == key(2048)
@@ -167,8 +192,8 @@ def test_waiters_are_served_fifo_and_only_the_lru_unleased_shape_is_evicted() ->
     core.admitted(admission.slot, 1)
     assert core.take() == [Granted(first)]
     core.evicted(following.slot, 1)
-    last = only(core)
-    assert isinstance(last, Admit) and last.key == key(4096) and second in core.tickets
+    last = only(core, Admit)
+    assert last.key == key(4096) and second in core.tickets
 
 
 def test_the_smallest_rung_goes_last() -> None:
@@ -179,14 +204,14 @@ def test_the_smallest_rung_goes_last() -> None:
     core.take()
     # 128 was used before 256, but it is the model's smallest rung.
     core.request(key(2048), 0)
-    victim = only(core)
-    assert isinstance(victim, Evict) and victim.key == key(256)
+    victim = only(core, Evict)
+    assert victim.key == key(256)
     core.evicted(victim.slot, 1)
     core.admitted(core.take()[0].slot, 1)  # type: ignore[union-attr]
     core.take()
     core.request(key(4096), 0)
-    victim = only(core)
-    assert isinstance(victim, Evict) and victim.key == key(128), "nothing else is free"
+    victim = only(core, Evict)
+    assert victim.key == key(128), "nothing else is free"
     assert len(held) == 2
 
 
@@ -194,60 +219,27 @@ def test_at_its_own_cap_a_model_makes_room_itself() -> None:
     core = Residency(Limits(executables=1000))
     up(core, "b", qwen=QWEN)  # idle and least recently used, but it would not help
     up(core, "a", gte=GTE)
-    for tokens in (256, 512, 1024):
-        core.release(admit(core, key(tokens)))
-    core.take()
-    core.request(key(2048), 0)
-    victim = only(core)
-    assert isinstance(victim, Evict) and victim.key.worker == "a"
+    victim = evicting(core)
+    assert victim.key.worker == "a"
 
 
 def test_requests_for_one_shape_share_one_admission() -> None:
     core = fleet()
     tickets = [core.request(key(256), 0) for _ in range(5)]
-    admission = only(core)
-    assert isinstance(admission, Admit)
+    admission = only(core, Admit)
     core.admitted(admission.slot, 1)
     assert core.take() == [Granted(ticket) for ticket in tickets]
 
 
 def test_a_resident_shape_bypasses_the_queue_unless_the_head_waits_for_a_lease() -> None:
     core = fleet()
-    held = {tokens: admit(core, key(tokens)) for tokens in (128, 256, 512, 1024)}
+    held = full(core)
     core.request(key(2048), 0)  # waits for somebody's lease
     behind = core.request(key(128), 0)
     assert core.take() == [], "short leases that follow each other could starve the head for ever"
     core.release(held[1024])
     victim, granted = core.take()
     assert isinstance(victim, Evict) and granted == Granted(behind), "the head has its victim now"
-
-
-def test_eight_concurrent_two_rung_requests_complete_within_the_budget() -> None:
-    core = Residency()
-    for worker in ("a", "b"):
-        up(core, worker, gte=GTE)
-    plans = {n: [key(256 if n % 2 else 512, "ab"[n % 2]), key(1024, "ab"[n // 2 % 2])] for n in range(8)}
-    current = {core.request(plans[n].pop(0), 0): n for n in range(8)}
-    done: list[int] = []
-    for _ in range(200):
-        actions = core.take()
-        if not actions:
-            break
-        for action in actions:
-            assert core.charged()[1] <= 100 and core.charged()[0] <= 8
-            match action:
-                case Admit(slot, _, generation):
-                    core.admitted(slot, generation)
-                case Evict(slot, _, generation):
-                    core.evicted(slot, generation)
-                case Granted(ticket):
-                    n = current.pop(ticket)
-                    core.release(ticket)  # released before it asks for the next rung
-                    if plans[n]:
-                        current[core.request(plans[n].pop(0), 0)] = n
-                    else:
-                        done.append(n)
-    assert sorted(done) == list(range(8)) and not current
 
 
 def test_identical_models_in_distinct_workers_each_admit_their_own_shape() -> None:
@@ -258,25 +250,12 @@ def test_identical_models_in_distinct_workers_each_admit_their_own_shape() -> No
     assert [action.key.worker for action in core.take() if isinstance(action, Admit)] == ["a", "b"]
 
 
-def test_a_cancelled_waiter_leaves_its_admission_running() -> None:
-    core = fleet()
-    ticket = core.request(key(256), 0)
-    admission = only(core)
-    assert isinstance(admission, Admit) and core.compiling(ticket)
-    core.release(ticket)
-    core.admitted(admission.slot, 1)
-    assert core.take() == [] and key(256) in core.resident("a")
-    again = core.request(key(256), 0)
-    assert core.take() == [Granted(again)], "a later retry finds it"
-
-
 # --- exhaustion ------------------------------------------------------------------------------------------------------
 
 
 def exhausted(core: Residency, wanted: Key) -> tuple[int, Admit]:
     ticket = core.request(wanted, 0)
-    admission = only(core)
-    assert isinstance(admission, Admit)
+    admission = only(core, Admit)
     core.admit_failed(admission.slot, admission.generation, 0, exhausted=True)
     return ticket, admission
 
@@ -288,11 +267,11 @@ def test_resource_exhaustion_evicts_cross_worker_lru_and_retries_once_without_re
     admit(core, key(128))
     core.take()
     ticket, first = exhausted(core, key(512))
-    victim = only(core)
-    assert isinstance(victim, Evict) and victim.key == key(256, "b")
+    victim = only(core, Evict)
+    assert victim.key == key(256, "b")
     core.evicted(victim.slot, 1)
-    retry = only(core)
-    assert isinstance(retry, Admit) and retry.slot == first.slot
+    retry = only(core, Admit)
+    assert retry.slot == first.slot
     core.admitted(retry.slot, 1)
     assert core.take() == [Granted(ticket)]
 
@@ -309,8 +288,7 @@ def test_persistent_exhaustion_after_eviction_restarts_and_refuses_transiently()
     core = fleet()
     core.take()
     ticket, first = exhausted(core, key(512))
-    victim = only(core)
-    assert isinstance(victim, Evict)
+    victim = only(core, Evict)
     core.evicted(victim.slot, 1)
     core.take()
     core.admit_failed(first.slot, 1, 0, exhausted=True)
@@ -323,8 +301,8 @@ def test_persistent_exhaustion_drains_existing_leases_before_restart() -> None:
     up(core, "b", gte=GTE)
     lease = admit(core, key(128))
     ticket, first = exhausted(core, key(512))
-    victim = only(core)
-    assert isinstance(victim, Evict) and victim.key.worker == "b"
+    victim = only(core, Evict)
+    assert victim.key.worker == "b"
     core.evicted(victim.slot, 1)
     core.take()
     core.admit_failed(first.slot, 1, 0, exhausted=True)
@@ -338,8 +316,8 @@ def test_failed_resource_victim_eviction_recovers_without_waiting_on_its_own_adm
     core.release(admit(core, key(256)))
     core.take()
     ticket, first = exhausted(core, key(512))
-    victim = only(core)
-    assert isinstance(victim, Evict) and victim.key == key(256)
+    victim = only(core, Evict)
+    assert victim.key == key(256)
     core.evict_failed(victim.slot, 1, 0)
     assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, first.slot), Restart("a", 1, False)]
 
@@ -358,10 +336,7 @@ def test_serving_admission_channel_fault_restarts_exactly_once() -> None:
 
 def test_stale_serving_fault_after_recovery_does_not_restart_restored_owner() -> None:
     core = fleet()
-    core.fault("a", 1, 0)
-    core.take()
-    core.exited("a", 1)
-    assert core.take() == [Revive("a", 1)]
+    die(core)
     core.restored("a", 2)
     core.fault("a", 1, 9)
     assert core.take() == [] and not core.workers["a"].recovering
@@ -369,16 +344,8 @@ def test_stale_serving_fault_after_recovery_does_not_restart_restored_owner() ->
 
 def test_queued_eviction_from_old_owner_is_refused_after_restart() -> None:
     core = fleet()
-    for tokens in (256, 512, 1024):
-        core.release(admit(core, key(tokens)))
-    core.take()
-    core.request(key(2048), 0)
-    victim = only(core)
-    assert isinstance(victim, Evict)
-    core.fault("a", 1, 0)
-    core.take()
-    core.exited("a", 1)
-    core.take()
+    victim = evicting(core)
+    die(core)
     core.restored("a", 2)
     core.take()
     before = core.charged()
@@ -386,24 +353,11 @@ def test_queued_eviction_from_old_owner_is_refused_after_restart() -> None:
     assert core.charged() == before
 
 
-def test_replacement_never_starts_before_owner_exit_confirmation() -> None:
-    core = fleet()
-    core.fault("a", 1, 0)
-    assert core.take() == [Restart("a", 1, False)]
-    core.expire(1e9)
-    assert core.take() == [], "no Revive without exited()"
-    core.exited("a", 1)
-    assert core.take() == [Revive("a", 1)]
-
-
 def test_restart_reloads_pinned_models_before_returning_ready() -> None:
     core = fleet()
     core.release(admit(core, key(256)))
     core.take()
-    core.fault("a", 1, 0)
-    core.take()
-    core.exited("a", 1)
-    core.take()
+    die(core)
     assert core.charged()[:2] == (1, 22), "the rest is refunded, what LOAD brings back is charged"
     ticket = core.request(key(128), 0)
     assert core.take() == [], "not ready before its LOADs are replayed"
@@ -446,18 +400,13 @@ def test_unacknowledged_admission_times_out_without_refunding_before_exit() -> N
     assert core.charged()[:2] == (1, 22) and ticket in core.tickets
     core.take()
     core.restored("a", 2)
-    admission = only(core)
-    assert isinstance(admission, Admit) and admission.generation == 2, "who waited goes on waiting"
+    admission = only(core, Admit)
+    assert admission.generation == 2, "who waited goes on waiting"
 
 
 def test_unacknowledged_eviction_times_out_without_refunding_before_exit() -> None:
     core = fleet()
-    for tokens in (256, 512, 1024):
-        core.release(admit(core, key(tokens)))
-    core.take()
-    core.request(key(2048), 0)
-    victim = only(core)
-    assert isinstance(victim, Evict)
+    victim = evicting(core)
     core.fault("a", 1, 600)
     assert core.charged()[1] == 88 and core.slots[victim.slot].state is State.FAILED
     core.take()
@@ -485,11 +434,9 @@ def test_err_ack_restarts_the_worker_drops_its_shapes_and_resumes_waiters() -> N
     core.release(admit(core, key(256)))
     core.take()
     asked = core.request(key(512), 0)
-    admission = only(core)
-    assert isinstance(admission, Admit)
+    admission = only(core, Admit)
     waiting = core.request(key(1024), 0)
-    other = only(core)
-    assert isinstance(other, Admit)
+    other = only(core, Admit)
     core.admit_failed(admission.slot, 1, 0, exhausted=False)
     assert core.take() == [Refused(asked, Refusal.FAILED, admission.slot)], "another exchange is still on the wire"
     core.admitted(other.slot, 1)
@@ -497,8 +444,8 @@ def test_err_ack_restarts_the_worker_drops_its_shapes_and_resumes_waiters() -> N
     core.exited("a", 1)
     core.take()
     core.restored("a", 2)
-    again = only(core)
-    assert isinstance(again, Admit) and again.key == key(1024) and core.resident("a") == {key(128)}
+    again = only(core, Admit)
+    assert again.key == key(1024) and core.resident("a") == {key(128)}
     core.admitted(again.slot, 2)
     assert core.take() == [Granted(waiting)]
 
@@ -506,8 +453,7 @@ def test_err_ack_restarts_the_worker_drops_its_shapes_and_resumes_waiters() -> N
 def test_retirement_between_precheck_and_grant_leaves_no_phantom_reservation() -> None:
     core = fleet()
     ticket = core.request(key(256), 0)
-    admission = only(core)
-    assert isinstance(admission, Admit)
+    admission = only(core, Admit)
     core.retire("a", 0)
     assert core.take() == [Refused(ticket, Refusal.CLOSED)], "its admission is still on the wire: no restart yet"
     core.admitted(admission.slot, 1)
@@ -527,10 +473,7 @@ def test_retirement_during_exit_confirmation_never_connects_replacement() -> Non
 
 def test_a_worker_that_does_not_come_up_refuses_its_waiters_and_the_next_request_tries_again() -> None:
     core = fleet()
-    core.fault("a", 1, 0)
-    core.take()
-    core.exited("a", 1)
-    assert core.take() == [Revive("a", 1)]
+    die(core)
     waiting = core.request(key(256), 0)
     core.revive_failed("a", 1)
     assert core.take() == [Refused(waiting, Refusal.FAILED)] and core.charged() == (0, 0, 0)
@@ -593,10 +536,7 @@ def test_a_lease_is_given_back_once() -> None:
 
 def test_what_an_earlier_generation_reports_changes_nothing() -> None:
     core = fleet()
-    core.fault("a", 1, 0)
-    core.take()
-    core.exited("a", 1)
-    assert core.take() == [Revive("a", 1)]
+    die(core)
     core.restored("a", 2)
     charged = core.charged()
     core.exited("a", 1)
