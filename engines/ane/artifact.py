@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from engines.ane.backend import Backend
     from engines.runtime.progress import ProgressReporter
 
-COMPILED_FORMATS = frozenset({"mlmodelc", "coreml"})
-MAX_COLD_MS = 300_000
-"""A first load longer than this must have happened at install time: one opaque call can outlast the silence window."""
-
 
 def verify(path: str, digest: str, progress: ProgressReporter) -> Path:
     """Check that *path* is a folder of plain files with LOAD's directory digest; one unit of progress a MiB.

@@ -1,16 +1,16 @@
 """MLComputePlan as plain data: what Core ML intends to run where, one label an operation.
 
-The walkers take the framework's objects by duck typing, so they run here on hand-built ones: the coremltools
-dataclasses and PyObjC's proxies differ in spelling only. The view is JSON-ready and goes into the evidence document,
-from which every placement number can be computed again anywhere.
+The walker takes the framework's objects by duck typing, so it runs here on hand-built ones. The view is JSON-ready
+(msgspec) and goes into the evidence document, from which every placement number can be computed again anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
+
+from msgspec import Struct, field
 
 
 class Device(StrEnum):
@@ -22,12 +22,11 @@ class Device(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(Struct, frozen=True, omit_defaults=True):
     """One operation. ``cost``: Core ML's estimated share of the run in [0, 1], None where it gives none."""
 
-    operator: str
-    preferred: Device
+    operator: str = field(name="op")
+    preferred: Device = field(name="on")
     cost: float | None = None
     outputs: tuple[str, ...] = ()
     blocks: tuple[tuple[Operation, ...], ...] = ()
@@ -39,8 +38,7 @@ class Operation:
         return operator == "const" or operator.startswith("constexpr_")
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
+class Function(Struct, frozen=True):
     """One function of a program: its operations in program order."""
 
     inputs: tuple[str, ...]
@@ -48,65 +46,18 @@ class Function:
 
     def walk(self) -> Iterator[Operation]:
         """Yield every operation, those of nested blocks (loops, conditionals) after their own operation."""
-        yield from _walk(self.operations)
+        for operation in self.operations:
+            yield operation
+            for block in operation.blocks:
+                yield from Function((), block).walk()
 
 
-def _walk(operations: tuple[Operation, ...]) -> Iterator[Operation]:
-    for operation in operations:
-        yield operation
-        for block in operation.blocks:
-            yield from _walk(block)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanView:
+class PlanView(Struct, frozen=True):
     """A plan of one model. ``kind``: program, neuralNetwork, pipeline or other."""
 
     kind: str
-    functions: Mapping[str, Function] = field(default_factory=dict)
+    functions: dict[str, Function] = {}
     """By name; a neural network is one function ``main`` whose operations are its layers."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready form; :func:`from_json` is its inverse."""
-
-        def operation(op: Operation) -> dict[str, Any]:
-            obj: dict[str, Any] = {"op": op.operator, "on": op.preferred.value}
-            if op.cost is not None:
-                obj["cost"] = op.cost
-            if op.outputs:
-                obj["outputs"] = list(op.outputs)
-            if op.blocks:
-                obj["blocks"] = [[operation(inner) for inner in block] for block in op.blocks]
-            return obj
-
-        return {
-            "kind": self.kind,
-            "functions": {
-                name: {"inputs": list(f.inputs), "operations": [operation(op) for op in f.operations]}
-                for name, f in self.functions.items()
-            },
-        }
-
-
-def from_json(document: Mapping[str, Any]) -> PlanView:
-    """Rebuild a recorded plan; KeyError or ValueError when it is not one."""
-
-    def operation(obj: Mapping[str, Any]) -> Operation:
-        return Operation(
-            obj["op"],
-            Device(obj["on"]),
-            obj.get("cost"),
-            tuple(obj.get("outputs", ())),
-            tuple(tuple(operation(inner) for inner in block) for block in obj.get("blocks", ())),
-        )
-
-    return PlanView(
-        document["kind"],
-        {
-            name: Function(tuple(f["inputs"]), tuple(operation(op) for op in f["operations"]))
-            for name, f in document["functions"].items()
-        },
-    )
 
 
 def device_of(device: object | None) -> Device:
@@ -122,40 +73,7 @@ def device_of(device: object | None) -> Device:
     return Device.UNKNOWN
 
 
-def from_coremltools(plan: Any) -> PlanView:
-    """Convert ``coremltools.models.compute_plan.MLComputePlan`` (9.0, models/compute_plan.py)."""
-    structure = plan.model_structure
-    if structure.program is not None:
-
-        def convert(op: Any) -> Operation:
-            usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
-            cost = plan.get_estimated_cost_for_mlprogram_operation(op)
-            return Operation(
-                op.operator_name,
-                device_of(None if usage is None else usage.preferred_compute_device),
-                None if cost is None else float(cost.weight),
-                tuple(output.name for output in op.outputs),
-                tuple(tuple(convert(inner) for inner in block.operations) for block in op.blocks),
-            )
-
-        return PlanView(
-            "program",
-            {
-                name: Function(tuple(i.name for i in f.inputs), tuple(convert(op) for op in f.block.operations))
-                for name, f in structure.program.functions.items()
-            },
-        )
-    if structure.neuralnetwork is not None:
-        layers = []
-        for layer in structure.neuralnetwork.layers:
-            usage = plan.get_compute_device_usage_for_neuralnetwork_layer(layer)
-            preferred = device_of(None if usage is None else usage.preferred_compute_device)
-            layers.append(Operation(layer.type, preferred, None, tuple(layer.output_names)))
-        return PlanView("neuralNetwork", {"main": Function((), tuple(layers))})
-    return PlanView("pipeline" if structure.pipeline is not None else "other")
-
-
-def from_objc(plan: Any, *, only: str | None = None, on_operation: Callable[[], None] = lambda: None) -> PlanView:
+def from_objc(plan: Any, *, only: str | None = None) -> PlanView:
     """Convert a PyObjC ``MLComputePlan`` proxy; *only* limits the walk to one function.
 
     Selectors (Apple, CoreML/MLComputePlan.h and MLModelStructure.h, macOS 14.4): ``modelStructure``, ``program``,
@@ -170,7 +88,6 @@ def from_objc(plan: Any, *, only: str | None = None, on_operation: Callable[[], 
         def convert(op: Any) -> Operation:
             usage = plan.computeDeviceUsageForMLProgramOperation_(op)
             cost = plan.estimatedCostOfMLProgramOperation_(op)
-            on_operation()
             return Operation(
                 str(op.operatorName()),
                 device_of(None if usage is None else usage.preferredComputeDevice()),

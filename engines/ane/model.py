@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from engines.ane import inputs, placement, pooling
+from engines.ane import inputs, ladder, placement
 from engines.ane.backend import HINTS
-from engines.ane.ladder import Ladder
+from engines.ane.pooling import finish, pool
 from engines.ane.shapes import Key, Occupancy, Resident, Shapes, check_signature
 from engines.ane.stderr_scan import StderrScan
 from engines.bundle import tight
@@ -75,10 +75,9 @@ class AneModel(Model):
         self._progress: ProgressReporter = progress
         self.dims = hidden if task == "embed" else 1
         self._hidden = hidden
-        self._ladder = Ladder.of(key.tokens for key in functions if key.kind == "shape")
-        self.buckets = self._ladder.rungs
+        self.buckets = tuple(sorted(key.tokens for key in functions if key.kind == "shape"))
         self._shapes = Shapes({key: name for key, (name, _, _) in functions.items()}, self._open, occupancy)
-        self._shapes.admit(Key("shape", self._ladder.rungs[0]))
+        self._shapes.admit(Key("shape", self.buckets[0]))
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -124,7 +123,7 @@ class AneModel(Model):
                 program.close()
             raise
         inventory = placement.inventory(
-            bundle_digest=self._bundle_digest,
+            bundle=self._bundle_digest,
             function=name,
             units=self._settings.units,
             hints=HINTS,
@@ -199,11 +198,15 @@ class AneModel(Model):
             self._mismatch("embed")
         inputs.check_ids(batch, self._rules.vocab)
         vectors = np.empty((len(batch), self.dims), np.float32)
+
+        def keep(row: int, states: FloatArray) -> None:
+            vectors[row] = pool(states, pooling)
+
         if packed_width is None:
-            self._each(batch, lambda row, states: _pool_into(vectors, row, states, pooling), progress)
+            self._each(batch, keep, progress)
         else:
-            self._packed(batch, packed_width, vectors, pooling, progress)
-        return _finish(vectors, normalize)
+            self._packed(batch, packed_width, keep, progress)
+        return finish(vectors, normalize=normalize)
 
     def rerank_sequences(self, batch: TokenBatch, *, progress: ProgressReporter) -> FloatArray:
         """Return raw logits of already composed sequences, float32 (rows,)."""
@@ -223,18 +226,18 @@ class AneModel(Model):
 
     def _each(self, batch: TokenBatch, keep: Callable[[int, FloatArray], None], progress: ProgressReporter) -> None:
         """Run every row on its own rung, rungs ascending; *keep* gets a row's states without padding, or its score."""
-        groups = self._ladder.group(batch.lengths.tolist())
+        groups = ladder.group(batch.lengths.tolist(), self.buckets)
         # All rungs first: a refusal halfway would waste the rows before it.
-        programs = {group.bucket: self._shapes.program(Key("shape", group.bucket)) for group in groups}
+        programs = {bucket: self._shapes.program(Key("shape", bucket)) for bucket in groups}
         rows = list(batch.rows())
-        for group in groups:
-            for row in group.rows:
-                output = self._run(programs[group.bucket], inputs.single(rows[row], group.bucket, self._rules))
+        for bucket, members in groups.items():
+            for row in members:
+                output = self._run(programs[bucket], inputs.single(rows[row], bucket, self._rules))
                 keep(row, output[0, : len(rows[row])] if output.ndim == 3 else output)
                 progress.advance()
 
     def _packed(
-        self, batch: TokenBatch, width: int, vectors: FloatArray, pooling: Pooling, progress: ProgressReporter
+        self, batch: TokenBatch, width: int, keep: Callable[[int, FloatArray], None], progress: ProgressReporter
     ) -> None:
         self._check_advertised(width)
         program = self._shapes.program(Key("packed", width))
@@ -242,7 +245,7 @@ class AneModel(Model):
         for one in tight.plan(batch.lengths.tolist(), width=width, max_rows=tight.MAX_ROWS):
             output = self._run(program, inputs.packed([rows[row] for row in one.rows], width, self._rules))
             for row, (start, end) in zip(one.rows, one.spans, strict=True):
-                _pool_into(vectors, row, output[0, start:end], pooling)
+                keep(row, output[0, start:end])
             progress.advance()
 
     def _run(self, program: Program, feeds: Feeds) -> FloatArray:
@@ -273,11 +276,3 @@ class AneModel(Model):
     def close(self) -> None:
         """Release every function; idempotent."""
         self._shapes.close()
-
-
-def _pool_into(vectors: FloatArray, row: int, states: FloatArray, how: Pooling) -> None:
-    vectors[row] = pooling.pool(states, how)
-
-
-def _finish(vectors: FloatArray, normalize: bool) -> FloatArray:
-    return pooling.finish(vectors, normalize=normalize)

@@ -11,13 +11,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from engines.bundle.tight import LAYOUT, Choice, Pass, choose, plan
-
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-__all__ = ["LAYOUT", "MASKED", "Choice", "Pass", "bias", "choose", "plan", "positions"]
 
 MASKED: Final = -10_000.0
 """Additive bias of a forbidden pair. Finite on purpose: an infinity or the fp32 minimum turns a whole fp16 output into

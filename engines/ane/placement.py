@@ -1,7 +1,6 @@
 """Plan view -> numbers and a verdict. Pure arithmetic, recomputable from a recorded plan.
 
-:func:`share` is upstream's ``placement_share`` exactly (ane.md 1.1) and what PONG carries. :func:`table` is ours beside
-it (1.4): constants and unknowns apart, cost-weighted, with a digest of the operation list. Fail closed: what can't be
+:func:`share` is upstream's ``placement_share`` exactly (ane.md 1.1) and what PONG carries. Fail closed: what can't be
 told is None, never 0 and never 1.
 """
 
@@ -10,16 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 from engines.ane.compute_plan import Device, Function, Operation, PlanView
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Executable, Inventory
-
-MAX_UNKNOWN: Final = 0.02
-"""Above this share of non-const operations without usage, certification says ``placement_unreported``. Not a wire
-rule."""
 
 CPU_STAGES: Final[Mapping[str, str]] = {
     "gather": "token_embedding",
@@ -70,68 +64,6 @@ def share(plan: PlanView | None, name: str | None = None) -> float | None:
     return sum(label is Device.ANE for label in labels) / dispatchable if dispatchable else None
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One function's line of our table. Counts are operations; ``runs``: maximal runs on the ANE in program order."""
-
-    ane: int
-    cpu: int
-    gpu: int
-    unknown_nonconst: int
-    const: int
-    share: float | None
-    cost_share: float | None
-    runs: int
-    ops_sha256: str
-    unreported: bool
-    """More than 2 % of the non-const operations have no usage: certification treats the share as absent."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the row as a JSON-ready dict."""
-        return asdict(self)
-
-
-def table(plan: PlanView, name: str | None = None) -> Row | None:
-    """Return the row of one function, or None where :func:`share` has nothing to count (pipeline, no function)."""
-    if plan.kind not in ("program", "neuralNetwork"):
-        return None
-    function = main_function(plan, name)
-    if function is None:
-        return None
-    counts = dict.fromkeys(Device, 0)
-    const = unknown = runs = 0
-    ane_cost = all_cost = 0.0
-    costs = False
-    inside = False
-    lines: list[str] = []
-    for operation in function.walk():
-        label = operation.preferred
-        lines.append(f"{operation.operator} {label.value}")
-        if label is Device.UNKNOWN:
-            const, unknown = (const + 1, unknown) if operation.is_const else (const, unknown + 1)
-            continue
-        counts[label] += 1
-        runs += label is Device.ANE and not inside
-        inside = label is Device.ANE
-        if operation.cost is not None:
-            costs = True
-            all_cost += operation.cost
-            ane_cost += operation.cost if label is Device.ANE else 0.0
-    known = sum(counts[label] for label in (Device.ANE, Device.CPU, Device.GPU))
-    return Row(
-        ane=counts[Device.ANE],
-        cpu=counts[Device.CPU],
-        gpu=counts[Device.GPU],
-        unknown_nonconst=unknown,
-        const=const,
-        share=share(plan, name),
-        cost_share=ane_cost / all_cost if costs and all_cost > 0 else None,
-        runs=runs,
-        ops_sha256=hashlib.sha256("\n".join(lines).encode()).hexdigest(),
-        unreported=unknown > MAX_UNKNOWN * (known + unknown),
-    )
-
-
 def worst(shares: Iterable[float | None]) -> float | None:
     """Return the wire value over resident functions: the minimum, absent when there is none or any is absent."""
     values = list(shares)
@@ -173,28 +105,11 @@ def _refuse(operation: Operation, why: str) -> None:
     raise EngineError(ErrorCode.INVALID_PLACEMENT, f"operation {operation.operator}{name} {why}")
 
 
-def inventory(
-    *,
-    bundle_digest: str,
-    function: str,
-    units: str,
-    hints: str,
-    os_build: str,
-    version: str,
-    layers: int,
-    stages: list[str],
-) -> Inventory:
+def inventory(*, layers: int, stages: list[str], **identity: str) -> Inventory:
     """Return what ADMITTED carries: one executable for the function, covering every layer once (ane.md 7).
 
-    Core ML shows nobody the private programs below a function, so the id names the function and all that selects it.
+    Core ML shows nobody the private programs below a function, so the id names the function and all that selects it:
+    *identity* holds bundle (its digest), function, units, hints, os_build and version.
     """
-    identity = {
-        "bundle": bundle_digest,
-        "function": function,
-        "units": units,
-        "hints": hints,
-        "os_build": os_build,
-        "version": version,
-    }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     return Inventory([Executable(digest, list(range(layers)))], stages)

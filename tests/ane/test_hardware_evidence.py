@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -160,12 +161,12 @@ def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 UNPLACED = {"share", "cost_share", "placement_reported", "cpu_operations"}
-GPU = plan_of("s16").to_json()
+GPU = msgspec.json.decode(msgspec.json.encode(plan_of("s16")))
 GPU["functions"]["s16"]["operations"][0]["on"] = "gpu"
-MUCH_CPU = plan_of("s16").to_json()
+MUCH_CPU = msgspec.json.decode(msgspec.json.encode(plan_of("s16")))
 for operation in MUCH_CPU["functions"]["s16"]["operations"][:12]:
     operation["on"] = "cpu"
-SILENT = plan_of("s16").to_json()
+SILENT = msgspec.json.decode(msgspec.json.encode(plan_of("s16")))
 for operation in SILENT["functions"]["s16"]["operations"][:9]:
     operation["on"] = "unknown"
 

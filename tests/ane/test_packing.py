@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.ane import packing
-from engines.ane.packing import MASKED, Pass
+from engines.ane.packing import MASKED
+from engines.bundle import tight
+from engines.bundle.tight import Pass
 from engines.protocol.errors import EngineError, ErrorCode
 
 SINGLE = {128: 3.5, 256: 9.0, 512: 25.4}
@@ -33,7 +35,7 @@ def naive(lengths: list[int], width: int, max_rows: int) -> list[list[int]]:
 
 @given(st.lists(st.integers(1, 64), max_size=80), st.integers(1, 12))
 def test_plan_is_first_fit_decreasing(lengths: list[int], max_rows: int) -> None:
-    got = packing.plan(lengths, width=64, max_rows=max_rows)
+    got = tight.plan(lengths, width=64, max_rows=max_rows)
     assert [list(one.rows) for one in got] == naive(lengths, 64, max_rows)
     assert sorted(row for one in got for row in one.rows) == list(range(len(lengths)))
     for one in got:
@@ -41,7 +43,7 @@ def test_plan_is_first_fit_decreasing(lengths: list[int], max_rows: int) -> None
 
 
 def test_equal_lengths_keep_the_input_order() -> None:
-    assert [one.rows for one in packing.plan([30, 30, 30, 30], width=64, max_rows=64)] == [(0, 1), (2, 3)]
+    assert [one.rows for one in tight.plan([30, 30, 30, 30], width=64, max_rows=64)] == [(0, 1), (2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_equal_lengths_keep_the_input_order() -> None:
 )
 def test_rows_that_cannot_be_packed_are_refused(lengths: list[int], code: ErrorCode) -> None:
     with pytest.raises(EngineError) as refused:
-        packing.plan(lengths, width=64, max_rows=64)
+        tight.plan(lengths, width=64, max_rows=64)
     assert refused.value.code is code
 
 
@@ -61,8 +63,8 @@ def test_a_pass_never_holds_more_than_its_width() -> None:
 def test_planning_10_000_rows_is_linearithmic_and_deterministic() -> None:
     rng = random.Random(7)
     lengths = [rng.randint(1, 256) for _ in range(10_000)]
-    first = packing.plan(lengths, width=256, max_rows=64)
-    assert first == packing.plan(list(lengths), width=256, max_rows=64)
+    first = tight.plan(lengths, width=256, max_rows=64)
+    assert first == tight.plan(list(lengths), width=256, max_rows=64)
     assert sum(len(one.rows) for one in first) == 10_000
     fill = sum(lengths) / (256 * len(first))
     assert fill > 0.97, fill
@@ -78,7 +80,7 @@ def test_planning_10_000_rows_takes_under_100_ms() -> None:
 
 def _timed(lengths: list[int]) -> float:
     started = time.perf_counter()
-    packing.plan(lengths, width=256, max_rows=64)
+    tight.plan(lengths, width=256, max_rows=64)
     return time.perf_counter() - started
 
 
@@ -86,25 +88,25 @@ def _timed(lengths: list[int]) -> float:
 
 
 def test_two_100_token_rows_are_cheaper_on_their_own_rungs() -> None:
-    choice = packing.choose([100, 100], single_cost=SINGLE, packed_cost={256: 9.0}, max_rows=64)
+    choice = tight.choose([100, 100], single_cost=SINGLE, packed_cost={256: 9.0}, max_rows=64)
     assert choice.width is None and choice.cost == pytest.approx(7.0) and choice.single == (0, 1)
 
 
 def test_two_64_token_rows_win_twofold_in_one_128_pass() -> None:
-    choice = packing.choose([64, 60], single_cost=SINGLE, packed_cost={128: 3.5, 256: 9.0}, max_rows=64)
+    choice = tight.choose([64, 60], single_cost=SINGLE, packed_cost={128: 3.5, 256: 9.0}, max_rows=64)
     assert choice.width == 128 and choice.cost == pytest.approx(3.5)
 
 
 def test_another_machine_s_costs_choose_another_width() -> None:
     lengths = [40] * 12
-    cheap_wide = packing.choose(lengths, single_cost=SINGLE, packed_cost={128: 3.5, 256: 4.0}, max_rows=64)
-    dear_wide = packing.choose(lengths, single_cost=SINGLE, packed_cost={128: 3.5, 256: 9.0}, max_rows=64)
+    cheap_wide = tight.choose(lengths, single_cost=SINGLE, packed_cost={128: 3.5, 256: 4.0}, max_rows=64)
+    dear_wide = tight.choose(lengths, single_cost=SINGLE, packed_cost={128: 3.5, 256: 9.0}, max_rows=64)
     assert (cheap_wide.width, dear_wide.width) == (256, 128)
 
 
 def test_a_half_empty_last_pass_is_undone_and_long_rows_run_alone() -> None:
     # 60 + 60 share a pass; the lone 10 is as dear packed as alone and stays alone; 400 never fits.
-    choice = packing.choose([60, 60, 10, 400], single_cost=SINGLE, packed_cost={128: 3.6}, max_rows=64)
+    choice = tight.choose([60, 60, 10, 400], single_cost=SINGLE, packed_cost={128: 3.6}, max_rows=64)
     assert choice.width == 128
     assert [one.rows for one in choice.passes] == [(0, 1)]
     assert choice.single == (2, 3)
@@ -113,7 +115,7 @@ def test_a_half_empty_last_pass_is_undone_and_long_rows_run_alone() -> None:
 
 @given(st.lists(st.integers(1, 512), min_size=1, max_size=40))
 def test_choosing_never_costs_more_than_not_packing_and_loses_no_row(lengths: list[int]) -> None:
-    choice = packing.choose(lengths, single_cost=SINGLE, packed_cost={128: 3.5, 256: 5.0}, max_rows=8)
+    choice = tight.choose(lengths, single_cost=SINGLE, packed_cost={128: 3.5, 256: 5.0}, max_rows=8)
     alone = sum(SINGLE[next(b for b in sorted(SINGLE) if length <= b)] for length in lengths)
     assert choice.cost <= alone + 1e-9
     rows = [row for one in choice.passes for row in one.rows] + list(choice.single)

@@ -7,11 +7,13 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from engines.ane import compute_plan, placement
 from engines.ane.compute_plan import Device, Function, Operation, PlanView
 from engines.protocol.errors import EngineError, ErrorCode
+from tests.hardware import ane_evidence
 
 ANE, CPU, GPU, UNKNOWN = Device.ANE, Device.CPU, Device.GPU, Device.UNKNOWN
 
@@ -98,8 +100,8 @@ def test_a_neural_network_counts_its_layers() -> None:
 
 def test_the_share_is_unweighted_and_the_cost_share_is_not() -> None:
     body = (Operation("ios17.cast", ANE, 0.01), Operation("ios17.conv", ANE, 0.09), Operation("ios17.matmul", CPU, 0.9))
-    row = placement.table(plan(main=body))
-    assert row is not None and row.share == 2 / 3 and row.cost_share == pytest.approx(0.1)
+    row = ane_evidence.table(plan(main=body))
+    assert row is not None and row["share"] == 2 / 3 and row["cost_share"] == pytest.approx(0.1)
 
 
 def test_the_table_keeps_constants_and_unknowns_apart_and_counts_runs() -> None:
@@ -111,21 +113,23 @@ def test_the_table_keeps_constants_and_unknowns_apart_and_counts_runs() -> None:
         Operation("ios17.matmul", UNKNOWN),
         *ops(ane=1),
     )
-    row = placement.table(plan(main=body))
+    row = ane_evidence.table(plan(main=body))
     assert row is not None
-    assert (row.ane, row.cpu, row.gpu, row.const, row.unknown_nonconst, row.runs) == (4, 1, 0, 2, 1, 2)
-    assert row.unreported, "one of six operations has no usage"
-    assert row.cost_share is None, "no costs, no cost share"
-    assert len(row.ops_sha256) == 64
-    assert placement.table(plan(main=body)) == row
-    assert json.loads(json.dumps(row.to_json()))["share"] == row.share
+    assert {key: row[key] for key in ("ane", "cpu", "gpu", "const", "unknown_nonconst", "runs")} == {
+        "ane": 4, "cpu": 1, "gpu": 0, "const": 2, "unknown_nonconst": 1, "runs": 2,
+    }  # fmt: skip
+    assert row["unreported"], "one of six operations has no usage"
+    assert row["cost_share"] is None, "no costs, no cost share"
+    assert len(row["ops_sha256"]) == 64
+    assert ane_evidence.table(plan(main=body)) == row
+    assert json.loads(json.dumps(row)) == row
 
 
 def test_two_percent_without_usage_are_still_reported() -> None:
-    row = placement.table(plan(main=(*ops(ane=98), *(Operation("ios17.conv", UNKNOWN),) * 2)))
-    assert row is not None and not row.unreported
-    row = placement.table(plan(main=(*ops(ane=97), *(Operation("ios17.conv", UNKNOWN),) * 2)))
-    assert row is not None and row.unreported
+    row = ane_evidence.table(plan(main=(*ops(ane=98), *(Operation("ios17.conv", UNKNOWN),) * 2)))
+    assert row is not None and not row["unreported"]
+    row = ane_evidence.table(plan(main=(*ops(ane=97), *(Operation("ios17.conv", UNKNOWN),) * 2)))
+    assert row is not None and row["unreported"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +179,7 @@ def test_cpu_work_inside_a_nested_block_is_found() -> None:
 def test_an_inventory_covers_each_layer_once_and_its_id_names_everything_that_selects_the_program() -> None:
     def make(**changes: Any) -> Any:
         fields: dict[str, Any] = {
-            "bundle_digest": "b", "function": "s128", "units": "cpu_and_ne", "hints": "h", "os_build": "24A1",
+            "bundle": "b", "function": "s128", "units": "cpu_and_ne", "hints": "h", "os_build": "24A1",
             "version": "v", "layers": 3, "stages": ["pooling"],
         }  # fmt: skip
         return placement.inventory(**{**fields, **changes})
@@ -184,7 +188,7 @@ def test_an_inventory_covers_each_layer_once_and_its_id_names_everything_that_se
     assert [one.layers for one in first.executables] == [[0, 1, 2]] and first.cpu_stages == ["pooling"]
     ids = {
         make(**{key: "other"}).executables[0].id
-        for key in ("bundle_digest", "function", "units", "hints", "os_build", "version")
+        for key in ("bundle", "function", "units", "hints", "os_build", "version")
     }
     assert len(ids | {first.executables[0].id}) == 7
     assert make() == first
@@ -254,11 +258,11 @@ def test_a_coremltools_plan_is_read_through_its_own_dataclasses() -> None:
             SimpleNamespace(weight=0.5) if op.operator_name in usage else None
         ),
     )
-    view = compute_plan.from_coremltools(fake)
+    view = ane_evidence.from_coremltools(fake)
     assert [op.preferred for op in view.functions["main"].walk()] == [UNKNOWN, ANE, CPU, GPU]
     assert view.functions["main"].inputs == ("input_ids",)
     assert placement.share(view) == 1 / 3
-    assert compute_plan.from_json(json.loads(json.dumps(view.to_json()))) == view, "a recorded plan is the same plan"
+    assert msgspec.json.decode(msgspec.json.encode(view), type=PlanView) == view, "a recorded plan is the same plan"
 
 
 def call(value: Any) -> Any:

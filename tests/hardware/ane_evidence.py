@@ -6,10 +6,16 @@ numbers the rest. ``tests/ane/test_hardware_evidence.py`` does that with every c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
-from engines.ane import compute_plan, placement
+import msgspec
+
+from engines.ane import placement
+from engines.ane.compute_plan import Device, Function, Operation, PlanView, device_of
+from engines.ane.plan import counted as count
 from engines.protocol.errors import EngineError
 
 FORMAT = "ane-evidence-v1"
@@ -25,6 +31,8 @@ THRESHOLDS = {
     "coremltools_share": 0.02,
     "coremltools_cosine": 0.9999,
 }
+MAX_UNKNOWN = 0.02
+"""Above this share of non-const operations without usage, the placement counts as unreported (ane.md 1.4)."""
 GIL_CALLS = ("compile", "load", "signature", "plan", "predict", "close")
 PREDICTIONS, READMISSIONS, PACKED_ROWS, PACKED_MIXES = 10_000, 20, 64, 8
 Gate = dict[str, Any]
@@ -84,10 +92,10 @@ def _gates(document: Mapping[str, Any]) -> Iterator[Judged]:
     bad = [one.get("non_finite") for one in quality]
     worst = max(bad) if bad and None not in bad else None
     yield "non_finite", worst, 0, worst == 0
-    rows = {name: _row(name, one) for name, one in functions.items()}
-    yield at_least("share", [None if row is None else row.share for row in rows.values()])
-    yield at_least("cost_share", [None if row is None else row.cost_share for row in rows.values()])
-    silent = sum(row is None or row.unreported for row in rows.values()) if rows else None
+    rows = [_row(name, one) for name, one in functions.items()]
+    yield at_least("share", [None if row is None else row["share"] for row in rows])
+    yield at_least("cost_share", [None if row is None else row["cost_share"] for row in rows])
+    silent = sum(row is None or row["unreported"] for row in rows) if rows else None
     yield "placement_reported", silent, 0, silent == 0
     wrong = sum(not _allowed(name, one) for name, one in functions.items()) if functions else None
     yield "cpu_operations", wrong, 0, wrong == 0
@@ -124,17 +132,17 @@ def _ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above and below else None
 
 
-def _plan(name: str, one: Mapping[str, Any]) -> tuple[compute_plan.PlanView, str | None] | None:
+def _plan(name: str, one: Mapping[str, Any]) -> tuple[PlanView, str | None] | None:
     recorded = one.get("placement", {}).get("recorded_plan")
     if not recorded:
         return None
-    view = compute_plan.from_json(recorded)
+    view = msgspec.convert(recorded, PlanView)
     return view, name if name in view.functions else None
 
 
-def _row(name: str, one: Mapping[str, Any]) -> placement.Row | None:
+def _row(name: str, one: Mapping[str, Any]) -> dict[str, Any] | None:
     found = _plan(name, one)
-    return None if found is None else placement.table(*found)
+    return None if found is None else table(*found)
 
 
 def _allowed(name: str, one: Mapping[str, Any]) -> bool:
@@ -143,3 +151,54 @@ def _allowed(name: str, one: Mapping[str, Any]) -> bool:
         return found is not None and placement.cpu_stages(*found) is not None
     except EngineError:
         return False
+
+
+def table(plan: PlanView, name: str | None = None) -> dict[str, Any] | None:
+    """Return one function's line of ane.md 1.4, or None where the plan has nothing to count.
+
+    Counts are operations; ``runs``: maximal runs on the Neural Engine in program order.
+    """
+    function = placement.main_function(plan, name)
+    if function is None or plan.kind not in ("program", "neuralNetwork"):
+        return None
+    told = count(plan, name)
+    devices = Counter[str]()
+    for counts in told["operations"].values():
+        devices.update(counts)
+    placed = [operation.preferred for operation in function.walk() if operation.preferred is not Device.UNKNOWN]
+    costs, unknown = told["cost"], devices[Device.UNKNOWN]
+    return {
+        "ane": devices[Device.ANE],
+        "cpu": devices[Device.CPU],
+        "gpu": devices[Device.GPU],
+        "unknown_nonconst": unknown,
+        "const": devices["const"],
+        "share": placement.share(plan, name),
+        "cost_share": costs.get(Device.ANE, 0.0) / sum(costs.values()) if sum(costs.values()) > 0 else None,
+        "runs": sum(label is Device.ANE for label, _ in groupby(placed)),
+        "ops_sha256": told["ops_sha256"],
+        "unreported": unknown > MAX_UNKNOWN * (len(placed) + unknown),
+    }
+
+
+def from_coremltools(plan: Any) -> PlanView:
+    """Convert the plan of an ML Program by coremltools 9.0, ``models.compute_plan.MLComputePlan``."""
+
+    def convert(op: Any) -> Operation:
+        usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
+        cost = plan.get_estimated_cost_for_mlprogram_operation(op)
+        return Operation(
+            op.operator_name,
+            device_of(None if usage is None else usage.preferred_compute_device),
+            None if cost is None else float(cost.weight),
+            tuple(output.name for output in op.outputs),
+            tuple(tuple(convert(inner) for inner in block.operations) for block in op.blocks),
+        )
+
+    return PlanView(
+        "program",
+        {
+            name: Function(tuple(i.name for i in f.inputs), tuple(convert(op) for op in f.block.operations))
+            for name, f in plan.model_structure.program.functions.items()
+        },
+    )

@@ -33,7 +33,6 @@ import pytest
 from engines.ane import REVISION, inputs, placement
 from engines.ane.artifact import sources
 from engines.ane.backend import HINTS, Source
-from engines.ane.compute_plan import from_coremltools
 from engines.ane.coreml import CoreML
 from engines.ane.engine import AneEngine
 from engines.ane.floor import os_build
@@ -296,15 +295,15 @@ def test_placement_of_every_function(prepared: tuple[Path, Any], document: Docum
         plan_ms = (time.monotonic() - started) * 1000
         handle.close()
         wanted = source.function if source.multi else None
-        row = None if plan is None else placement.table(plan, wanted)
+        row = None if plan is None else ane_evidence.table(plan, wanted)
         told: dict[str, Any] = {"plan_ms": round(plan_ms, 1)}
         if plan is not None and row is not None:
-            told |= row.to_json()
+            told |= row
             try:
                 told["cpu_stages"] = placement.cpu_stages(plan, wanted)
             except EngineError as exc:
                 told["refused"] = exc.msg
-            told["recorded_plan"] = plan.to_json()
+            told["recorded_plan"] = msgspec.to_builtins(plan)
         document.function(name)["placement"] = told
     document.passes("share", "cost_share", "placement_reported", "cpu_operations")
 
@@ -316,7 +315,7 @@ def test_coremltools_second_opinion(prepared: tuple[Path, Any], bundle: Bundle, 
     path = str(next(prepared[0].glob("*.mlmodelc")))
     plan = ct.models.compute_plan.MLComputePlan.load_from_path(path=path, compute_units=ct.ComputeUnit.CPU_AND_NE)
     default = f"s{BUCKETS[0]}"
-    theirs = placement.share(from_coremltools(plan), default)
+    theirs = placement.share(ane_evidence.from_coremltools(plan), default)
     ours = document.function(default).get("placement", {}).get("share")
     report = document.data["coremltools"] = {
         "share": theirs,
