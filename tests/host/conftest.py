@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import struct
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from engines.protocol.messages import EmbedBatch, Item, Pooling
 from synapse_host.config import HostConfig, Windows
+from synapse_host.errors import EngineCrashed
 from synapse_host.lane import LaneSpec, LoadSpec
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.permits import Permits
@@ -28,6 +28,25 @@ FAST = HostConfig(
     shutdown_grace=5.0,
     ping_interval=3600.0,
 )
+SHORT = dataclasses.replace(FAST, windows=Windows(setup=20.0, control=20.0, ping=20.0, inference=0.4))
+"""For requests that hang: no healthy request may depend on this window."""
+EMBED = "embed_batch"
+CUDA = {"expected_engine": "owned-cuda", "owned": True}
+POISON, FINE = 13, 7
+"""First ids: rules of a script kill on the one and never touch the other."""
+
+
+def on(request: str | list[str], *actions: Any, **more: Any) -> dict[str, Any]:
+    """A rule of a script."""
+    return {"on": request, "do": list(actions), **more}
+
+
+def poison(*actions: Any, **script: Any) -> dict[str, Any]:
+    """A script that does *actions* on requests that start with POISON and serves all others."""
+    return {"rules": [on("serving", *actions, first_id=POISON)], **script}
+
+
+KILLS = poison({"signal": "SIGKILL"})
 
 
 def embed(*rows: list[int], normalize: bool = False) -> Build:
@@ -40,6 +59,36 @@ def embed(*rows: list[int], normalize: bool = False) -> Build:
         return request, struct.pack(f"<{len(ids)}i", *ids)
 
     return build
+
+
+async def serve(lane: Supervisor, first: int = FINE, **options: Any) -> None:
+    """Embed one row and check that the answer is its own."""
+    _, payload = await lane.submit(embed([first, 1]), stage=EMBED, **options)
+    assert payload.tolist() == scripted.expected_vector([first, 1]), "another request's answer"
+
+
+async def crash(lane: Supervisor, first: int = POISON) -> EngineCrashed:
+    """Send a request that must end in engine_crashed; return the error."""
+    with pytest.raises(EngineCrashed) as caught:
+        await lane.submit(embed([first, 1]), stage=EMBED)
+    return caught.value
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for *condition*."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def soon(seconds: float) -> float:
+    """Return an absolute deadline of the running loop."""
+    return asyncio.get_running_loop().time() + seconds
+
+
+def spawns(state: Path) -> int:
+    """How many workers a script with ``state`` has started."""
+    return state.stat().st_size if state.exists() else 0
 
 
 def lane(script: Any = None, **changes: Any) -> LaneSpec:
@@ -108,6 +157,3 @@ def lanes(tmp_path: Path) -> Callable[[Scenario], None]:
         asyncio.run(main())
 
     return run
-
-
-assert sys.version_info >= (3, 11)

@@ -14,7 +14,7 @@ import pytest
 from engines.bundle.manifest import Artifact, Function
 from engines.protocol.messages import ANE_ENGINE, Pooling
 from synapse_host.ane_lane import AneFleet
-from synapse_host.config import Windows
+from synapse_host.config import HostConfig, Windows
 from synapse_host.errors import (
     AneLaneBusy,
     BundleInvalid,
@@ -27,7 +27,7 @@ from synapse_host.errors import (
 from synapse_host.lane_lock import LaneLock
 from synapse_host.rungs import Costs, Part, charge, parts
 from synapse_host.slots import Key, Limits, Model
-from tests.host.conftest import FAST, Lanes, Scenario, embed
+from tests.host.conftest import FAST, Lanes, Scenario, embed, on, soon, until
 
 pytestmark = pytest.mark.process
 
@@ -42,28 +42,60 @@ ARTIFACT = Artifact(
 )
 
 
-def fleet(made: Lanes, script: dict[str, Any], **changes: Any) -> tuple[AneFleet, Any]:
-    supervisor = made(
-        {"engine": ANE_ENGINE, "buckets": [128, 256, 512], **script},
-        expected_engine=ANE_ENGINE,
-        device="ane",
-        lane_id="ane",
-        **changes,
-    )
-    one = AneFleet()
-    one.add(supervisor, ARTIFACT)
-    return one, supervisor
+COSTS = Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 4.0})
+ECHO = {"engine": ANE_ENGINE, "vectors": "echo", "dims": 2}
+SPEC: dict[str, Any] = {"expected_engine": ANE_ENGINE, "device": "ane"}
+Body = Callable[[AneFleet, Any, Any], Any]
 
 
-def run(lanes: Callable[[Scenario], None], script: dict[str, Any], body: Callable[[AneFleet, Any], Any]) -> None:
-    async def scenario(made: Lanes) -> None:
-        one, supervisor = fleet(made, script)
-        try:
-            await body(one, supervisor)
-        finally:
-            await one.aclose()
+def shapes(*tokens: int) -> set[Key]:
+    return {Key("ane", "m", "shape", n) for n in tokens}
 
-    lanes(scenario)
+
+@pytest.fixture
+def ane(lanes: Callable[[Scenario], None]) -> Callable[..., None]:
+    """Run a body with (fleet, supervisor, lane) of a worker that echoes ids and was started with these widths."""
+
+    def run(
+        body: Body,
+        script: dict[str, Any] | None = None,
+        *,
+        limits: Limits | None = None,
+        costs: Costs | None = COSTS,
+        widths: tuple[int, ...] = (256,),
+        config: HostConfig = FAST,
+    ) -> None:
+        async def scenario(made: Lanes) -> None:
+            one = AneFleet(limits)
+            supervisor = made({**ECHO, **(script or {})}, lane_id="ane", packed_widths=widths, config=config, **SPEC)
+            lane = one.add(supervisor, ARTIFACT, costs=costs)
+            try:
+                await body(one, supervisor, lane)
+            finally:
+                await one.aclose()
+
+        lanes(scenario)
+
+    return run
+
+
+@pytest.fixture
+def two_lanes(lanes: Callable[[Scenario], None]) -> Callable[..., None]:
+    """Run a body with (fleet, lane ``one``, lane ``two``); the script is the first one's."""
+
+    def run(body: Body, script: dict[str, Any] | None = None, *, limits: Limits | None = None) -> None:
+        async def scenario(made: Lanes) -> None:
+            one = AneFleet(limits)
+            first = one.add(made({**ECHO, **(script or {})}, lane_id="one", **SPEC), ARTIFACT)
+            second = one.add(made(ECHO, lane_id="two", **SPEC), ARTIFACT)
+            try:
+                await body(one, first, second)
+            finally:
+                await one.aclose()
+
+        lanes(scenario)
+
+    return run
 
 
 def test_rungs_ascend_and_a_row_beyond_the_ladder_is_named() -> None:
@@ -96,84 +128,57 @@ def test_an_artifact_without_layers_or_buckets_cannot_be_charged() -> None:
             charge(artifact)
 
 
-def test_rungs_are_admitted_once_and_served(lanes: Callable[[Scenario], None]) -> None:
-    async def body(one: AneFleet, supervisor: Any) -> None:
+def test_rungs_are_admitted_once_and_served(ane: Callable[..., None]) -> None:
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
         replies = [await one.serve("ane", bucket, embed([7, 8])) for bucket in (128, 256, 256, 512)]
         assert len({bytes(memoryview(raw)) for _, raw in replies}) == 1
-        assert one.shell.core.resident("ane") == {Key("ane", "m", "shape", n) for n in (128, 256, 512)}
+        assert one.shell.core.resident("ane") == shapes(128, 256, 512)
         assert supervisor.generation == 1
 
-    run(lanes, {}, body)
+    ane(body)
 
 
-def test_serving_caller_cancellation_drains_reply_without_restart(lanes: Callable[[Scenario], None]) -> None:
-    async def body(one: AneFleet, supervisor: Any) -> None:
+@pytest.mark.parametrize("way", ["cancellation", "deadline"])
+def test_a_caller_who_leaves_keeps_permit_and_lease_until_the_reply_drains(ane: Callable[..., None], way: str) -> None:
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
         await one.serve("ane", 128, embed([1]))
-        caller = asyncio.ensure_future(one.serve("ane", 128, embed([66])))
+        deadline = soon(0.1 if way == "deadline" else 60)
+        caller = asyncio.ensure_future(one.serve("ane", 128, embed([66]), deadline=deadline))
         await asyncio.sleep(0.1)
-        caller.cancel()
-        _, raw = await one.serve("ane", 128, embed([7, 8]))
-        assert raw is not None and supervisor.generation == 1, "the next reply belongs to the next request"
-
-    run(lanes, {"rules": [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"sleep": 0.4}]}]}, body)
-
-
-def test_cancelled_direct_ane_keeps_module_permit_and_inflight_until_reply_drains(
-    lanes: Callable[[Scenario], None],
-) -> None:
-    async def body(one: AneFleet, supervisor: Any) -> None:
-        await one.serve("ane", 128, embed([1]))
-        caller = asyncio.ensure_future(one.serve("ane", 128, embed([66])))
-        await asyncio.sleep(0.1)
-        caller.cancel()
-        await asyncio.sleep(0)
+        if way == "cancellation":
+            caller.cancel()
+        (left,) = await asyncio.gather(caller, return_exceptions=True)
+        assert isinstance(left, DeadlineExceeded if way == "deadline" else asyncio.CancelledError)
         slot = next(iter(one.shell.core.slots.values()))
         assert slot.leases == 1, "still leased: its reply is on the way"
         assert supervisor.health()["state"] == "serving"
-        while slot.leases:
-            await asyncio.sleep(0.01)
-        assert supervisor.generation == 1
+        _, raw = await one.serve("ane", 128, embed([7, 8]))
+        assert list(raw) == [7, 8] and supervisor.generation == 1, "the next reply belongs to the next request"
+        await until(lambda: not slot.leases)
 
-    run(lanes, {"rules": [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"sleep": 0.4}]}]}, body)
-
-
-def test_direct_ane_warm_reply_after_absolute_deadline_is_discarded(lanes: Callable[[Scenario], None]) -> None:
-    async def body(one: AneFleet, supervisor: Any) -> None:
-        await one.serve("ane", 128, embed([1]))
-        loop = asyncio.get_running_loop()
-        with pytest.raises(DeadlineExceeded):
-            await one.serve("ane", 128, embed([66]), deadline=loop.time() + 0.1)
-        _, first = await one.serve("ane", 128, embed([7, 8]))
-        _, second = await one.serve("ane", 128, embed([7, 8]))
-        assert bytes(memoryview(first)) == bytes(memoryview(second)) and supervisor.generation == 1
-
-    run(lanes, {"rules": [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"sleep": 0.4}]}]}, body)
+    ane(body, {"rules": [on("EMBED_BATCH", {"sleep": 0.4}, first_id=66)]})
 
 
 def test_direct_ane_cold_admission_after_absolute_deadline_is_drained_without_inference(
-    lanes: Callable[[Scenario], None], tmp_path: Any
+    ane: Callable[..., None], tmp_path: Any
 ) -> None:
     mark = tmp_path / "embedded"
 
-    async def body(one: AneFleet, supervisor: Any) -> None:
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
         await one.serve("ane", 128, embed([1]))
-        loop = asyncio.get_running_loop()
         with pytest.raises(ShapeCompiling) as late:
-            await one.serve("ane", 256, embed([66]), deadline=loop.time() + 0.1)
+            await one.serve("ane", 256, embed([66]), deadline=soon(0.1))
         assert late.value.details["shape"] == 256
         await one.serve("ane", 256, embed([5]))
         assert not mark.exists(), "the late request never reached inference"
         assert Key("ane", "m", "shape", 256) in one.shell.core.resident("ane") and supervisor.generation == 1
 
-    rules = [
-        {"on": "ANE_ADMIT_SHAPE", "do": [{"sleep": 0.4}]},
-        {"on": "EMBED_BATCH", "first_id": 66, "do": [{"touch": str(mark)}]},
-    ]
-    run(lanes, {"rules": rules}, body)
+    rules = [on("ANE_ADMIT_SHAPE", {"sleep": 0.4}), on("EMBED_BATCH", {"touch": str(mark)}, first_id=66)]
+    ane(body, {"rules": rules})
 
 
-def test_a_worker_that_dies_while_serving_is_restarted_once_and_serves_again(lanes: Callable[[Scenario], None]) -> None:
-    async def body(one: AneFleet, supervisor: Any) -> None:
+def test_a_worker_that_dies_while_serving_is_restarted_once_and_serves_again(ane: Callable[..., None]) -> None:
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
         await one.serve("ane", 256, embed([1]))
         with pytest.raises(EngineCrashed):
             await one.serve("ane", 256, embed([66]))
@@ -181,100 +186,63 @@ def test_a_worker_that_dies_while_serving_is_restarted_once_and_serves_again(lan
         assert raw is not None and supervisor.generation == 2
         assert one.shell.generation("ane") == 2
 
-    run(lanes, {"rules": [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"signal": "SIGKILL"}]}]}, body)
+    ane(body, {"rules": [on("EMBED_BATCH", {"signal": "SIGKILL"}, first_id=66)]})
 
 
 def test_err_ack_restarts_the_worker_drops_its_shapes_and_resumes_waiters(
-    lanes: Callable[[Scenario], None], tmp_path: Path
+    ane: Callable[..., None], tmp_path: Path
 ) -> None:
-    async def body(one: AneFleet, supervisor: Any) -> None:
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
         await one.serve("ane", 256, embed([1]))
         with pytest.raises(Exception) as refused:
             await one.serve("ane", 512, embed([1]))
         assert refused.value.code == "invalid_placement"  # type: ignore[attr-defined]
         await one.serve("ane", 256, embed([1]))
         assert supervisor.generation == 2
-        assert one.shell.core.resident("ane") == {Key("ane", "m", "shape", n) for n in (128, 256)}
+        assert one.shell.core.resident("ane") == shapes(128, 256)
 
-    err = {
-        "on": "ANE_ADMIT_SHAPE",
-        "nth": 2,
-        "do": [{"err": {"code": "invalid_placement", "msg": "matmul on the CPU"}}],
-    }
-    run(lanes, {"state": str(tmp_path / "spawns"), "generations": [{"rules": [err]}, {}]}, body)
+    err = on("ANE_ADMIT_SHAPE", {"err": {"code": "invalid_placement", "msg": "matmul on the CPU"}}, nth=2)
+    ane(body, {"state": str(tmp_path / "spawns"), "generations": [{"rules": [err]}, {}]})
 
 
 def test_a_silent_admission_ends_with_its_process_and_is_refunded_then(
-    lanes: Callable[[Scenario], None], tmp_path: Path
+    ane: Callable[..., None], tmp_path: Path
 ) -> None:
-    silent = {"on": "ANE_ADMIT_SHAPE", "do": [{"sleep": 30}]}
+    silent = on("ANE_ADMIT_SHAPE", {"sleep": 30})
     windows = Windows(setup=1.0, control=20.0, ping=20.0, inference=20.0)
 
-    async def scenario(made: Lanes) -> None:
-        script = {"state": str(tmp_path / "spawns"), "generations": [{"rules": [silent]}, {}]}
-        one, supervisor = fleet(made, script, config=dataclasses.replace(FAST, windows=windows))
-        try:
-            with pytest.raises(EngineCrashed) as crashed:
-                await one.serve("ane", 256, embed([1]))
-            assert crashed.value.details["cause"] == "silence"
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
+        with pytest.raises(EngineCrashed) as crashed:
             await one.serve("ane", 256, embed([1]))
-            assert supervisor.generation == 2 and one.shell.core.charged()[0] == 2
-        finally:
-            await one.aclose()
+        assert crashed.value.details["cause"] == "silence"
+        await one.serve("ane", 256, embed([1]))
+        assert supervisor.generation == 2 and one.shell.core.charged()[0] == 2
 
-    lanes(scenario)
-
-
-def test_identical_models_in_two_lanes_compile_independently(lanes: Callable[[Scenario], None]) -> None:
-    async def scenario(made: Lanes) -> None:
-        script = {"engine": ANE_ENGINE, "rules": [{"on": "ANE_ADMIT_SHAPE", "do": [{"sleep": 0.5}]}]}
-        one = AneFleet()
-        one.add(made(script, expected_engine=ANE_ENGINE, device="ane", lane_id="slow"), ARTIFACT)
-        one.add(made({"engine": ANE_ENGINE}, expected_engine=ANE_ENGINE, device="ane", lane_id="quick"), ARTIFACT)
-        try:
-            compiling = asyncio.ensure_future(one.serve("slow", 256, embed([1])))
-            await one.serve("quick", 256, embed([1]))
-            assert not compiling.done(), "compilation holds no permit: the other lane serves meanwhile"
-            await compiling
-        finally:
-            await one.aclose()
-
-    lanes(scenario)
+    script = {"state": str(tmp_path / "spawns"), "generations": [{"rules": [silent]}, {}]}
+    ane(body, script, config=dataclasses.replace(FAST, windows=windows))
 
 
-def test_unload_takes_the_worker_down_and_the_next_request_brings_it_back(lanes: Callable[[Scenario], None]) -> None:
-    async def scenario(made: Lanes) -> None:
-        one = AneFleet()
-        supervisor = made({"engine": ANE_ENGINE}, expected_engine=ANE_ENGINE, device="ane", lane_id="ane")
-        lane = one.add(supervisor, ARTIFACT)
-        try:
-            assert supervisor.generation == 0, "nothing starts before the first request"
-            await lane.submit(embed([1] * 200), stage="embed")
-            await lane.unload()
-            while one.shell.core.charged() != (0, 0, 0):
-                await asyncio.sleep(0.01)
-            await lane.submit(embed([1] * 200), stage="embed")
-            assert supervisor.generation == 2
-            assert one.shell.core.resident("ane") == {Key("ane", "m", "shape", n) for n in (128, 256)}
-        finally:
-            await one.aclose()
+def test_identical_models_in_two_lanes_compile_independently(two_lanes: Callable[..., None]) -> None:
+    async def body(one: AneFleet, slow: Any, quick: Any) -> None:
+        compiling = asyncio.ensure_future(one.serve("one", 256, embed([1])))
+        await one.serve("two", 256, embed([1]))
+        assert not compiling.done(), "compilation holds no permit: the other lane serves meanwhile"
+        await compiling
 
-    lanes(scenario)
+    two_lanes(body, {"rules": [on("ANE_ADMIT_SHAPE", {"sleep": 0.5})]})
 
 
-def test_one_request_over_several_rungs_keeps_its_order(lanes: Callable[[Scenario], None]) -> None:
-    async def scenario(made: Lanes) -> None:
-        one = AneFleet()
-        script = {"engine": ANE_ENGINE, "vectors": "echo", "dims": 2}
-        lane = one.add(made(script, expected_engine=ANE_ENGINE, device="ane", lane_id="ane"), ARTIFACT)
-        try:
-            rows = [[9] * 300, [1, 2], [7] * 130, [3, 4]]
-            reply, raw = await lane.submit(embed(*rows), stage="embed")
-            assert reply.n == 4 and list(raw) == [9, 9, 1, 2, 7, 7, 3, 4]
-        finally:
-            await one.aclose()
+def test_unload_takes_the_worker_down_and_the_next_request_brings_it_back(ane: Callable[..., None]) -> None:
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
+        assert supervisor.generation == 0, "nothing starts before the first request"
+        await lane.submit(embed([1] * 200), stage="embed")
+        await lane.unload()
+        await until(lambda: one.shell.core.charged() == (0, 0, 0))
+        await lane.submit(embed([1] * 200), stage="embed")
+        assert supervisor.generation == 2
+        assert one.shell.core.resident("ane") == shapes(128, 256)
 
-    lanes(scenario)
+    ane(body)
 
 
 def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +250,6 @@ def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, mon
     import json
 
     from engines.bundle import manifest
-    from synapse_host.config import HostConfig
     from synapse_host.host import Host
     from tests.support import scripted
 
@@ -300,7 +267,7 @@ def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, mon
         artifacts=[msgspec.structs.replace(ARTIFACT, tree="sha256:" + "0" * 64)],
     )
     digest = manifest.write(bundle, described)
-    command = scripted.command({"engine": ANE_ENGINE, "vectors": "echo", "dims": 2, "manifest_digest": digest})
+    command = scripted.command({**ECHO, "manifest_digest": digest})
     (tmp_path / "matrix.yaml").write_text(
         "version: 1\n"
         "hardware:\n  any: {}\n"
@@ -334,18 +301,6 @@ def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, mon
 
 # --- packed passes ---------------------------------------------------------------------------------------------------
 
-COSTS = Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 4.0})
-ECHO = {"engine": ANE_ENGINE, "vectors": "echo", "dims": 2}
-
-
-def packing(
-    made: Lanes, script: dict[str, Any], *, widths: tuple[int, ...] = (256,), costs: Costs | None = COSTS
-) -> Any:
-    """Return (fleet, supervisor, lane) of a worker started with these widths."""
-    supervisor = made({**ECHO, **script}, expected_engine=ANE_ENGINE, device="ane", lane_id="ane", packed_widths=widths)
-    one = AneFleet()
-    return one, supervisor, one.add(supervisor, ARTIFACT, costs=costs)
-
 
 @pytest.mark.parametrize(
     ("script", "widths", "costs", "packed"),
@@ -364,247 +319,187 @@ def test_rows_are_packed_only_where_advertised_measured_and_cheaper(
     widths: tuple[int, ...],
     costs: Costs | None,
     packed: bool,
-    lanes: Callable[[Scenario], None],
+    ane: Callable[..., None],
     tmp_path: Path,
 ) -> None:
     mark = tmp_path / "packed"
-    rules = [{"on": "ANE_ADMIT_PACKED", "do": [{"touch": str(mark)}]}]
+    rules = [on("ANE_ADMIT_PACKED", {"touch": str(mark)})]
 
-    async def scenario(made: Lanes) -> None:
-        one, supervisor, lane = packing(made, {"rules": rules, **script}, widths=widths, costs=costs)
-        try:
-            rows = [[9] * 300, [1, 2], [7] * 100, [3, 4], [5, 6]]
-            reply, raw = await lane.submit(embed(*rows), stage="embed")
-            assert reply.n == 5 and list(raw) == [9, 9, 1, 2, 7, 7, 3, 4, 5, 6]
-            assert mark.exists() is packed and supervisor.generation == 1
-            assert (Key("ane", "m", "packed", 256) in one.shell.core.resident("ane")) is packed
-            if packed:
-                assert Key("ane", "m", "shape", 512) in one.shell.core.resident("ane"), "the long row ran on its rung"
-                assert not any(slot.leases for slot in one.shell.core.slots.values())
-        finally:
-            await one.aclose()
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
+        rows = [[9] * 300, [1, 2], [7] * 100, [3, 4], [5, 6]]
+        reply, raw = await lane.submit(embed(*rows), stage="embed")
+        assert reply.n == 5 and list(raw) == [9, 9, 1, 2, 7, 7, 3, 4, 5, 6]
+        assert mark.exists() is packed and supervisor.generation == 1
+        assert (Key("ane", "m", "packed", 256) in one.shell.core.resident("ane")) is packed
+        if packed:
+            assert Key("ane", "m", "shape", 512) in one.shell.core.resident("ane"), "the long row ran on its rung"
+            assert not any(slot.leases for slot in one.shell.core.slots.values())
 
-    lanes(scenario)
+    ane(body, {"rules": rules, **script}, widths=widths, costs=costs)
 
 
-def test_a_row_alone_is_never_packed(lanes: Callable[[Scenario], None]) -> None:
-    async def scenario(made: Lanes) -> None:
-        one, _, lane = packing(made, {"packed": True}, costs=Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 0.1}))
-        try:
-            await lane.submit(embed([1, 2]), stage="embed")
-            assert one.shell.core.resident("ane") == {Key("ane", "m", "shape", 128)}
-        finally:
-            await one.aclose()
+def test_a_row_alone_is_never_packed(ane: Callable[..., None]) -> None:
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
+        await lane.submit(embed([1, 2]), stage="embed")
+        assert one.shell.core.resident("ane") == shapes(128)
 
-    lanes(scenario)
+    ane(body, {"packed": True}, costs=Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 0.1}))
 
 
-def test_a_packed_exchange_takes_at_most_64_rows(lanes: Callable[[Scenario], None], tmp_path: Path) -> None:
+def test_a_packed_exchange_takes_at_most_64_rows(ane: Callable[..., None], tmp_path: Path) -> None:
     """200 rows of 2 tokens: passes of 64 rows, one an exchange, and nobody is lost or doubled."""
 
-    async def scenario(made: Lanes) -> None:
-        one, supervisor, lane = packing(made, {"packed": True})
-        try:
-            rows = [[n, n + 1] for n in range(200)]
-            _, raw = await lane.submit(embed(*rows), stage="embed")
-            assert list(raw) == [value for row in rows for value in row]
-            assert supervisor.counters.requests["embed", "ok"] == 4
-        finally:
-            await one.aclose()
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
+        rows = [[n, n + 1] for n in range(200)]
+        _, raw = await lane.submit(embed(*rows), stage="embed")
+        assert list(raw) == [value for row in rows for value in row]
+        assert supervisor.counters.requests["embed", "ok"] == 4
 
     plan = parts([2] * 200, [128, 256, 512], costs=COSTS, widths=[256])
     assert [len(part.rows) for part in plan] == [64, 64, 64, 8] and all(part.kind == "packed" for part in plan)
-    lanes(scenario)
+    ane(body, {"packed": True})
 
 
-def test_an_unadvertised_width_is_refused_before_anything_is_sent(lanes: Callable[[Scenario], None]) -> None:
-    async def scenario(made: Lanes) -> None:
-        one, supervisor, lane = packing(made, {"packed": True})
-        try:
-            with pytest.raises(SynapseError) as refused:
-                await lane.submit_packed(128, embed([1], [2]), stage="embed")
-            assert refused.value.code == "unsupported_packed_width" and supervisor.generation == 1
-            _, raw = await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
-            assert list(raw) == [1, 2, 3, 4]
-        finally:
-            await one.aclose()
+def test_an_unadvertised_width_is_refused_before_anything_is_sent(ane: Callable[..., None]) -> None:
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
+        with pytest.raises(SynapseError) as refused:
+            await lane.submit_packed(128, embed([1], [2]), stage="embed")
+        assert refused.value.code == "unsupported_packed_width" and supervisor.generation == 1
+        _, raw = await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
+        assert list(raw) == [1, 2, 3, 4]
 
-    lanes(scenario)
+    ane(body, {"packed": True})
 
 
-def test_a_packed_width_shares_the_model_s_four_places(lanes: Callable[[Scenario], None]) -> None:
-    async def scenario(made: Lanes) -> None:
-        one, _, lane = packing(made, {"packed": True})
-        try:
-            one.shell.core.limits = Limits(per_model=2)
-            await lane.submit(embed([9] * 300), stage="embed")
-            await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
-            kept = one.shell.core.resident("ane")
-            assert kept == {Key("ane", "m", "shape", 128), Key("ane", "m", "packed", 256)}, "the smallest rung stays"
-        finally:
-            await one.aclose()
+def test_a_packed_width_shares_the_model_s_four_places(ane: Callable[..., None]) -> None:
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
+        one.shell.core.limits = Limits(per_model=2)
+        await lane.submit(embed([9] * 300), stage="embed")
+        await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
+        kept = one.shell.core.resident("ane")
+        assert kept == {Key("ane", "m", "shape", 128), Key("ane", "m", "packed", 256)}, "the smallest rung stays"
 
-    lanes(scenario)
+    ane(body, {"packed": True})
 
 
 # --- the books -------------------------------------------------------------------------------------------------------
 
 
-def test_load_goes_through_the_books_and_a_request_finds_it(lanes: Callable[[Scenario], None]) -> None:
-    async def scenario(made: Lanes) -> None:
-        one, supervisor, lane = packing(made, {})
-        try:
-            await lane.load()
-            assert one.shell.core.charged() == (1, 22, 1000)
-            assert one.shell.core.resident("ane") == {Key("ane", "m", "shape", 128)}
-            await lane.submit(embed([1, 2]), stage="embed")
-            await lane.load()
-            assert supervisor.generation == 1 and one.shell.core.charged()[0] == 1
-        finally:
-            await one.aclose()
+def test_load_goes_through_the_books_and_a_request_finds_it(ane: Callable[..., None]) -> None:
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
+        await lane.load()
+        assert one.shell.core.charged() == (1, 22, 1000)
+        assert one.shell.core.resident("ane") == shapes(128)
+        await lane.submit(embed([1, 2]), stage="embed")
+        await lane.load()
+        assert supervisor.generation == 1 and one.shell.core.charged()[0] == 1
 
-    lanes(scenario)
+    ane(body, {})
 
 
-@pytest.mark.parametrize(
-    ("limits", "code", "transient"),
-    [(Limits(nbytes=999), "ane_residency_limit", False), (Limits(executables=21), "ane_residency_limit", False)],
-)
+@pytest.mark.parametrize("limits", [Limits(nbytes=999), Limits(executables=21)])
 def test_a_model_larger_than_the_budget_is_refused_typed_and_starts_nothing(
-    limits: Limits, code: str, transient: bool, lanes: Callable[[Scenario], None]
+    limits: Limits, ane: Callable[..., None]
 ) -> None:
-    async def scenario(made: Lanes) -> None:
-        supervisor = made(ECHO, expected_engine=ANE_ENGINE, device="ane", lane_id="ane")
-        one = AneFleet(limits)
-        lane = one.add(supervisor, ARTIFACT)
-        try:
-            for call in (lane.load(), lane.submit(embed([1, 2]), stage="embed")):
-                with pytest.raises(SynapseError) as refused:
-                    await call
-                assert refused.value.code == code and refused.value.transient is transient
-                assert refused.value.details["lane_id"] == "ane"
-            assert supervisor.generation == 0 and one.shell.core.charged() == (0, 0, 0)
-        finally:
-            await one.aclose()
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
+        for call in (lane.load(), lane.submit(embed([1, 2]), stage="embed")):
+            with pytest.raises(SynapseError) as refused:
+                await call
+            assert refused.value.code == "ane_residency_limit" and not refused.value.transient
+            assert refused.value.details["lane_id"] == "ane"
+        assert supervisor.generation == 0 and one.shell.core.charged() == (0, 0, 0)
 
-    lanes(scenario)
+    ane(body, limits=limits)
 
 
-def test_a_full_budget_is_a_transient_refusal_and_nothing_stays_behind(lanes: Callable[[Scenario], None]) -> None:
-    async def scenario(made: Lanes) -> None:
-        one = AneFleet(Limits(nbytes=1500))
-        spec = {"expected_engine": ANE_ENGINE, "device": "ane"}
-        first = one.add(made(ECHO, lane_id="one", **spec), ARTIFACT)
-        hold = {**ECHO, "rules": [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"sleep": 0.5}]}]}
-        second = one.add(made(hold, lane_id="two", **spec), ARTIFACT)
-        try:
-            await first.load()
-            key = Key("one", "m", "shape", 128)
-            async with one.shell.lease(key):
-                waiting = asyncio.ensure_future(second.load())
-                while len(one.shell.core.tickets) < 2:
-                    await asyncio.sleep(0)
-                one.shell.core.expire(1e12)
-                one.shell._act()
-                with pytest.raises(SynapseError) as refused:
-                    await waiting
-            assert (refused.value.code, refused.value.transient) == ("ane_resources_exhausted", True)
-            assert (refused.value.retry_after_ms, refused.value.safe_to_retry) == (250, True)
-        finally:
-            await one.aclose()
+def test_a_full_budget_is_a_transient_refusal_and_nothing_stays_behind(two_lanes: Callable[..., None]) -> None:
+    async def body(one: AneFleet, first: Any, second: Any) -> None:
+        await first.load()
+        async with one.shell.lease(Key("one", "m", "shape", 128)):
+            waiting = asyncio.ensure_future(second.load())
+            while len(one.shell.core.tickets) < 2:
+                await asyncio.sleep(0)
+            one.shell.core.expire(1e12)
+            one.shell._act()
+            with pytest.raises(SynapseError) as refused:
+                await waiting
+        assert (refused.value.code, refused.value.transient) == ("ane_resources_exhausted", True)
+        assert (refused.value.retry_after_ms, refused.value.safe_to_retry) == (250, True)
 
-    lanes(scenario)
+    two_lanes(body, limits=Limits(nbytes=1500))
 
 
 def test_an_idle_death_reaches_the_books_and_the_next_request_is_served(
-    lanes: Callable[[Scenario], None], tmp_path: Path
+    ane: Callable[..., None], tmp_path: Path
 ) -> None:
-    async def scenario(made: Lanes) -> None:
-        dying = {"background": [{"wait_for": str(tmp_path / "die")}, {"signal": "SIGKILL"}]}
-        script = {"state": str(tmp_path / "spawns"), "generations": [dying, {}]}
-        one, supervisor, lane = packing(made, script)
-        try:
-            await lane.submit(embed([1] * 200), stage="embed")
-            assert one.shell.core.charged()[0] == 2
-            (tmp_path / "die").touch()
-            while one.shell.core.charged() != (0, 0, 0):
-                await asyncio.sleep(0.01)
-            assert supervisor.generation == 1, "nobody asked: nothing is started"
-            _, raw = await lane.submit(embed([1] * 200), stage="embed")
-            assert list(raw) == [1, 1] and supervisor.generation == 2
-        finally:
-            await one.aclose()
+    dying = {"background": [{"wait_for": str(tmp_path / "die")}, {"signal": "SIGKILL"}]}
+    script = {"state": str(tmp_path / "spawns"), "generations": [dying, {}]}
 
-    lanes(scenario)
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
+        await lane.submit(embed([1] * 200), stage="embed")
+        assert one.shell.core.charged()[0] == 2
+        (tmp_path / "die").touch()
+        await until(lambda: one.shell.core.charged() == (0, 0, 0))
+        assert supervisor.generation == 1, "nobody asked: nothing is started"
+        _, raw = await lane.submit(embed([1] * 200), stage="embed")
+        assert list(raw) == [1, 1] and supervisor.generation == 2
+
+    ane(body, script)
 
 
-def test_a_late_load_is_deadline_exceeded_and_goes_on_for_the_next_caller(lanes: Callable[[Scenario], None]) -> None:
-    async def scenario(made: Lanes) -> None:
-        one, supervisor, lane = packing(made, {"rules": [{"on": "LOAD", "do": [{"sleep": 0.5}]}]})
-        try:
-            loop = asyncio.get_running_loop()
-            with pytest.raises(DeadlineExceeded):
-                await lane.submit(embed([1, 2]), deadline=loop.time() + 0.1, stage="embed")
-            await lane.submit(embed([1, 2]), stage="embed")
-            assert supervisor.generation == 1
-        finally:
-            await one.aclose()
+def test_a_late_load_is_deadline_exceeded_and_goes_on_for_the_next_caller(ane: Callable[..., None]) -> None:
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
+        with pytest.raises(DeadlineExceeded):
+            await lane.submit(embed([1, 2]), deadline=soon(0.1), stage="embed")
+        await lane.submit(embed([1, 2]), stage="embed")
+        assert supervisor.generation == 1
 
-    lanes(scenario)
+    ane(body, {"rules": [on("LOAD", {"sleep": 0.5})]})
 
 
-def test_self_check_waits_for_drains_and_blocks_new_serving(lanes: Callable[[Scenario], None], tmp_path: Path) -> None:
+def test_self_check_waits_for_drains_and_blocks_new_serving(ane: Callable[..., None], tmp_path: Path) -> None:
     """The probe of a lane is its self-check: a fresh worker proves itself behind what drains, before what comes."""
     go = tmp_path / "go"
+    rules = [on("EMBED_BATCH", {"wait_for": str(go)}, first_id=66)]
 
-    async def scenario(made: Lanes) -> None:
-        rules = [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"wait_for": str(go)}]}]
-        one, supervisor, lane = packing(made, {"rules": rules})
-        try:
-            await lane.load()
-            caller = asyncio.ensure_future(lane.submit(embed([66]), stage="embed"))
-            while supervisor.health()["state"] != "serving":
-                await asyncio.sleep(0.01)
-            caller.cancel()
-            check = asyncio.ensure_future(lane.probe(embed([7])))
-            later = asyncio.ensure_future(lane.submit(embed([8, 8]), stage="embed"))
-            await asyncio.sleep(0.2)
-            assert not check.done() and not later.done() and supervisor.generation == 1, "the reply isn't drained yet"
-            go.touch()
-            await check
-            assert supervisor.generation == 2, "the check is a fresh worker's"
-            _, raw = await later
-            assert list(raw) == [8, 8] and supervisor.generation == 2
-            assert one.shell.core.charged()[0] == 1
-        finally:
-            await one.aclose()
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
+        await lane.load()
+        caller = asyncio.ensure_future(lane.submit(embed([66]), stage="embed"))
+        await until(lambda: supervisor.health()["state"] == "serving")
+        caller.cancel()
+        check = asyncio.ensure_future(lane.probe(embed([7])))
+        later = asyncio.ensure_future(lane.submit(embed([8, 8]), stage="embed"))
+        await asyncio.sleep(0.2)
+        assert not check.done() and not later.done() and supervisor.generation == 1, "the reply isn't drained yet"
+        go.touch()
+        await check
+        assert supervisor.generation == 2, "the check is a fresh worker's"
+        _, raw = await later
+        assert list(raw) == [8, 8] and supervisor.generation == 2
+        assert one.shell.core.charged()[0] == 1
 
-    lanes(scenario)
+    ane(body, {"rules": rules})
 
 
 def test_cancelled_exchange_faults_channel_before_a_later_request_reads_stale_reply(
-    lanes: Callable[[Scenario], None], tmp_path: Path
+    ane: Callable[..., None], tmp_path: Path
 ) -> None:
     """A worker that answers a cancelled request twice: the second answer breaks the channel and reaches nobody."""
+    twice = {"rules": [on("EMBED_BATCH", {"sleep": 0.2}, {"reply": {"times": 2}}, first_id=66)]}
+    script = {"state": str(tmp_path / "spawns"), "generations": [twice, {}]}
 
-    async def scenario(made: Lanes) -> None:
-        twice = {"rules": [{"on": "EMBED_BATCH", "first_id": 66, "do": [{"sleep": 0.2}, {"reply": {"times": 2}}]}]}
-        script = {"state": str(tmp_path / "spawns"), "generations": [twice, {}]}
-        one, supervisor, lane = packing(made, script)
-        try:
-            await lane.load()
-            caller = asyncio.ensure_future(lane.submit(embed([66, 66]), stage="embed"))
-            await asyncio.sleep(0.1)
-            caller.cancel()
-            while True:
-                try:
-                    _, raw = await lane.submit(embed([7, 8]), stage="embed")
-                    break
-                except EngineCrashed as exc:
-                    assert exc.details["cause"] in ("protocol", "exit")
-            assert list(raw) == [7, 8], "its own answer, never the stale one"
-            assert supervisor.generation == 2
-        finally:
-            await one.aclose()
+    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
+        await lane.load()
+        caller = asyncio.ensure_future(lane.submit(embed([66, 66]), stage="embed"))
+        await asyncio.sleep(0.1)
+        caller.cancel()
+        while True:
+            try:
+                _, raw = await lane.submit(embed([7, 8]), stage="embed")
+                break
+            except EngineCrashed as exc:
+                assert exc.details["cause"] in ("protocol", "exit")
+        assert list(raw) == [7, 8], "its own answer, never the stale one"
+        assert supervisor.generation == 2
 
-    lanes(scenario)
+    ane(body, script)

@@ -132,32 +132,6 @@ def test_other_waits_answer_deadline_exceeded() -> None:
     run(body)
 
 
-def test_compilation_on_one_lane_leaves_the_other_serving() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
-        gate = a.hold(("admit", 256))
-        compiling = asyncio.ensure_future(use(shell, 256))
-        await settle()
-        await use(shell, 256, "b")
-        assert not compiling.done()
-        gate.set()
-        await compiling
-
-    run(body)
-
-
-def test_the_admission_s_own_error_reaches_its_callers_and_the_worker_restarts() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
-        a.errors[("admit", 256)] = [WORKER_ERRORS[ErrorCode.INVALID_PLACEMENT]("matmul on the CPU")]
-        with pytest.raises(SynapseError) as refused:
-            await use(shell, 256)
-        assert refused.value.code == "invalid_placement"
-        await settle()
-        assert a.log == ["start", ("admit", 256), "stop", "start"]
-        await use(shell, 256)
-
-    run(body)
-
-
 def test_typed_resource_error_has_the_public_retry_delay_and_evicts_once() -> None:
     async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
         a.errors[("admit", 512)] = [EXHAUSTED("no memory"), EXHAUSTED("no memory")]
@@ -169,21 +143,6 @@ def test_typed_resource_error_has_the_public_retry_delay_and_evicts_once() -> No
         await settle()
         evictions = [entry for entry in a.log + b.log if isinstance(entry, tuple) and entry[0] == "evict"]
         assert len(evictions) == 1 and a.log.count(("admit", 512)) == 2 and a.log[-2:] == ["stop", "start"]
-
-    run(body)
-
-
-def test_a_fault_restarts_once_and_a_stale_one_never() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
-        await use(shell, 128)
-        generation = shell.generation("a")
-        shell.fault("a", generation)
-        shell.fault("a", generation)
-        await settle()
-        assert a.log == ["start", "stop", "start"]
-        shell.fault("a", generation)
-        await settle()
-        assert a.log == ["start", "stop", "start"] and shell.generation("a") == generation + 1
 
     run(body)
 
@@ -213,12 +172,3 @@ def test_eight_concurrent_two_rung_requests_complete_within_the_budget() -> None
         await asyncio.gather(*(request(n) for n in range(8)))
 
     run(body)
-
-
-def test_never_fits_is_refused_at_once_and_permanently() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
-        with pytest.raises(SynapseError) as refused:
-            await use(shell, 256)
-        assert refused.value.code == "ane_residency_limit" and not refused.value.transient
-
-    run(body, Limits(executables=10))

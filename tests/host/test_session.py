@@ -8,35 +8,22 @@ import dataclasses
 import json
 import os
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 
 from engines.bundle.manifest import canonical_bytes, manifest_digest
-from synapse_host.errors import BackendMissing, DeadlineExceeded, EngineCrashed, InvalidRequest, LaneRefused
-from tests.host.conftest import FAST, embed
+from synapse_host.errors import DeadlineExceeded, InvalidRequest, LaneRefused
+from tests.host.conftest import CUDA, EMBED, FAST, crash, embed, on, serve, soon, spawns, until
 from tests.support import scripted
 
 pytestmark = pytest.mark.process
-
-CUDA = {"expected_engine": "owned-cuda", "owned": True}
-
-
-def spawns(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-async def refused(lane, **options) -> EngineCrashed:
-    with pytest.raises(EngineCrashed) as caught:
-        await lane.submit(embed([1]), stage="embed_batch", **options)
-    return caught.value
 
 
 def test_a_good_worker_is_accepted_and_its_socket_removed(lanes):
     async def scenario(make):
         lane = make()
-        reply, payload = await lane.submit(embed([1, 2], [3]), stage="embed_batch")
+        reply, payload = await lane.submit(embed([1, 2], [3]), stage=EMBED)
         assert (reply.n, reply.dims) == (2, 8)
         assert payload.reshape(2, 8).tolist() == [scripted.expected_vector([1, 2]), scripted.expected_vector([3])]
         assert list(make.runtime.workers.iterdir()) == []
@@ -78,15 +65,15 @@ def test_each_generation_has_its_own_nonce_and_worker_id(lanes, tmp_path):
     script = {
         "state": str(tmp_path / "state"),
         "generations": [
-            {"ready": [{"report": str(reports[0])}], "rules": [{"on": "EMBED_BATCH", "do": [{"exit": 1}]}]},
+            {"ready": [{"report": str(reports[0])}], "rules": [on("EMBED_BATCH", {"exit": 1})]},
             {"ready": [{"report": str(reports[1])}]},
         ],
     }
 
     async def scenario(make):
         lane = make(script)
-        await refused(lane)
-        await lane.submit(embed([1]), stage="embed_batch")
+        await crash(lane)
+        await serve(lane)
         told = [json.loads(path.read_text()) for path in reports]
         nonces = {t["argv"][t["argv"].index("--nonce") + 1] for t in told}
         assert len(nonces) == 2
@@ -116,7 +103,7 @@ def test_a_deployment_error_refuses_the_lane_until_unload(lanes, tmp_path, case)
         lane = make({**script, "state": str(state)}, **changes)
         for _ in range(3):
             with pytest.raises(LaneRefused) as caught:
-                await lane.submit(embed([1]), stage="embed_batch")
+                await serve(lane)
             assert caught.value.details["reason"] == case.split()[0]
             assert set(caught.value.details) == {"lane_id", "reason", "expected", "observed"}
             assert spawns(state) == 1
@@ -125,7 +112,7 @@ def test_a_deployment_error_refuses_the_lane_until_unload(lanes, tmp_path, case)
         await lane.unload()
         assert lane.health()["state"] == "stopped"
         with pytest.raises(LaneRefused):
-            await lane.submit(embed([1]), stage="embed_batch")
+            await serve(lane)
         assert spawns(state) == 2
         # An explicit load is the reload that tries again at once.
         with pytest.raises(LaneRefused):
@@ -140,16 +127,16 @@ def test_a_kernel_revision_that_changes_between_generations_is_refused(lanes, tm
         "engine": "owned-cuda",
         "state": str(tmp_path / "state"),
         "generations": [
-            {"kernel_revision": "r1", "rules": [{"on": "EMBED_BATCH", "do": [{"exit": 1}]}]},
+            {"kernel_revision": "r1", "rules": [on("EMBED_BATCH", {"exit": 1})]},
             {"kernel_revision": "r2"},
         ],
     }
 
     async def scenario(make):
         lane = make(script, **CUDA)
-        await refused(lane)
+        await crash(lane)
         with pytest.raises(LaneRefused) as caught:
-            await lane.submit(embed([1]), stage="embed_batch")
+            await serve(lane)
         assert caught.value.details["reason"] == "kernel_revision"
         assert (caught.value.details["expected"], caught.value.details["observed"]) == ("r1", "r2")
 
@@ -169,13 +156,15 @@ def test_a_foreign_worker_need_not_echo_the_device(lanes):
 
 # --- nonsense and death before the ACK: strikes -----------------------------------------------------------------------
 
+_HELLO = b'{"v":3.0,"nonce":"%s","engine":{"engine":"llama.cpp-worker","version":"1"},"pid":1,"max_frame":1}'
+FLOAT_VERSION = (len(_HELLO).to_bytes(4, "little") + _HELLO).hex()
 NONSENSE = {
     "wrong nonce": [{"hello": {"nonce": "0" * 16}}],
     "wrong pid": [{"hello": {"pid": 1}}],
     "the parent's pid": [{"hello": {"pid": os.getpid()}}],
     "a pid beyond every pid": [{"hello": {"pid": 2**32 - 1}}],
     "v as text": [{"hello": {"v": "3"}}],
-    "v as float": [{"hello": {"v": 3.0}}, {"text": ""}],
+    "v as float": [{"bytes": FLOAT_VERSION}],
     "v as bool": [{"hello": {"v": True}}],
     "no nonce": [{"hello": {"nonce": None}}],
     "max_frame 0": [{"hello": {"max_frame": 0}}],
@@ -188,31 +177,20 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("case", [name for name in NONSENSE if name != "v as float"])
+@pytest.mark.parametrize("case", NONSENSE)
 def test_nonsense_before_the_ack_is_a_strike_each(lanes, tmp_path, case):
     state = tmp_path / "state"
 
     async def scenario(make):
         lane = make({"hello": [*NONSENSE[case], {"sleep": 600}], "state": str(state)})
-        first = await refused(lane)
+        first = await crash(lane)
         assert first.details["cause"] == "handshake" and first.details["quarantined"] is False
         assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
-        second = await refused(lane)
+        second = await crash(lane)
         assert second.details["quarantined"] is True
-        third = await refused(lane)
+        third = await crash(lane)
         assert third.details == {"lane_id": "toy", "quarantined": True}
         assert spawns(state) == 2
-
-    lanes(scenario)
-
-
-def test_v_as_a_float_is_nonsense(lanes):
-    frame = b'{"v":3.0,"nonce":"%s","engine":{"engine":"llama.cpp-worker","version":"1"},"pid":1,"max_frame":1}'
-    text = (len(frame).to_bytes(4, "little") + frame).hex()
-
-    async def scenario(make):
-        lane = make({"hello": [{"bytes": text}, {"sleep": 600}]})
-        assert (await refused(lane)).details["cause"] == "handshake"
 
     lanes(scenario)
 
@@ -230,7 +208,7 @@ def test_death_before_the_ack_is_told_at_once(lanes, script, status, signal):
     async def scenario(make):
         # The handshake's time is not waited for.
         lane = make(script, config=dataclasses.replace(FAST, handshake=600.0))
-        details = (await refused(lane)).details
+        details = (await crash(lane)).details
         assert (details["cause"], details["exit_status"], details["signal"]) == ("handshake", status, signal)
         assert details["log_tail"].startswith("[stderr] import failed")
         assert lane.health()["strikes"] == 1
@@ -249,7 +227,7 @@ def test_death_before_the_ack_is_told_at_once(lanes, script, status, signal):
 def test_one_deadline_bounds_the_handshake(lanes, script, text):
     async def scenario(make):
         lane = make(script, config=dataclasses.replace(FAST, handshake=3.0))
-        error = await refused(lane)
+        error = await crash(lane)
         assert text in error.message and error.details["cause"] == "handshake"
         assert lane.health()["strikes"] == 1
 
@@ -262,27 +240,25 @@ def test_frames_before_the_ack_are_a_violation(lanes):
     async def scenario(make):
         # In one piece with HELLO: the host can't have answered in between.
         lane = make({"hello": [{"hello": {}}, pong, {"sleep": 600}]})
-        assert (await refused(lane)).details["cause"] in ("handshake", "protocol")
+        assert (await crash(lane)).details["cause"] in ("handshake", "protocol")
         assert lane.health()["strikes"] == 1
 
     lanes(scenario)
 
 
-def test_sigill_names_the_cure(lanes):
+@pytest.mark.parametrize(
+    ("engine", "cure"),
+    [
+        ("llama.cpp-worker", "llama-cpp-python was built for another CPU, rebuild it"),
+        ("owned-cuda", "a library of this engine was built for another CPU (SIGILL)"),
+    ],
+)
+def test_sigill_names_the_cure(lanes, engine, cure):
     async def scenario(make):
-        lane = make({"start": [{"signal": "SIGILL"}]})
-        error = await refused(lane)
-        assert "llama-cpp-python was built for another CPU, rebuild it" in error.message
+        lane = make({"engine": engine, "start": [{"signal": "SIGILL"}]}, expected_engine=engine)
+        error = await crash(lane)
+        assert error.message.endswith(cure), error.message
         assert error.details["signal"] == "SIGILL"
-
-    lanes(scenario)
-
-
-def test_sigill_of_another_engine_blames_no_llama(lanes):
-    async def scenario(make):
-        lane = make({"engine": "owned-cuda", "start": [{"signal": "SIGILL"}]}, expected_engine="owned-cuda")
-        message = (await refused(lane)).message
-        assert message.endswith("a library of this engine was built for another CPU (SIGILL)"), message
 
     lanes(scenario)
 
@@ -294,8 +270,7 @@ def test_a_foreign_process_at_the_socket_harms_nobody(lanes, tmp_path):
     async def scenario(make):
         lane = make({"start": [{"wait_for": str(go)}]})
         loading = asyncio.create_task(lane.load())
-        while not list(make.runtime.workers.iterdir()):
-            await asyncio.sleep(0.005)
+        await until(lambda: list(make.runtime.workers.iterdir()))
         path = next(make.runtime.workers.iterdir())
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write((2).to_bytes(4, "little") + b"{}")
@@ -313,79 +288,15 @@ def test_a_foreign_process_at_the_socket_harms_nobody(lanes, tmp_path):
     lanes(scenario)
 
 
-def test_a_missing_program_is_not_a_strike(lanes):
-    async def scenario(make):
-        lane = make(command=("/no/such/worker",))
-        for _ in range(3):
-            with pytest.raises(BackendMissing, match="/no/such/worker") as caught:
-                await lane.submit(embed([1]), stage="embed_batch")
-            assert caught.value.exit_code == 4
-        assert lane.health()["strikes"] == 0
-
-    lanes(scenario)
-
-
-def test_no_descriptors_left_is_typed_and_not_a_strike(lanes, monkeypatch):
-    import subprocess
-
-    class Refusing(subprocess.Popen):
-        def __init__(self, *args, **kwargs):
-            raise OSError(24, "Too many open files")
-
-    async def scenario(make):
-        lane = make()
-        with monkeypatch.context() as patch:
-            patch.setattr(subprocess, "Popen", Refusing)
-            error = await refused(lane)
-            assert error.details["errno"] == "EMFILE"
-        assert lane.health()["strikes"] == 0
-        await lane.load()
-
-    lanes(scenario)
-
-
-def test_a_plain_file_at_the_path_is_told_and_kept(lanes):
-    async def scenario(make):
-        lane = make()
-        path = make.runtime.workers / "toy-1.sock"
-        path.write_text("mine")
-        with pytest.raises(InvalidRequest, match="not a socket"):
-            await lane.load()
-        assert path.read_text() == "mine"
-        path.unlink()
-        await lane.load()
-
-    lanes(scenario)
-
-
-def test_a_wrapper_s_worker_is_accepted_and_dies_with_it(lanes, tmp_path):
-    report = tmp_path / "report"
-    worker = scripted.command({"ready": [{"report": str(report)}], "ignore": ["EOF"], "eof": [{"sleep": 600}]})
-    wrapper = ("/bin/sh", "-c", '"$@"; exit $?', "wrapper", *worker)
-
-    async def scenario(make):
-        lane = make(command=wrapper)
-        await lane.load()
-        told = json.loads(report.read_text())
-        assert told["pid"] != told["ppid"] == lane.health()["worker_pid"]
-        os.kill(told["ppid"], 9)
-        while lane.health()["strikes"] == 0:
-            await asyncio.sleep(0.005)
-        while Path(f"/proc/{told['pid']}").exists():
-            await asyncio.sleep(0.005)
-
-    lanes(scenario)
-
-
 def test_the_smaller_max_frame_rules(lanes):
     async def scenario(make):
         lane = make({"hello": [{"hello": {"max_frame": 4096}}]})
         await lane.load()
         with pytest.raises(InvalidRequest, match="4096"):
-            await lane.submit(embed(list(range(1, 2000))), stage="embed_batch")
+            await lane.submit(embed(list(range(1, 2000))), stage=EMBED)
         # Refused before the first byte: the same worker serves the next request.
-        reply, _ = await lane.submit(embed([1]), stage="embed_batch")
-        assert reply.n == 1 and lane.health()["generation"] == 1
+        await serve(lane)
+        assert lane.health()["generation"] == 1
 
     lanes(scenario)
 
@@ -396,36 +307,10 @@ def test_a_deadline_during_the_spawn_leaves_the_spawn_to_the_next_caller(lanes, 
     async def scenario(make):
         lane = make({"start": [{"wait_for": str(go)}], "state": str(state)})
         with pytest.raises(DeadlineExceeded):
-            deadline = asyncio.get_running_loop().time() + 0.05
-            await lane.submit(embed([1]), deadline=deadline, stage="embed_batch")
+            await serve(lane, deadline=soon(0.05))
         assert lane.health()["state"] == "loading"
         go.touch()
-        await lane.submit(embed([1]), stage="embed_batch")
+        await serve(lane)
         assert lane.health()["generation"] == spawns(state) == 1 and lane.health()["strikes"] == 0
-
-    lanes(scenario)
-
-
-def test_descriptors_beyond_the_three_standard_ones_stay_with_the_host(lanes, tmp_path):
-    report = tmp_path / "report"
-
-    async def scenario(make):
-        with open(os.devnull) as file:  # noqa: PTH123 - any descriptor
-            os.set_inheritable(file.fileno(), True)
-            lane = make({"ready": [{"report": str(report)}]})
-            await lane.load()
-        # 0, 1, 2 (and the runtime's copy of stdout), the socket, the one that lists them.
-        assert len(json.loads(report.read_text())["descriptors"]) <= 6
-
-    lanes(scenario)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_zombie_is_left(lanes):
-    async def scenario(make):
-        lane = make({"start": [{"exit": 1}]})
-        await refused(lane)
-        pid = lane.health()["last_fault"]["worker_pid"]
-        assert not Path(f"/proc/{pid}").exists()
 
     lanes(scenario)

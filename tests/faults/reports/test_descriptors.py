@@ -20,17 +20,8 @@ from engines.protocol.messages import EmbedBatch, Item, Pooling
 from synapse_host.errors import BackendMissing, InvalidRequest
 from synapse_host.listener import SUN_PATH, RuntimeDirectory
 from tests.conftest import descriptors
-from tests.faults.reports.trial import (
-    EMBED,
-    crash,
-    end,
-    exists,
-    poison,
-    run_limited,
-    serve,
-    soon,
-)
-from tests.host.conftest import FAST
+from tests.faults.reports.trial import end, exists, run_limited
+from tests.host.conftest import EMBED, FAST, crash, poison, serve, soon
 from tests.support.kernel32 import stand_in
 
 pytestmark = [pytest.mark.process, pytest.mark.fault]
@@ -104,8 +95,9 @@ def test_report_32_a_spawn_that_fails(lanes):
 
     async def scenario(make):
         lane = make(command=("/no/such/program",))
-        with pytest.raises(BackendMissing):
+        with pytest.raises(BackendMissing, match="/no/such/program") as caught:
             await serve(lane)
+        assert caught.value.exit_code == 4
         before = descriptors()
         for _ in range(300):
             with pytest.raises(BackendMissing):
@@ -233,7 +225,7 @@ def test_report_37_connect_and_drop(lanes, directory):
 
         lane = make({"vectors": "echo", "dims": tokens})
         _, vectors = await lane.submit(build, stage=EMBED)
-        assert vectors.nbytes == 64 * MIB
+        assert vectors.nbytes == 64 * MIB and vectors[12345] == 0 and vectors.flags.writeable
 
     lanes(whole_frame)
     # On Windows: byte mode, so that a large frame is a stream and not a message. The system itself is not measured.

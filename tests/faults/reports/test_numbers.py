@@ -28,22 +28,8 @@ from synapse_host import Host, certificates, evidence, gates
 from synapse_host.config import Windows
 from synapse_host.errors import WORKER_ERRORS, EngineCrashed, InvalidRequest, QueueFull, SequenceTooLong
 from synapse_host.results import sigmoid
-from tests.faults.reports.trial import (
-    EMBED,
-    KILLS,
-    POISON,
-    ROOT,
-    TREE,
-    crash,
-    on,
-    poison,
-    run_limited,
-    serve,
-    spawns,
-    toy_host,
-    until,
-)
-from tests.host.conftest import FAST, embed
+from tests.faults.reports.trial import ROOT, TREE, run_limited, toy_host
+from tests.host.conftest import EMBED, FAST, KILLS, POISON, crash, embed, on, poison, serve, spawns, until
 from tests.llama import reference
 from tests.support import scripted, toy_models
 from tests.support.toy_gguf import ToyGguf, build_toy

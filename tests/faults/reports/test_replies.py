@@ -16,19 +16,8 @@ from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
 from synapse_host import Host
 from synapse_host.errors import DeadlineExceeded, QueueFull
-from tests.faults.reports.trial import (
-    EMBED,
-    POISON,
-    crash,
-    on,
-    poison,
-    run_limited,
-    serve,
-    soon,
-    toy_host,
-    until,
-)
-from tests.host.conftest import FAST, embed
+from tests.faults.reports.trial import run_limited, toy_host
+from tests.host.conftest import EMBED, FAST, POISON, crash, embed, on, poison, serve, soon, until
 from tests.support import scripted, toy_models
 from tests.support.toy_gguf import build_toy
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Awaitable, Callable
@@ -12,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
-from synapse_host.config import HostConfig, Windows
-from synapse_host.errors import EngineCrashed
+from synapse_host.config import HostConfig
 from synapse_host.supervisor import Supervisor
-from tests.host.conftest import FAST, Lanes, embed
-from tests.support import scripted
+from tests.host.conftest import FAST, Lanes
 from tests.support.small_bundle import write_bundle, write_matrix
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,10 +22,6 @@ LIMIT_S = float(os.environ.get("SYNAPSE_REPORT_LIMIT", "60"))
 """How long a scenario may take. Only a missing guard lets one run into it."""
 TREE = {"PYTHONPATH": str(ROOT)}
 """Workers get a reduced environment; this makes them import the tree under test, also when that is a changed copy."""
-
-EMBED = "embed_batch"
-POISON, FINE = 13, 7
-SHORT = dataclasses.replace(FAST, windows=Windows(setup=20.0, control=20.0, ping=20.0, inference=0.4))
 
 
 class ReportLanes(Lanes):
@@ -66,48 +58,6 @@ def run_limited(scenario: Callable[[], Awaitable[None]]) -> None:
             await scenario()
 
     asyncio.run(main())
-
-
-def on(request: str | list[str], *actions: Any, **more: Any) -> dict[str, Any]:
-    """A rule of a script."""
-    return {"on": request, "do": list(actions), **more}
-
-
-def poison(*actions: Any, **script: Any) -> dict[str, Any]:
-    """A script that does *actions* on requests that start with POISON and serves all others."""
-    return {"rules": [on("serving", *actions, first_id=POISON)], **script}
-
-
-KILLS = poison({"signal": "SIGKILL"})
-
-
-async def serve(lane: Supervisor, first: int = FINE, **options: Any) -> None:
-    """Embed one row and check that the answer is its own."""
-    _, payload = await lane.submit(embed([first, 1]), stage=EMBED, **options)
-    assert payload.tolist() == scripted.expected_vector([first, 1]), "another request's answer"
-
-
-async def crash(lane: Supervisor, first: int = POISON) -> EngineCrashed:
-    """Send a request that must end in engine_crashed; return the error."""
-    with pytest.raises(EngineCrashed) as caught:
-        await lane.submit(embed([first, 1]), stage=EMBED)
-    return caught.value
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait for what the scenario's limit bounds."""
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
-def soon(seconds: float) -> float:
-    """Return an absolute deadline of the running loop."""
-    return asyncio.get_running_loop().time() + seconds
-
-
-def spawns(state: Path) -> int:
-    """How many workers a script with ``state`` has started."""
-    return state.stat().st_size if state.exists() else 0
 
 
 def exists(pid: int) -> bool:
