@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from synapse_host.evidence import Evidence, Gate
 
-_SIGNS: Final = {">=": "≥", "<=": "≤", "==": "="}
+SIGNS: Final = {">=": "≥", "<=": "≤", "==": "="}
 _GROUPS: Final = {
     "reference": "The reference",
     "device": "Engine and device",
@@ -139,7 +139,7 @@ def _gates(gates: Sequence[Gate]) -> str:
     for group, words in _GROUPS.items():
         for number, gate in enumerate(gate for gate in gates if gate.group == group):
             head = escape(words) if number == 0 else ""
-            bound = f"{_SIGNS[gate.comparison]} {gate.threshold:g}"
+            bound = f"{SIGNS[gate.comparison]} {gate.threshold:g}"
             word = '<span class="pass">pass</span>' if gate.passed else '<span class="fail">FAIL</span>'
             rows.append(
                 f"<tr><td>{head}</td><td><code>{gate.name}</code><br>"

@@ -14,10 +14,11 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError, common_options, nearest
@@ -30,39 +31,31 @@ from synapse_host.errors import (
     SynapseError,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 class Verb(NamedTuple):
-    """Where a verb lives and what the page of verbs says about it."""
+    """What the page of verbs says about one; it lives in the module of its name."""
 
-    module: str
     summary: str
     group: str
 
 
 VERBS: Final[dict[str, Verb]] = {
-    "embed": Verb("synapse_host.cli.embed", "vectors of texts, in input order", "work"),
-    "rerank": Verb("synapse_host.cli.rerank", "score documents against a query", "work"),
-    "generate": Verb("synapse_host.cli.generate", "continue a prompt, or answer a chat message", "work"),
-    "run": Verb("synapse_host.cli.run", "hold a host until SIGTERM, for the verbs below", "host"),
-    "ps": Verb("synapse_host.cli.ps", "lanes and workers of the running host", "host"),
-    "ping": Verb("synapse_host.cli.ping", "do its workers answer?", "host"),
-    "logs": Verb("synapse_host.cli.logs", "what its workers wrote; -f follows", "host"),
-    "load": Verb("synapse_host.cli.load", "load a model there", "host"),
-    "unload": Verb("synapse_host.cli.unload", "unload a model there and forget its lane's strikes", "host"),
-    "build": Verb("synapse_host.cli.build", "make a model bundle from a checkpoint", "models"),
-    "models": Verb("synapse_host.cli.models", "list, find, verify and install model bundles", "models"),
-    "matrix": Verb("synapse_host.cli.matrix", "check hw_matrix.yaml; explain why a lane got its engine", "machine"),
-    "doctor": Verb(
-        "synapse_host.cli.doctor", "what this machine can run, what is wrong, and the line that fixes it", "machine"
-    ),
-    "certify": Verb(
-        "synapse_host.cli.certify", "does a lane give the right numbers here, and run where it should", "machine"
-    ),
-    "bench": Verb("synapse_host.cli.bench", "measure it all, beside rivals where they are installed", "machine"),
-    "demo": Verb("synapse_host.cli.demo", "embed, rerank, generate, and kill a worker on purpose", "machine"),
+    "embed": Verb("vectors of texts, in input order", "work"),
+    "rerank": Verb("score documents against a query", "work"),
+    "generate": Verb("continue a prompt, or answer a chat message", "work"),
+    "run": Verb("hold a host until SIGTERM, for the verbs below", "host"),
+    "ps": Verb("lanes and workers of the running host", "host"),
+    "ping": Verb("do its workers answer?", "host"),
+    "logs": Verb("what its workers wrote; -f follows", "host"),
+    "load": Verb("load a model there", "host"),
+    "unload": Verb("unload a model there and forget its lane's strikes", "host"),
+    "build": Verb("make a model bundle from a checkpoint", "models"),
+    "models": Verb("list, find, verify and install model bundles", "models"),
+    "matrix": Verb("check hw_matrix.yaml; explain why a lane got its engine", "machine"),
+    "doctor": Verb("what this machine can run, what is wrong, and the line that fixes it", "machine"),
+    "certify": Verb("does a lane give the right numbers here, and run where it should", "machine"),
+    "bench": Verb("measure it all, beside rivals where they are installed", "machine"),
+    "demo": Verb("embed, rerank, generate, and kill a worker on purpose", "machine"),
 }
 """A verb is listed here when it works."""
 
@@ -198,12 +191,12 @@ def _dispatch(arguments: list[str], console: Console) -> int:
     verb = VERBS.get(name)
     if verb is None:
         raise UsageError(f"no verb {name!r}{nearest(name, VERBS)}. See them all: synapse --help")
-    module = import_module(verb.module)
-    parser = Parser(prog=f"synapse {name}", description=verb.summary[0].upper() + verb.summary[1:] + ".")
+    module = import_module(f"synapse_host.cli.{name}")
+    parser = Parser(f"synapse {name}")
     module.configure(parser)
     common_options(parser, running=verb.group == "host")
     try:
-        args = parser.parse_intermixed_args(arguments[1:]) if parser.intermixed else parser.parse_args(arguments[1:])
+        args = parser.parse_intermixed_args(arguments[1:])
     except SystemExit as exc:  # --help only: errors raise UsageError
         return int(exc.code or 0)
     console.configure(json=args.json, quiet=args.quiet)

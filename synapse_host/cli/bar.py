@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
 
 from rich.console import Console as RichConsole
 from rich.progress import (
@@ -11,31 +12,17 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-
-class TerminalBar:
-    """A rich progress task behind the console's small interface."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress = progress
-        self._task = task
-
-    def advance(self, amount: int = 1) -> None:
-        """Count finished work."""
-        self._progress.advance(self._task, amount)
+from synapse_host.cli.console import Bar, Stages
 
 
 @contextmanager
-def terminal_bar(label: str, total: int | None, *, unit: str) -> Iterator[TerminalBar]:
+def terminal_bar(label: str, total: int, *, unit: str) -> Iterator[Bar]:
     """Show one bar on stderr; it disappears when the block ends, what matters was printed by the block."""
     columns = (
         TextColumn("{task.description}"),
@@ -45,26 +32,14 @@ def terminal_bar(label: str, total: int | None, *, unit: str) -> Iterator[Termin
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=RichConsole(stderr=True), transient=True) as progress:
-        yield TerminalBar(progress, progress.add_task(label, total=total))
+        yield Bar(partial(progress.advance, progress.add_task(label, total=total)))
 
 
 @contextmanager
-def terminal_stages(label: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show one bar that each stage of a job starts anew: ``report(stage, done, total)``, in bytes."""
-    columns = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=RichConsole(stderr=True), transient=True) as progress:
-        task = progress.add_task(label, total=None)
-
-        def report(stage: str, done: int, total: int) -> None:
-            progress.update(task, description=f"{label}: {stage}", completed=done, total=total or None)
-
-        yield report
-
-
-@contextmanager
-def terminal_rows(label: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show one bar that each stage of a job starts anew: ``report(stage, done, total)``, in rows."""
-    columns = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), MofNCompleteColumn())
+def terminal_stages(label: str, *, rows: bool) -> Iterator[Stages]:
+    """Show one bar that each stage of a job starts anew; *done* and *total* are rows, or else bytes."""
+    counted = [MofNCompleteColumn()] if rows else [DownloadColumn(), TimeRemainingColumn()]
+    columns = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), *counted)
     with Progress(*columns, console=RichConsole(stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=None)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from engines.bundle.checkpoint import Checkpoint
+from synapse_host import builder
+from synapse_host.cli.console import Console
+from synapse_host.cli.parser import Parser, count
 from synapse_host.errors import EXIT_OK, InvalidRequest
-
-if TYPE_CHECKING:
-    from synapse_host.cli.console import Console
-    from synapse_host.cli.parser import Parser
 
 _DTYPES: Final[dict[str, tuple[str, ...]]] = {
     "gguf": ("f32", "f16", "bf16", "q8_0"),
@@ -22,8 +22,6 @@ _DTYPES: Final[dict[str, tuple[str, ...]]] = {
 
 def configure(parser: Parser) -> None:
     """Declare the verb's arguments."""
-    from synapse_host.cli.parser import count
-
     parser.description = (
         "Make a model bundle from a Hugging Face style checkpoint folder (config.json and safetensors; never pickles). "
         "Families: bert, modernbert, qwen3, llama."
@@ -59,10 +57,6 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb; return the exit code."""
-    from engines.bundle.checkpoint import Checkpoint
-    from synapse_host import builder
-    from synapse_host.cli.models import StageBars
-
     out: Path = args.out.expanduser()
     _check_target(out, force=args.force)
     checkpoint = Checkpoint.open(args.checkpoint.expanduser(), task=args.task)
@@ -70,7 +64,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     limit = checkpoint.config["max_position_embeddings"]
     if args.max_tokens is not None and args.max_tokens > limit:
         raise InvalidRequest(f"--max-tokens {args.max_tokens}: the checkpoint has {limit} positions")
-    with StageBars(console, out.name) as bars:
+    with console.stages(out.name) as progress:
         bundle = builder.build(
             checkpoint.folder,
             out,
@@ -80,7 +74,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             task=checkpoint.task,
             overrides=_overrides(args, checkpoint),
             reference=args.fixtures,
-            progress=bars,
+            progress=progress,
         )
     console.document(
         {
@@ -126,7 +120,7 @@ def _dtypes(text: str | None, formats: list[str]) -> dict[str, list[str]]:
     return chosen
 
 
-def _possible(checkpoint: Any) -> list[str]:
+def _possible(checkpoint: Checkpoint) -> list[str]:
     """Return the formats that serve this checkpoint on machines without an accelerator."""
     if checkpoint.task == "generate":
         return ["gguf"]
@@ -135,7 +129,7 @@ def _possible(checkpoint: Any) -> list[str]:
     return ["gguf", "safetensors-package"]
 
 
-def _overrides(args: argparse.Namespace, checkpoint: Any) -> dict[str, Any]:
+def _overrides(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if args.max_tokens is not None:
         found["max_tokens"] = args.max_tokens

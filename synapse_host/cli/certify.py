@@ -6,18 +6,20 @@ import argparse
 import math
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
+import msgspec
+
+from synapse_host import certificates, certification, report
+from synapse_host import evidence as documents
+from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import DEFAULT_MODELS, bundle_of, config_of, model_name, run_orderly
 from synapse_host.errors import EXIT_FAILED, EXIT_OK
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from synapse_host.cli.console import Console
-    from synapse_host.evidence import Evidence, Gate
-    from synapse_host.recheck import Recheck
+from synapse_host.evidence import Evidence, Gate
+from synapse_host.matrix import load
+from synapse_host.recheck import recheck
+from synapse_host.report import SIGNS
 
 _WORDS: Final = {
     "reference_fixture": "reference probes",
@@ -56,7 +58,6 @@ _SECTIONS: Final = {
     "limits": "quality",
     "placement": "placement",
 }
-_SIGNS: Final = {">=": "≥", "<=": "≤", "==": "="}
 
 
 def configure(parser: Parser) -> None:
@@ -104,27 +105,20 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _certify(args: argparse.Namespace, console: Console) -> int:
-
-    from synapse_host import certificates, report
-    from synapse_host import evidence as documents
-    from synapse_host.certification import Order, certify
-    from synapse_host.matrix import load
-
     matrix = load(args.matrix)
     lane = matrix.lanes.get(args.lane)
-    source = args.model or (DEFAULT_MODELS.get(lane.task) if lane else None)
+    source = args.model or (DEFAULT_MODELS[lane.task] if lane else None)
     if source is None:
-        known = ", ".join(matrix.lanes)
-        raise UsageError(f"no lane {args.lane!r} (have: {known}). See: synapse matrix explain")
-    order = Order(
+        raise UsageError(f"no lane {args.lane!r} (have: {', '.join(matrix.lanes)}). See: synapse matrix explain")
+    order = certification.Order(
         lane=args.lane,
         model=model_name(source),
         bundle=bundle_of(source, args, console),
         engine=args.engine,
         min_placement_share=args.min_placement_share,
     )
-    with console.rows(f"certifying {args.lane} · {order.model}") as progress:
-        evidence = run_orderly(certify(order, matrix, config_of(args), progress=progress))
+    with console.stages(f"certifying {args.lane} · {order.model}", rows=True) as progress:
+        evidence = run_orderly(certification.certify(order, matrix, config_of(args), progress=progress))
     path = args.out / f"{_stem(evidence)}.json"
     digest = documents.write(path, evidence)
     page = report.write(path.with_suffix(".html"), evidence)
@@ -136,7 +130,7 @@ def _certify(args: argparse.Namespace, console: Console) -> int:
         {
             "verdict": evidence.verdict,
             "evidence": str(path),
-            "gates": [_plain(gate) for gate in evidence.gates],
+            "gates": msgspec.to_builtins(evidence.gates),
             "report": str(page),
             "reasons": evidence.reasons,
             "precision": evidence.precision,
@@ -159,17 +153,14 @@ def _stem(evidence: Evidence) -> str:
 
 
 def _recheck(args: argparse.Namespace, console: Console) -> int:
-    from synapse_host.matrix import load
-    from synapse_host.recheck import recheck
-
-    found: Recheck = recheck(args.recheck, load(args.matrix), share=args.min_placement_share)
+    found = recheck(args.recheck, load(args.matrix), share=args.min_placement_share)
     evidence = found.evidence
     verdict = evidence.verdict if not found.problems else "refused"
     console.document(
         {
             "verdict": verdict,
             "evidence": str(args.recheck),
-            "gates": [_plain(gate) for gate in evidence.gates],
+            "gates": msgspec.to_builtins(evidence.gates),
             "problems": found.problems,
             "reasons": evidence.reasons,
         }
@@ -184,24 +175,15 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
     return EXIT_OK if found.certified else EXIT_FAILED
 
 
-def _plain(gate: Gate) -> dict[str, Any]:
-    return {
-        "name": gate.name,
-        "value": gate.value,
-        "threshold": gate.threshold,
-        "passed": gate.passed,
-        "group": gate.group,
-        "comparison": gate.comparison,
-    }
-
-
 def _mark(passed: bool, console: Console) -> str:
     return console.style("PASS", "green", "bold") if passed else console.style("FAIL", "red", "bold")
 
 
 def _page(evidence: Evidence, console: Console) -> None:
     _title(evidence, console)
-    for section, group in groupby(_ordered(evidence.gates), lambda gate: _SECTIONS[gate.group]):
+    sections = list(_SECTIONS.values())
+    ordered = sorted(evidence.gates, key=lambda gate: sections.index(_SECTIONS[gate.group]))
+    for section, group in groupby(ordered, lambda gate: _SECTIONS[gate.group]):
         gates = list(group)
         # In one line what is as it should be and has no number to look at; what fails has a row of its own.
         if section != "quality" and all(gate.passed for gate in gates):
@@ -209,7 +191,7 @@ def _page(evidence: Evidence, console: Console) -> None:
             console.hang(f"  {section:<11} ", f"{said}   {_word(True, console)}", 14)
         else:
             for gate in gates:
-                bound = f"{_SIGNS[gate.comparison]} {_threshold(gate)}"
+                bound = f"{SIGNS[gate.comparison]} {_threshold(gate)}"
                 value = f"{_WORDS.get(gate.name, gate.name):<20} {_value(gate):<10} {bound:<10}"
                 console.line(f"  {'' if gate is not gates[0] else section:<11} {value} {_word(gate.passed, console)}")
     if not evidence.placement_required:
@@ -240,11 +222,6 @@ def _title(evidence: Evidence, console: Console) -> None:
         console.hang("", f"{title} {probes}", 0)
 
 
-def _ordered(gates: Iterable[Gate]) -> list[Gate]:
-    sections = list(_SECTIONS.values())
-    return sorted(gates, key=lambda gate: sections.index(_SECTIONS[gate.group]))
-
-
 def _setting(evidence: Evidence) -> str:
     """Say what the first gates made sure of."""
     probes = evidence.fixture.probes if evidence.fixture else 0
@@ -253,9 +230,9 @@ def _setting(evidence: Evidence) -> str:
 
 
 def _placed(gate: Gate) -> str:
-    if gate.name == "speedup":
-        return f"{_value(gate)}{_WORDS[gate.name]} {_SIGNS[gate.comparison]} {_threshold(gate)}"
-    return f"{_WORDS.get(gate.name, gate.name)} {_value(gate)} {_SIGNS[gate.comparison]} {_threshold(gate)}"
+    word = _WORDS.get(gate.name, gate.name)
+    number = f"{_value(gate)}{word}" if gate.name == "speedup" else f"{word} {_value(gate)}"
+    return f"{number} {SIGNS[gate.comparison]} {_threshold(gate)}"
 
 
 def _word(passed: bool, console: Console) -> str:

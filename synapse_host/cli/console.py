@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import re
 import shutil
 import sys
 import textwrap
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from synapse_host.errors import EXIT_FAILED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from synapse_host.errors import SynapseError
+from synapse_host.errors import EXIT_FAILED, SynapseError
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-
 _NARROWEST: Final = 20
+_TAIL_LINES: Final = 8
+_DUMP: Final = re.compile(
+    r"Fatal Python error|Current thread|Thread 0x|\s*File \".*\", line \d+|Extension modules:|<no Python frame>"
+    r"|\s*[~^]+\s*$"
+)
+
+Stages: TypeAlias = Callable[[str, int, int], None]
+"""``report(stage, done, total)``; each stage starts the bar anew."""
 
 
-class Bar(Protocol):
+class Bar(NamedTuple):
     """A running progress display."""
 
-    def advance(self, amount: int = 1) -> None:
-        """Count finished work."""
-
-
-class _SilentBar:
-    def advance(self, amount: int = 1) -> None:
-        pass
+    advance: Callable[[int], None]
 
 
 class Console:
@@ -84,57 +82,35 @@ class Console:
         if not self.quiet and not self.json:
             print(f"synapse: {text}", file=sys.stderr)
 
-    @contextmanager
-    def bar(self, label: str, total: int | None = None, *, unit: str = "") -> Iterator[Bar]:
+    def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Bar]:
         """Show a progress bar on stderr while the block runs; silent off a terminal."""
         if not self.bars:
-            yield _SilentBar()
-            return
+            return nullcontext(Bar(lambda amount: None))
         from synapse_host.cli.bar import terminal_bar
 
-        with terminal_bar(label, total, unit=unit) as bar:
-            yield bar
+        return terminal_bar(label, total, unit=unit)
 
-    @contextmanager
-    def stages(self, label: str) -> Iterator[Callable[[str, int, int], None]]:
-        """Show the progress of a job that reports ``(stage, done, total)``; silent off a terminal."""
+    def stages(self, label: str, *, rows: bool = False) -> AbstractContextManager[Stages]:
+        """Show the progress of a job that reports its stages, in bytes or *rows*; silent off a terminal."""
         if not self.bars:
-            yield lambda stage, done, total: None
-            return
+            return nullcontext(lambda stage, done, total: None)
         from synapse_host.cli.bar import terminal_stages
 
-        with terminal_stages(label) as report:
-            yield report
+        return terminal_stages(label, rows=rows)
 
-    @contextmanager
-    def rows(self, label: str) -> Iterator[Callable[[str, int, int], None]]:
-        """Show the progress of a job that reports ``(stage, done, total)`` in rows; silent off a terminal."""
-        if not self.bars:
-            yield lambda stage, done, total: None
-            return
-        from synapse_host.cli.bar import terminal_rows
-
-        with terminal_rows(label) as report:
-            yield report
-
-    @contextmanager
-    def status(self) -> Iterator[Callable[[str], None]]:
+    def status(self) -> AbstractContextManager[Callable[[str], None]]:
         """Show one changing line on stderr while the block runs: ``show(text)``; silent off a terminal."""
         if not self.bars:
-            yield lambda text: None
-            return
+            return nullcontext(lambda text: None)
         from synapse_host.cli.bar import terminal_status
 
-        with terminal_status() as show:
-            yield show
+        return terminal_status()
 
     def fail(self, error: SynapseError) -> int:
         """Report a typed error and return its exit code."""
         if self.json:
             print(_json({"error": error.to_dict()}, default=str))
         else:
-            from synapse_host.cli.explanation import explain
-
             print(f"synapse: {explain(error)}", file=sys.stderr)
         return error.exit_code
 
@@ -153,6 +129,25 @@ class Console:
         else:
             print(f"synapse: {text}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def explain(error: SynapseError) -> str:
+    """Return the text after ``synapse: ``: what happened, the last words of a dead worker, and what to do next."""
+    lines = [error.message]
+    if error.code == "engine_crashed":
+        lines += _last_words(str(error.details.get("log_tail") or ""))
+        if "llama-cpp-python was built for another CPU" in error.message:
+            from synapse_host.doctor.engines import REBUILD
+
+            lines.append(f"Rebuild it: {REBUILD}")
+    return "\n         ".join(lines)
+
+
+def _last_words(log: str) -> list[str]:
+    """Return the tail of a worker's log, without Python's crash dump where anything else was said."""
+    tail = [line.removeprefix("[stderr] ").removeprefix("[stdout] ") for line in log.rstrip().splitlines()]
+    said = [line for line in tail if line.strip() and not _DUMP.match(line)]
+    return [f"| {line[:300]}" for line in (said or tail)[-_TAIL_LINES:]]
 
 
 def _json(document: dict[str, Any], **options: Any) -> str:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.session import DEFAULT_MODELS, run_host
 from synapse_host.errors import EXIT_FAILED, EXIT_OK
 from synapse_host.matrix import load as load_matrix
 
 if TYPE_CHECKING:
-    import argparse
-
-    from synapse_host.cli.console import Console
     from synapse_host.host import Host
 
 SENTENCES: Final = ["The cat sat on the mat.", "A feline rested on a rug.", "Rates rose on Tuesday."]

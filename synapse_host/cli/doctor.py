@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import argparse
+from typing import Final
 
+from synapse_host import catalogue, doctor
+from synapse_host.cli import host_version
+from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
+from synapse_host.doctor import Report
 from synapse_host.errors import EXIT_FAILED, EXIT_OK
-
-if TYPE_CHECKING:
-    import argparse
-
-    from synapse_host.cli.console import Console
-    from synapse_host.doctor import Report
+from synapse_host.floor import TIME_LIMIT
+from synapse_host.matrix import load
 
 GB: Final = 1024**3
 
@@ -31,11 +32,6 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
-    from synapse_host import catalogue, doctor
-    from synapse_host.cli import host_version
-    from synapse_host.floor import TIME_LIMIT
-    from synapse_host.matrix import load
-
     matrix = load(args.matrix)
     with console.stages("examining"):
         report = doctor.examine(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import DEFAULT_MODELS, OWN_HOST, model_name, run_host, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    import argparse
-
-    from synapse_host.cli.console import Console
     from synapse_host.host import EmbedResult, Host
 
 

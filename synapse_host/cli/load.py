@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import select
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
+from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
+from synapse_host.cli.ps import loading_line
 from synapse_host.cli.remote import connect, runtime_dir
 from synapse_host.errors import EXIT_OK
-
-if TYPE_CHECKING:
-    import argparse
-
-    from synapse_host.cli.console import Console
 
 REFRESH_S: Final = 0.2
 
@@ -40,16 +38,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
             # The answer comes when the model is loaded; meanwhile another connection asks how far it is.
             with connect(directory) as watch, console.status() as show:
                 while not select.select([remote], [], [], REFRESH_S)[0]:
-                    show(_line(watch.ask("ps"), args.model))
+                    lanes = watch.ask("ps")["lanes"].items()
+                    show(loading_line({lane_id: lane for lane_id, lane in lanes if lane["model"] == args.model}))
         state = remote.answer()
     console.document(state)
     for lane_id, lane in state["lanes"].items():
         took = "" if lane["load_s"] is None else f" (LOAD took {lane['load_s']:.1f} s)"
         console.line(f"{args.model} is loaded on lane {lane_id}, {lane['engine']}, pid {lane['worker_pid']}{took}")
     return EXIT_OK
-
-
-def _line(state: dict[str, Any], model: str) -> str:
-    from synapse_host.cli.run import loading_line
-
-    return loading_line({lane_id: lane for lane_id, lane in state["lanes"].items() if lane["model"] == model})

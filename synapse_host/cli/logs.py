@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.remote import connect, runtime_dir
 from synapse_host.errors import EXIT_OK, InvalidRequest
-
-if TYPE_CHECKING:
-    import argparse
-
-    from synapse_host.cli.console import Console
 
 WAIT_S: Final = 30.0
 _CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}

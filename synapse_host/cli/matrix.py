@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import argparse
+from typing import Any
 
+from engines.bundle.manifest import Bundle
+from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError, nearest
 from synapse_host.cli.session import DEFAULT_MODELS
 from synapse_host.errors import EXIT_HARDWARE, EXIT_OK, BundleInvalid, SynapseError
 from synapse_host.matrix import HardwareMatrix, Lane
 from synapse_host.matrix import load as load_matrix
 from synapse_host.placement import Placement, select
-
-if TYPE_CHECKING:
-    import argparse
-
-    from engines.bundle.manifest import Bundle
-    from synapse_host.cli.console import Console
 
 
 def configure(parser: Parser) -> None:

@@ -2,59 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from engines.bundle import manifest
+from engines.bundle.manifest import Bundle, BundleError
+from synapse_host import builder, catalogue
+from synapse_host.cli.console import Console
+from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid, InvalidRequest
-
-if TYPE_CHECKING:
-    import argparse
-    from types import TracebackType
-
-    from engines.bundle.manifest import Bundle
-    from synapse_host.cli.console import Bar, Console
-    from synapse_host.cli.parser import Parser
-
-
-class StageBars:
-    """One bar per stage of a build: ``bars(stage, done, total)``, bytes of finished work."""
-
-    def __init__(self, console: Console, label: str) -> None:
-        self._console = console
-        self._label = label
-        self._stack = ExitStack()
-        self._stage: str | None = None
-        self._bar: Bar | None = None
-        self._done = 0
-
-    def __enter__(self) -> StageBars:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show that *done* of *total* bytes of a stage are finished."""
-        if stage != self._stage:
-            self._stack.close()
-            self._stage, self._done = stage, 0
-            self._bar = self._stack.enter_context(
-                self._console.bar(f"{self._label}: {stage}", total or None, unit="bytes" if total else "")
-            )
-        if self._bar is not None and done > self._done:
-            self._bar.advance(done - self._done)
-            self._done = done
-
-
-def obtain(name: str, models_dir: Path | None, console: Console) -> Path:
-    """Return a model's bundle folder for a verb; a default that isn't there yet is made, with bars."""
-    from synapse_host import catalogue
-
-    with StageBars(console, name) as bars:
-        return catalogue.resolve(name, models_dir, report=console.note, progress=bars)
 
 
 def configure(parser: Parser) -> None:
@@ -83,8 +40,6 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb; return the exit code."""
-    from synapse_host.cli.parser import UsageError
-
     if args.action == "list":
         return _list(args, console)
     if args.action == "verify":
@@ -106,22 +61,16 @@ def describe(name: str, bundle: Bundle) -> dict[str, Any]:
 
 
 def _list(args: argparse.Namespace, console: Console) -> int:
-    from engines.bundle import manifest
-    from engines.bundle.manifest import BundleError
-    from synapse_host import catalogue
-
     found, broken = [], []
-    for name, path in catalogue.installed(args.models_dir).items():
+    installed = catalogue.installed(args.models_dir)
+    for name, path in installed.items():
         try:
             found.append((name, manifest.read(path)))
         except BundleError as exc:
             broken.append({"name": name, "path": str(path), "error": str(exc)})
-    document: dict[str, Any] = {"models": [describe(name, bundle) for name, bundle in found]}
-    if broken:
-        document["broken"] = broken
-    missing = [name for name in catalogue.DEFAULTS if name not in catalogue.installed(args.models_dir)]
-    document["available"] = missing
-    console.document(document)
+    missing = [name for name in catalogue.DEFAULTS if name not in installed]
+    models = [describe(name, bundle) for name, bundle in found]
+    console.document({"models": models, **({"broken": broken} if broken else {}), "available": missing})
     console.line(f"models in {catalogue.models_dir(args.models_dir)}")
     for name, bundle in found:
         artifacts = ", ".join(f"{a.format} {a.dtype}" for a in bundle.manifest.artifacts)
@@ -136,17 +85,13 @@ def _list(args: argparse.Namespace, console: Console) -> int:
 
 def _read(name: str, path: Path) -> Bundle:
     """Read a bundle's manifest; BundleInvalid names the bundle, which the manifest's own words don't."""
-    from engines.bundle import manifest
-
     try:
         return manifest.read(path)
-    except manifest.BundleError as exc:
+    except BundleError as exc:
         raise BundleInvalid(f"model {name}: {exc}", details={"model": name, "path": str(path)}) from exc
 
 
 def _path(args: argparse.Namespace, console: Console) -> int:
-    from synapse_host import catalogue
-
     entries = []
     for name in args.name:
         path = catalogue.locate(name, args.models_dir)
@@ -162,15 +107,13 @@ def _path(args: argparse.Namespace, console: Console) -> int:
 
 
 def _install(args: argparse.Namespace, console: Console) -> int:
-    from synapse_host import catalogue
-
     entries = []
     keep = args.keep_checkpoint
     if keep is not None and (len(args.name) != 1 or keep.exists()):
         raise InvalidRequest("--keep-checkpoint takes one model and a folder that doesn't exist yet")
     for name in args.name:
-        with StageBars(console, name) as bars:
-            bundle = catalogue.install(name, args.models_dir, force=args.force, keep=keep, progress=bars)
+        with console.stages(name) as progress:
+            bundle = catalogue.install(name, args.models_dir, force=args.force, keep=keep, progress=progress)
         entries.append(describe(name, bundle))
         console.line(f"{name:<12} {bundle.digest[:12]}  {bundle.root}")
     console.document({"models": entries})
@@ -178,21 +121,17 @@ def _install(args: argparse.Namespace, console: Console) -> int:
 
 
 def _verify(args: argparse.Namespace, console: Console) -> int:
-    from synapse_host import builder, catalogue
-
     entries = []
-    failed = False
     for name in args.name or list(catalogue.installed(args.models_dir)):
         path = catalogue.locate(name, args.models_dir)
         if path is None:
             raise catalogue.unknown(name, args.models_dir)
         bundle = _read(name, path)
-        with StageBars(console, name) as bars:
-            wrong = builder.verify(bundle, bars)
-        failed = failed or bool(wrong)
+        with console.stages(name) as progress:
+            wrong = builder.verify(bundle, progress)
         entries.append({**describe(name, bundle), "ok": not wrong, "wrong": wrong})
         console.line(f"{name:<12} {console.style('ok', 'green') if not wrong else console.style('WRONG', 'red')}")
         for line in wrong:
             console.line(f"  {line}")
     console.document({"models": entries})
-    return EXIT_FAILED if failed else EXIT_OK
+    return EXIT_OK if all(entry["ok"] for entry in entries) else EXIT_FAILED

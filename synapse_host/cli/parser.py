@@ -7,14 +7,12 @@ import os
 import re
 import shutil
 import textwrap
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from synapse_host.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class UsageError(InvalidRequest):
@@ -41,15 +39,8 @@ class _Page(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """One verb's parser. ``examples`` is printed under the options."""
 
-    def __init__(self, *, prog: str, description: str | None = None) -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            formatter_class=_Page,
-            allow_abbrev=False,
-        )
-        self.intermixed = True
-        """False for a verb with sub-parsers, where options can't be mixed with positionals."""
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog=prog, formatter_class=_Page, allow_abbrev=False)
 
     def examples(self, text: str) -> None:
         """Set the examples shown at the end of ``--help``."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import argparse
+from typing import Final
 
+from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.ps import duration
 from synapse_host.cli.remote import connect, revive, runtime_dir
 from synapse_host.errors import EXIT_FAILED, EXIT_OK
-
-if TYPE_CHECKING:
-    import argparse
-
-    from synapse_host.cli.console import Console
 
 WAIT_S: Final = 5.0
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import argparse
+from collections.abc import Sequence
+from typing import Any
 
+from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.remote import connect, runtime_dir
 from synapse_host.errors import EXIT_OK
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from synapse_host.cli.console import Console
 
 
 def configure(parser: Parser) -> None:
@@ -123,6 +120,17 @@ def remarks(lane: dict[str, Any]) -> str:
     if lane.get("reason"):
         said.append(str(lane["reason"]))
     return ", ".join(said)
+
+
+def loading_line(lanes: dict[str, Any]) -> str:
+    """Return what lanes load, each with the count of finished work its worker told (a MiB read, a tensor, …)."""
+    parts = []
+    for lane_id, lane in lanes.items():
+        if lane["state"] == "loading":
+            progress = lane.get("progress")
+            done = f"{progress['completed']} units, {progress['running_s']:.1f} s" if progress else "starting"
+            parts.append(f"{lane_id} {lane['model']} {done}")
+    return "loading " + " · ".join(parts) if parts else "loading"
 
 
 def duration(seconds: float) -> str:

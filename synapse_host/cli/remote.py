@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -12,14 +13,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from synapse_host import errors
 from synapse_host.errors import DeadlineExceeded, InvalidRequest, SynapseError
 from synapse_host.listener import SUN_PATH, RuntimeDirectory, peer_of
-
-if TYPE_CHECKING:
-    import argparse
 
 MAX_ANSWER: Final = 16 * 1024 * 1024
 CONNECT_S: Final = 5.0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, Any
 
+from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import DEFAULT_MODELS, OWN_HOST, model_name, run_host, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    import argparse
-
-    from synapse_host.cli.console import Console
     from synapse_host.host import Host, RerankResult
 
 
@@ -73,7 +72,7 @@ def _file(args: argparse.Namespace, console: Console) -> int:
         with console.bar("reranking", len(pairs), unit="queries") as bar:
             for query, documents in pairs:
                 results.append(await _score(host, model, query, documents, args))
-                bar.advance()
+                bar.advance(1)
         return results
 
     results = run_host(args, console, {model: args.model}, work)

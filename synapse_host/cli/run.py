@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from synapse_host import catalogue, metrics
+from synapse_host.cli import host_version
+from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, count, seconds
+from synapse_host.cli.ps import loading_line, page
 from synapse_host.cli.remote import runtime_dir
 from synapse_host.cli.session import bundle_of, config_of, model_name
+from synapse_host.control import ControlServer
 from synapse_host.errors import EXIT_INTERRUPTED, EXIT_OK, InvalidRequest, SynapseError
 from synapse_host.event_loop import new_event_loop
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
-
-    from synapse_host.cli.console import Console
-    from synapse_host.control import ControlServer
-    from synapse_host.host import Host
+from synapse_host.host import Host, open_bundles
+from synapse_host.matrix import HardwareMatrix, load
 
 DRAIN_S: Final = 30.0
 REFRESH_S: Final = 0.1
@@ -54,9 +55,6 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
-    from synapse_host import metrics
-    from synapse_host.matrix import load as load_matrix
-
     if sys.platform == "win32":
         raise InvalidRequest("synapse run needs Unix sockets; on Windows open a Host in your own program")
     if args.metrics is not None:
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if "SYNAPSE_LOG" not in os.environ:
         # Nobody waits for this command's answer: what goes wrong in it has to be told.
         logging.getLogger().setLevel(logging.WARNING)
-    matrix = load_matrix(args.matrix)
+    matrix = load(args.matrix)
     models, loads = _models(args, console)
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -76,9 +74,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _models(args: argparse.Namespace, console: Console) -> tuple[dict[str, Path], list[str]]:
     """Return every usable bundle by name, and which names to load; a broken one is left out unless it was named."""
-    from synapse_host import catalogue
-    from synapse_host.host import open_bundles
-
     models: dict[str, Path] = {}
     for name, path in catalogue.installed(args.models_dir).items():
         try:
@@ -109,11 +104,7 @@ class _Run:
         self._interrupted = False
         self._opening: asyncio.Task[int] | None = None
 
-    async def main(self, matrix: Any) -> int:
-        from synapse_host import metrics
-        from synapse_host.control import ControlServer
-        from synapse_host.host import Host
-
+    async def main(self, matrix: HardwareMatrix) -> int:
         self._listen_to_signals()
         async with AsyncExitStack() as stack:
             try:
@@ -137,8 +128,6 @@ class _Run:
         return EXIT_INTERRUPTED if self._interrupted else EXIT_OK
 
     def _about(self, host: Host) -> dict[str, Any]:
-        from synapse_host.cli import host_version
-
         return {
             "version": host_version(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -223,8 +212,6 @@ class _Run:
             await asyncio.sleep(REFRESH_S)
 
     def _tell(self, control: ControlServer, url: str | None) -> None:
-        from synapse_host.cli.ps import page
-
         console = self._console
         state = control.state()
         if url is not None:
@@ -234,14 +221,3 @@ class _Run:
         console.line()
         console.line("Stop: Ctrl-C or SIGTERM. Talk to it: synapse ps · ping · logs -f · load M · unload M")
         sys.stdout.flush()
-
-
-def loading_line(lanes: dict[str, Any]) -> str:
-    """Return what lanes load, each with the count of finished work its worker told (a MiB read, a tensor, …)."""
-    parts = []
-    for lane_id, lane in lanes.items():
-        if lane["state"] == "loading":
-            progress = lane.get("progress")
-            done = f"{progress['completed']} units, {progress['running_s']:.1f} s" if progress else "starting"
-            parts.append(f"{lane_id} {lane['model']} {done}")
-    return "loading " + " · ".join(parts) if parts else "loading"

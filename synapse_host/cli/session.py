@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import signal
@@ -11,15 +12,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from synapse_host.cli.console import Console
 from synapse_host.config import HostConfig
 from synapse_host.errors import DeadlineExceeded
 from synapse_host.matrix import HardwareMatrix
 from synapse_host.matrix import load as load_matrix
 
 if TYPE_CHECKING:
-    import argparse
-
-    from synapse_host.cli.console import Console
     from synapse_host.host import Host
 
 DEFAULT_MODELS: Final = {"embed": "minilm", "rerank": "ms-marco", "generate": "smollm2"}

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
 
+from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.remote import connect, runtime_dir
 from synapse_host.errors import EXIT_OK
-
-if TYPE_CHECKING:
-    import argparse
-
-    from synapse_host.cli.console import Console
 
 
 def configure(parser: Parser) -> None:

@@ -21,7 +21,7 @@ _INSTALL: Final = {
     "cuda": "pip install 'synapse-workers[cuda,cuda-libraries]'",
     "ane": "pip install 'synapse-workers[ane]'",
 }
-_REBUILD: Final = "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
+REBUILD: Final = "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,10 @@ def engine_findings(matrix: HardwareMatrix, engines: Iterable[EngineReport]) -> 
                 f"engine.{report.id}.{code}",
                 "failure",
                 f"{report.id}: {report.what}",
-                _REBUILD if illegal else f"see what it says: {command}",
+                REBUILD if illegal else f"see what it says: {command}",
             )
         elif code == "cpu_unsupported":
-            yield Finding(f"engine.{report.id}.cpu_unsupported", "failure", f"{report.id}: {report.what}", _REBUILD)
+            yield Finding(f"engine.{report.id}.cpu_unsupported", "failure", f"{report.id}: {report.what}", REBUILD)
         else:
             yield Finding(
                 f"engine.{report.id}.{code.partition(':')[0]}",
