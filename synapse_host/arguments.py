@@ -76,12 +76,10 @@ def _check_count(count: int, name: str) -> None:
         raise InvalidRequest(f"{name} has {count} entries, a call takes at most {MAX_ROWS}; send them in parts")
 
 
-def check_source(texts: Any, offset: Any) -> Iterator[Any]:
-    """Return an iterator over a stream's texts; refuse what isn't one, and an *offset* that is no whole number."""
+def check_source(texts: Any) -> Iterator[Any]:
+    """Return an iterator over a stream's texts; refuse what isn't one."""
     if isinstance(texts, str | bytes):
         raise InvalidRequest("texts is one text; pass an iterable of texts")
-    if not hasattr(offset, "__index__"):
-        raise InvalidRequest(f"offset is {offset!r}, must be a whole number")
     try:
         return iter(texts)
     except TypeError:

@@ -27,13 +27,18 @@ class _Threads:
         self._lock = threading.Lock()
         self._jobs: deque[Callable[[], None]] = deque()
         self._running = 0
+        self._apart = 0
 
     @property
     def busy(self) -> bool:
-        return self._running > 0
+        return self._running + self._apart > 0
 
-    def start(self, job: Callable[[], None]) -> None:
+    def start(self, job: Callable[[], None], *, apart: bool) -> None:
         with self._lock:
+            if apart:
+                self._apart += 1
+                threading.Thread(target=self._run_apart, args=(job,), name="synapse-apart", daemon=True).start()
+                return
             self._jobs.append(job)
             if self._running >= LIMIT:
                 return
@@ -48,6 +53,11 @@ class _Threads:
                     return
                 job = self._jobs.popleft()
             job()
+
+    def _run_apart(self, job: Callable[[], None]) -> None:
+        job()
+        with self._lock:
+            self._apart -= 1
 
 
 _threads = _Threads()
@@ -68,8 +78,11 @@ def busy() -> bool:
     return _threads.busy
 
 
-def beside(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run *work* in a thread; the future of its result belongs to the running loop. Nobody has to wait for it."""
+def beside(work: Callable[[], T], *, apart: bool = False) -> asyncio.Future[T]:
+    """Run *work* in a thread; the future of its result belongs to the running loop. Nobody has to wait for it.
+
+    *apart*: in a thread beyond the limit, for work that may wait for ever and would keep other work from its turn.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     # Where nobody waits any more, a failure is no news.
@@ -94,5 +107,5 @@ def beside(work: Callable[[], T]) -> asyncio.Future[T]:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, value, error)
 
-    _threads.start(job)
+    _threads.start(job, apart=apart)
     return future

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Final, TypeVar
 
 from engines.bundle.manifest import Bundle
+from synapse_host.arguments import check_source
 from synapse_host.background import beside
 from synapse_host.errors import DeadlineExceeded
 from synapse_host.tokenize import Rows, TextTokenizer
@@ -18,6 +19,10 @@ CHUNK: Final = 1024
 """Texts tokenised at once; with the next chunk's ids and the current one's vectors that bounds the host's memory."""
 INLINE_CHARACTERS: Final = 16_384
 """Texts shorter than this in sum are tokenised on the loop's thread: a thread switch costs more than they do."""
+LET_GO_S: Final = 1.0
+"""Seconds that a stream's end waits for the caller's iterator to give its next text, which sets it free."""
+LATE_S: Final = 0.02
+"""The same where the deadline has passed."""
 
 T = TypeVar("T")
 
@@ -60,29 +65,74 @@ async def chunks(
 ) -> AsyncGenerator[Rows, None]:
     """Yield the rows of consecutive chunks of at most CHUNK texts; the next one is made while the caller has this one.
 
-    Indices count from *offset*. Aclose the iterator: it waits until the thread has let go of *texts*.
+    Indices count from *offset*. Aclose the iterator: it gives the thread a moment to let go of *texts*.
     """
-    source, loop = iter(texts), asyncio.get_running_loop()
-    free = asyncio.Event()
+    reader = _Reader(texts)
 
-    def prepare(first: int) -> Rows | None:
-        try:
-            chunk = list(islice(source, CHUNK))
-        finally:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(free.set)
-        return tokenizer.rows(chunk, truncate=truncate, offset=first) if chunk else None
+    async def prepare(first: int) -> Rows | None:
+        chunk = await reader.chunk()
+        return await beside(partial(tokenizer.rows, chunk, truncate=truncate, offset=first)) if chunk else None
 
-    ahead = beside(partial(prepare, offset))
+    def ahead_from(first: int) -> asyncio.Task[Rows | None]:
+        task = asyncio.ensure_future(prepare(first))
+        # Where nobody waits any more, a failure is no news.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    ahead = ahead_from(offset)
     try:
         while (rows := await _within(ahead, until)) is not None:
             offset += len(rows.lengths)
-            free.clear()
-            ahead = beside(partial(prepare, offset))
+            ahead = ahead_from(offset)
             yield rows
     finally:
-        # The thread can't be interrupted: wait until it has let go of the caller's iterator.
-        await free.wait()
+        ahead.cancel()
+        await reader.leave(until)
+
+
+class _Reader:
+    """A caller's iterable, read in threads of its own: it may wait as long as it likes, and nobody else waits then."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self._source: Iterator[str] | None = None
+        self._left = False
+        self._loop = asyncio.get_running_loop()
+        self._free = asyncio.Event()
+        self._free.set()
+
+    async def chunk(self) -> list[str]:
+        """Return the next CHUNK texts, fewer at the end. InvalidRequest where there is nothing to iterate over."""
+        self._free.clear()
+        return await beside(self._read, apart=True)
+
+    def _read(self) -> list[str]:
+        chunk: list[str] = []
+        try:
+            if self._source is None:
+                self._source = check_source(self._texts)
+            for text in islice(self._source, CHUNK):
+                chunk.append(text)
+                if self._left:
+                    break
+        finally:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._loop.call_soon_threadsafe(self._free.set)
+        return chunk
+
+    async def leave(self, until: float | None) -> None:
+        """Read no further text; wait until the thread has let go of the iterable, but not for ever.
+
+        It can't be interrupted while the iterable waits for its next text: past the moment it stays behind, ends with
+        that text, and holds up nothing until then.
+        """
+        self._left = True
+        moment = LET_GO_S
+        if until is not None:
+            moment = min(moment, max(LATE_S, until - self._loop.time()))
+        if not self._free.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._free.wait(), moment)
 
 
 async def _within(future: asyncio.Future[T], until: float | None) -> T:

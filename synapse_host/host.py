@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from engines.bundle.manifest import Bundle
 from synapse_host import admission, embedding, encoding, generation, hardware, reranking
-from synapse_host.arguments import absolute, check_rows, check_source, check_texts, id_rows, listed
+from synapse_host.arguments import absolute, check_rows, check_texts, id_rows, listed
 from synapse_host.assignment import Assignment
 from synapse_host.bundles import open_bundles, open_installed
 from synapse_host.config import HostConfig
@@ -179,13 +179,18 @@ class Host:
     ) -> AsyncGenerator[EmbedResult, None]:
         """Yield results of consecutive chunks of at most 1,024 texts; memory stays bounded however many there are.
 
-        The next chunk is read and tokenised in a thread while the worker computes. Indices (in ``truncated`` and in
+        The next chunk is read and tokenised in threads while the worker computes. Indices (in ``truncated`` and in
         errors) count from *offset*. Aclose the iterator when leaving it early.
+
+        *texts* may wait for its next text as long as it likes; the deadline is kept all the same. A thread can't be
+        interrupted in there: past the deadline, and a second after leaving, it stays behind until that next text,
+        which it drops. It holds up neither another call nor the close of the host nor the interpreter's exit.
         """
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")
-        source = check_source(texts, offset)
-        chunks = encoding.chunks(self._encoders.of(model), source, until, truncate=truncate, offset=offset)
+        if not hasattr(offset, "__index__"):
+            raise InvalidRequest(f"offset is {offset!r}, must be a whole number")
+        chunks = encoding.chunks(self._encoders.of(model), texts, until, truncate=truncate, offset=offset)
         async with aclosing(chunks):
             async for rows in chunks:
                 vectors = await embedding.embed(self._lanes, assignment, rows, until)

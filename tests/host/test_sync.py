@@ -190,3 +190,45 @@ def test_an_interrupt_while_the_texts_are_read_stays_an_interrupt(toy: tuple[Pat
         "print(host.embed('toy', ['a']).shape)\n",
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n(1, 8)\n", "")
+
+
+WAITING = """
+from synapse_host.errors import DeadlineExceeded
+reading = threading.Event()
+def texts():
+    yield 'a'
+    reading.set()
+    time.sleep(600)
+    yield 'b'
+def stream(**options):
+    try:
+        list(host.embed_stream('toy', texts(), **options))
+    except (DeadlineExceeded, InvalidRequest) as exc:
+        print(type(exc).__name__, flush=True)
+"""
+
+
+def test_texts_that_never_come_hold_up_neither_a_deadline_nor_the_exit(toy: tuple[Path, Path]) -> None:
+    done = program(
+        toy,
+        WAITING + "for _ in range(40):\n"
+        "    stream(deadline=0.01)\n"
+        "print(host.embed('toy', ['a ' * 9] * 3000).shape)\n"
+        "left.__exit__(None, None, None)\n",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "DeadlineExceeded\n" * 40 + "(3000, 8)\n", "")
+
+
+def test_closing_ends_a_call_whose_texts_never_come(toy: tuple[Path, Path]) -> None:
+    done = program(
+        toy,
+        WAITING + "import synapse_host.sync\n"
+        "synapse_host.sync.LEAVE_S = 0.1\n"
+        "caller = threading.Thread(target=stream)\n"
+        "caller.start()\n"
+        "reading.wait()\n"
+        "left.__exit__(None, None, None)\n"
+        "caller.join(30)\n"
+        "print(caller.is_alive())\n",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "InvalidRequest\nFalse\n", "")
