@@ -26,7 +26,8 @@ from engines.protocol.messages import (
     RerankSequences,
     Vectors,
 )
-from synapse_host.errors import WORKER_ERRORS, DeadlineExceeded, EngineCrashed, ModelInUse, SynapseError
+from synapse_host import lane_errors
+from synapse_host.errors import WORKER_ERRORS, EngineCrashed, ModelInUse, SynapseError
 from synapse_host.residency_shell import ResidencyShell
 from synapse_host.rungs import Costs, buckets, charge, parts
 from synapse_host.slots import Key, Limits
@@ -42,15 +43,13 @@ class AneLane:
     """One lane's exchanges for :class:`~synapse_host.residency_shell.ResidencyShell`."""
 
     def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
-        self.lane_id = supervisor.spec.lane_id
+        self.supervisor = supervisor
         self.probe: Build | None = None
         """The request that the next start has to serve, on a lane that is being probed."""
 
-    async def admit(self, key: Key) -> object:
-        """ANE_ADMIT_SHAPE or ANE_ADMIT_PACKED; the inventory. Compilation takes no execution permit."""
-        reply, _ = await self._exchange(key, AneAdmitShape, AneAdmitPacked, "ane_admit")
-        return reply
+    async def admit(self, key: Key) -> None:
+        """ANE_ADMIT_SHAPE or ANE_ADMIT_PACKED. Compilation takes no execution permit."""
+        await self._exchange(key, AneAdmitShape, AneAdmitPacked, "ane_admit")
 
     async def evict(self, key: Key) -> None:
         """ANE_EVICT_SHAPE or ANE_EVICT_PACKED."""
@@ -58,15 +57,15 @@ class AneLane:
 
     async def stop(self) -> bool:
         """Take the worker down; True once its exit is confirmed."""
-        return await self._supervisor.recycle()
+        return await self.supervisor.recycle()
 
     async def start(self) -> None:
         """Bring a worker up with its model loaded, as any request does: a quarantined or refused lane says so."""
         probe, self.probe = self.probe, None
         if probe is not None:
-            await self._supervisor.probe(probe)
+            await self.supervisor.probe(probe)
         else:
-            await self._supervisor.submit(lambda req_id, ref: (Ping(req_id=req_id), None), stage="load")
+            await self.supervisor.submit(lambda req_id, ref: (Ping(req_id=req_id), None), stage="load")
 
     async def _exchange(
         self,
@@ -74,14 +73,14 @@ class AneLane:
         shape: type[AneAdmitShape | AneEvictShape],
         packed: type[AneAdmitPacked | AneEvictPacked],
         stage: str,
-    ) -> Outcome:
+    ) -> None:
         def build(req_id: str, model_ref: str) -> tuple[AnyRequest, Any]:
             if key.kind == "shape":
                 return shape(req_id=req_id, model_ref=model_ref, shape=key.tokens), None
             return packed(req_id=req_id, model_ref=model_ref, width=key.tokens), None
 
-        supervisor = self._supervisor
-        return await supervisor.submit(build, stage=f"{stage}_{key.kind}", generation=supervisor.generation)
+        supervisor = self.supervisor
+        await supervisor.submit(build, stage=f"{stage}_{key.kind}", generation=supervisor.generation)
 
 
 def _subset(request: AnyRequest, payload: Any, rows: Sequence[int]) -> tuple[AnyRequest, memoryview]:
@@ -118,10 +117,11 @@ class RungedLane:
     with them and widths that the worker advertises, packed passes are used where they are cheaper.
     """
 
-    def __init__(self, fleet: AneFleet, supervisor: Supervisor, ladder: tuple[int, ...], costs: Costs | None) -> None:
+    def __init__(self, fleet: AneFleet, exchanges: AneLane, ladder: tuple[int, ...], costs: Costs | None) -> None:
         self._fleet = fleet
-        self.supervisor = supervisor
-        self._lane = supervisor.spec.lane_id
+        self._exchanges = exchanges
+        self.supervisor = exchanges.supervisor
+        self._lane = exchanges.supervisor.spec.lane_id
         self._ladder = ladder
         self._costs = costs
 
@@ -164,12 +164,16 @@ class RungedLane:
     async def load(self, deadline: float | None = None) -> None:
         """Start the worker and load the model, its smallest bucket charged first; clears quarantine and refusal."""
         self.supervisor.reopen()
-        async with self._fleet.shell.lease(self._key("shape", self._ladder[0]), deadline=deadline):
-            pass
+        await self._start(deadline)
 
     async def probe(self, build: Build) -> None:
         """Prove a shut lane: what runs drains, the worker goes, a fresh one loads and serves *build*."""
-        await self._fleet.probe(self._lane, build, self._key("shape", self._ladder[0]))
+        self._fleet.shell.park(self._lane)
+        self._exchanges.probe = build
+        try:
+            await self._start(None)
+        finally:
+            self._exchanges.probe = None
 
     async def unload(self) -> None:
         """Unload the model and take the worker down: every function it held goes with it. ModelInUse while in use."""
@@ -181,16 +185,17 @@ class RungedLane:
         await self.supervisor.unload()
         self._fleet.shell.park(self._lane)
 
-    def _key(self, kind: Kind, tokens: int) -> Key:
-        return Key(self._lane, self.supervisor.spec.model, kind, tokens)
+    async def _start(self, deadline: float | None) -> None:
+        """Bring a worker up, if none is, for its smallest bucket."""
+        async with self._fleet.shell.lease(Key(self._lane, "shape", self._ladder[0]), deadline=deadline):
+            pass
 
     async def _widths(self, deadline: float | None) -> tuple[int, ...]:
         """Return the packed widths that the worker advertises; one that isn't up is brought up to say."""
         if not self.supervisor.spec.packed_widths:
             return ()
         if self.supervisor.advertised is None:
-            async with self._fleet.shell.lease(self._key("shape", self._ladder[0]), deadline=deadline):
-                pass
+            await self._start(deadline)
         return self.supervisor.advertised or ()
 
     async def _serve(self, kind: Kind, tokens: int, build: Build, deadline: float | None, stage: str) -> Outcome:
@@ -212,8 +217,7 @@ class AneFleet:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._supervisors: dict[str, Supervisor] = {}
-        self._lanes: dict[str, AneLane] = {}
-        self.shell = ResidencyShell({}, {}, limits=limits)
+        self.shell = ResidencyShell(limits)
         self._tasks: set[asyncio.Task[Outcome]] = set()
 
     def add(
@@ -223,14 +227,12 @@ class AneFleet:
 
         BundleInvalid for an artifact that can't be charged. *costs*: measured on this machine, else nothing is packed.
         """
-        lane = supervisor.spec.lane_id
-        model = charge(artifact, bundle)
+        lane, exchanges = supervisor.spec.lane_id, AneLane(supervisor)
+        self.shell.add(lane, exchanges, charge(artifact, bundle))
         self._supervisors[lane] = supervisor
-        self._lanes[lane] = AneLane(supervisor)
-        self.shell.add(lane, self._lanes[lane], {supervisor.spec.model: model})
         # A worker that dies while nobody asks takes its functions with it: the books follow at once.
         supervisor.lost = lambda: self.shell.fault(lane, self.shell.generation(lane))
-        return RungedLane(self, supervisor, buckets(artifact), costs)
+        return RungedLane(self, exchanges, buckets(artifact), costs)
 
     async def serve(
         self,
@@ -248,8 +250,7 @@ class AneFleet:
         ``deadline_exceeded``, and what is on the wire is drained without it.
         """
         loop = asyncio.get_running_loop()
-        key = Key(lane, self._supervisors[lane].spec.model, kind, tokens)
-        task = loop.create_task(self._run(key, build, deadline, stage))
+        task = loop.create_task(self._run(Key(lane, kind, tokens), build, deadline, stage))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         if deadline is None:
@@ -261,17 +262,7 @@ class AneFleet:
                 await asyncio.sleep(0)
         if task.done():
             return task.result()
-        raise self._late(lane, stage)
-
-    async def probe(self, lane: str, build: Build, smallest: Key) -> None:
-        """Take the lane's worker down behind what runs, then let its start serve *build*; raises what that raises."""
-        self.shell.park(lane)
-        self._lanes[lane].probe = build
-        try:
-            async with self.shell.lease(smallest):
-                pass
-        finally:
-            self._lanes[lane].probe = None
+        raise lane_errors.late(lane, stage)
 
     async def aclose(self) -> None:
         """Stop leasing and let what runs be drained by its supervisors."""
@@ -292,9 +283,9 @@ class AneFleet:
             def guarded(req_id: str, model_ref: str) -> tuple[AnyRequest, Any]:
                 # Behind every wait: nothing is written after the deadline.
                 if deadline is not None and asyncio.get_running_loop().time() >= deadline:
-                    raise self._late(lane, stage)
+                    raise lane_errors.late(lane, stage)
                 if key.kind == "packed" and key.tokens not in (supervisor.advertised or ()):
-                    raise unqualified(supervisor.spec.lane_id, key.tokens)
+                    raise unqualified(lane, key.tokens)
                 return build(req_id, model_ref)
 
             try:
@@ -304,12 +295,6 @@ class AneFleet:
                 if isinstance(exc, EngineCrashed) or exc.code == ErrorCode.SHAPE_NOT_ADMITTED:
                     self.shell.fault(lane, held)
                 raise
-
-    def _late(self, lane: str, stage: str) -> DeadlineExceeded:
-        lane_id = self._supervisors[lane].spec.lane_id
-        return DeadlineExceeded(
-            f"lane {lane_id}: the deadline passed during {stage}", details={"lane_id": lane_id, "stage": stage}
-        )
 
     def _forget(self, task: asyncio.Task[Outcome]) -> None:
         self._tasks.discard(task)

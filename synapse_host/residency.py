@@ -8,7 +8,6 @@ every state, also the failed one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Final
 
 from synapse_host.slots import (
@@ -43,38 +42,30 @@ class Residency:
         self.workers: dict[str, Worker] = {}
         self.slots: dict[int, Slot] = {}
         self.tickets: dict[int, Ticket] = {}
-        self._by_key: dict[Key, int] = {}
         self._ids = 0
         self._tick = 0
         self._actions: list[Action] = []
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
-    def open_worker(self, worker: str, models: Mapping[str, Model], *, dormant: bool = False) -> None:
-        """Announce a worker that is down: a Revive comes as soon as the smallest rungs of its models fit.
+    def open_worker(self, worker: str, model: Model) -> None:
+        """Announce a worker that is down and stays so until somebody waits for it, as after every exit.
 
-        *dormant*: only for a request, the first time and after every exit.
-
-        LOAD loads a model's smallest rung, so that is charged before the process starts, the first time as every time.
+        LOAD loads the model's smallest rung, so that is charged before the process starts (Revive), every time.
         """
-        self.workers[worker] = Worker(0, dict(models), dormant=dormant, lazy=dormant)
-        self._pump()
+        self.workers[worker] = Worker(model)
 
     def park(self, worker: str, now: float) -> None:
         """Take a worker down and leave it down until the next request for it (its model was unloaded)."""
-        found = self.workers[worker]
-        found.dormant = True
-        if not found.down:
+        if not self.workers[worker].down:
             self._recover(worker, now)
         self._pump()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def request(self, key: Key, now: float) -> int:
-        """Ask for a lease on *key*; the answer comes as Granted or Refused. KeyError for an unknown worker or model."""
-        worker = self.workers[key.worker]
-        model = worker.models[key.model]
-        worker.dormant = False
+        """Ask for a lease on *key*; the answer comes as Granted or Refused. KeyError for an unknown worker."""
+        model = self.workers[key.worker].model
         self._ids += 1
         ticket = Ticket(self._ids, key, now + ADMISSION_WAIT_S)
         self.tickets[ticket.id] = ticket
@@ -148,14 +139,7 @@ class Residency:
         found = self._current(slot, generation, State.EVICTING)
         if found is None:
             return
-        self._drop(found)
-        for waiting in self._waiting_for(found.id):
-            waiting.waits_for = None
-            if self.workers[waiting.key.worker].recovering:
-                self._drop(waiting)
-            else:
-                waiting.in_flight = True
-                self._actions.append(Admit(waiting.id, waiting.key, waiting.generation))
+        self._refund(found)
         self._drained(found.key.worker)
         self._pump()
 
@@ -164,11 +148,7 @@ class Residency:
         found = self._current(slot, generation, State.EVICTING)
         if found is None:
             return
-        found.state, found.in_flight = State.FAILED, False
-        for waiting in self._waiting_for(found.id):
-            # Nothing of it is on the wire; waiting for a recovery that waits for it would never end.
-            self._refuse_waiters(waiting, Refusal.EXHAUSTED)
-            self._drop(waiting)
+        self._fail(found)
         self._recover(found.key.worker, now)
         self._pump()
 
@@ -176,41 +156,30 @@ class Residency:
 
     def fault(self, worker: str, generation: int, now: float) -> None:
         """A channel broke. One fault restarts once: stale generations and faults during recovery do nothing."""
-        found = self.workers.get(worker)
-        if found is None or found.generation != generation:
+        if self.workers[worker].generation != generation:
             return
         for slot in self._of(worker):
             if slot.in_flight:
-                slot.state, slot.in_flight = State.FAILED, False
-                for waiting in self._waiting_for(slot.id):
-                    self._refuse_waiters(waiting, Refusal.EXHAUSTED)
-                    self._drop(waiting)
+                self._fail(slot)
         self._recover(worker, now)
         self._pump()
 
     def exited(self, worker: str, generation: int) -> None:
-        """The process is confirmed gone: its functions are refunded. A Revive follows when its LOADs fit."""
-        found = self.workers.get(worker)
-        if found is None or found.generation != generation:
+        """The process is confirmed gone: its functions are refunded. A Revive follows once somebody waits."""
+        found = self.workers[worker]
+        if found.generation != generation:
             return
-        for slot in list(self._of(worker)):
-            for waiting in self._waiting_for(slot.id):
-                waiting.waits_for = None
-                waiting.in_flight = not self.workers[waiting.key.worker].recovering
-                if waiting.in_flight:
-                    self._actions.append(Admit(waiting.id, waiting.key, waiting.generation))
-            self._drop(slot)
+        found.recovering = found.restarting = found.down = True
+        for slot in self._of(worker):
+            if slot.id in self.slots:
+                self._refund(slot)
         for ticket in self.tickets.values():
             if ticket.key.worker == worker:
                 ticket.slot = None if ticket.slot is None else -1  # a lease on nothing: released by its holder
-        if found.closed:
-            del self.workers[worker]
-        else:
-            found.recovering = found.restarting = found.down = True
         self._pump()
 
     def restored(self, worker: str, generation: int) -> None:
-        """The replacement is up and its models are loaded: *generation* is the new one."""
+        """The replacement is up and its model is loaded: *generation* is the new one."""
         found = self.workers[worker]
         assert found.reviving and generation > found.generation, "restored without a Revive"
         found.generation = generation
@@ -218,8 +187,6 @@ class Residency:
         for slot in self._of(worker):
             slot.generation, slot.state = generation, State.RESIDENT
             self._touch(slot)
-        if found.closed:
-            self._restart(worker, forced=False)
         self._pump()
 
     def revive_failed(self, worker: str, generation: int) -> None:
@@ -227,55 +194,22 @@ class Residency:
 
         The next :meth:`request` on it tries again.
         """
-        found = self.workers.get(worker)
-        if found is None or found.generation != generation or not found.reviving:
+        found = self.workers[worker]
+        if found.generation != generation or not found.reviving:
             return
         found.reviving = False
-        for slot in list(self._of(worker)):
+        for slot in self._of(worker):
             self._drop(slot)
         for ticket in [t for t in self.tickets.values() if t.key.worker == worker and t.slot is None]:
             self._refuse(ticket, Refusal.FAILED)
-        if found.closed:
-            del self.workers[worker]
-        else:
-            found.dormant = True
         self._pump()
 
     def unconfirmed(self, worker: str, generation: int) -> None:
         """The exit could not be confirmed in time: everything stays charged, the lane stays shut."""
-        found = self.workers.get(worker)
-        if found is not None and found.generation == generation:
+        found = self.workers[worker]
+        if found.generation == generation:
             found.recovering = found.closed = True
             self._pump()
-
-    def retire(self, worker: str, now: float) -> None:
-        """No new leases on *worker*, ever; its exit refunds what it holds. One without a process is gone at once."""
-        found = self.workers[worker]
-        found.closed = True
-        if found.down and not found.reviving:
-            for slot in list(self._of(worker)):
-                self._drop(slot)
-            del self.workers[worker]
-        else:
-            self._recover(worker, now)
-        self._pump()
-
-    def begin_unload(self, worker: str, model: str) -> bool:
-        """Stop new leases on a model; False (``model_in_use``) while leases, waiters or exchanges of it exist."""
-        owner = self.workers[worker]
-        busy = owner.reviving or (owner.recovering and not owner.down)
-        busy = busy or any(ticket.key[:2] == (worker, model) for ticket in self.tickets.values())
-        busy = busy or any(slot.in_flight for slot in self.slots.values() if slot.key[:2] == (worker, model))
-        if not busy:
-            self.workers[worker].models[model].closing = True
-        return not busy
-
-    def unloaded(self, worker: str, model: str) -> None:
-        """UNLOADED came: everything of the model is released."""
-        for slot in [slot for slot in self.slots.values() if slot.key[:2] == (worker, model)]:
-            self._drop(slot)
-        del self.workers[worker].models[model]
-        self._pump()
 
     def expire(self, now: float) -> None:
         """Refuse what waited too long, and force recoveries that leases delay too long."""
@@ -283,7 +217,7 @@ class Residency:
             self._refuse(ticket, Refusal.EXHAUSTED)
         for name, worker in self.workers.items():
             if worker.recovering and not worker.restarting and now >= worker.drain_until:
-                self._restart(name, forced=True)
+                self._restart(name)
         self._pump()
 
     def next_expiry(self) -> float | None:
@@ -299,11 +233,6 @@ class Residency:
         actions, self._actions = self._actions, []
         return actions
 
-    def charged(self) -> tuple[int, int, int]:
-        """Return (slots, executables, bytes) charged now."""
-        slots = self.slots.values()
-        return len(slots), sum(slot.layers for slot in slots), sum(slot.nbytes for slot in slots)
-
     def busy(self, worker: str) -> bool:
         """True while a lease, a request that waits, an exchange or a start of *worker* is under way."""
         owner = self.workers[worker]
@@ -312,10 +241,6 @@ class Residency:
             or any(ticket.key.worker == worker for ticket in self.tickets.values())
             or any(slot.in_flight for slot in self._of(worker))
         )
-
-    def resident(self, worker: str) -> set[Key]:
-        """Return what is resident in *worker*."""
-        return {slot.key for slot in self._of(worker) if slot.state is State.RESIDENT}
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -328,9 +253,8 @@ class Residency:
         """
         blocked, starved = self._revive()
         for ticket in [t for t in self.tickets.values() if t.slot is None]:
-            worker = self.workers.get(ticket.key.worker)
-            model = worker.models.get(ticket.key.model) if worker is not None else None
-            if worker is None or worker.closed or model is None or model.closing:
+            worker = self.workers[ticket.key.worker]
+            if worker.closed:
                 self._refuse(ticket, Refusal.CLOSED)
                 continue
             if worker.recovering:
@@ -350,28 +274,18 @@ class Residency:
                 starved = not self._make_room(ticket.key)
 
     def _revive(self) -> tuple[bool, bool]:
-        """Charge the smallest rungs of workers that are down and start them: they go before every ticket.
+        """Charge the smallest rungs of workers that are down and waited for, and start them: before every ticket.
 
         Return (one waits for room, and it waits for somebody's lease).
         """
         waited_for = {ticket.key.worker for ticket in self.tickets.values() if ticket.slot is None}
         for name, worker in self.workers.items():
-            if worker.lazy and worker.down and not worker.reviving and name not in waited_for:
-                # Nobody waits for it (any more): it stays down, and what was set aside for its LOAD goes back.
-                worker.dormant = True
-                for slot in self._of(name):
-                    self._drop(slot)
-        for name, worker in self.workers.items():
-            if not worker.down or worker.reviving or worker.closed or worker.dormant:
+            if not worker.down or worker.reviving or worker.closed or name not in waited_for:
                 continue
-            for ref, model in worker.models.items():
-                key = Key(name, ref, "shape", model.smallest)
-                if key in self._by_key:
-                    continue
-                if not self._fits(key):
-                    return True, not self._make_room(key)
-                slot = self._reserve(key)
-                slot.state, slot.in_flight = State.ADMITTING, False
+            key = Key(name, "shape", worker.model.smallest)
+            if not self._fits(key):
+                return True, not self._make_room(key)
+            self._reserve(key).in_flight = False
             worker.reviving = True
             self._actions.append(Revive(name, worker.generation))
         return False, False
@@ -388,11 +302,11 @@ class Residency:
     def _fits(self, key: Key, *, leaving: bool = False) -> bool:
         """Whether *key* fits the budget; *leaving*: as if everything on its way out were gone."""
         kept = [slot for slot in self.slots.values() if not (leaving and slot.state is State.EVICTING)]
-        model = self.workers[key.worker].models[key.model]
+        model = self.workers[key.worker].model
         limits = self.limits
         return (
             len(kept) < limits.total
-            and sum(slot.key[:2] == key[:2] for slot in kept) < limits.per_model
+            and sum(slot.key.worker == key.worker for slot in kept) < limits.per_model
             and sum(slot.layers for slot in kept) + model.layers <= limits.executables
             and (limits.nbytes is None or sum(slot.nbytes for slot in kept) + model.nbytes <= limits.nbytes)
         )
@@ -403,30 +317,47 @@ class Residency:
         if key is None:
             return True
         # At its own cap a model makes room itself.
-        own = [one for one in self.slots.values() if one.key[:2] == key[:2] and one.state is not State.EVICTING]
-        return len(own) < self.limits.per_model or slot.key[:2] == key[:2]
+        own = sum(one.state is not State.EVICTING for one in self._of(key.worker))
+        return own < self.limits.per_model or slot.key.worker == key.worker
 
     def _victim(self, key: Key | None) -> Slot | None:
         """The least recently used unleased function; a model's smallest rung only when nothing else will do."""
 
         def order(slot: Slot) -> tuple[bool, int]:
-            model = self.workers[slot.key.worker].models[slot.key.model]
+            model = self.workers[slot.key.worker].model
             return slot.key.kind == "shape" and slot.key.tokens == model.smallest, slot.last_used
 
         free = [slot for slot in self.slots.values() if not slot.leases and self._eligible(slot, key)]
         return min(free, key=order, default=None)
 
     def _reserve(self, key: Key) -> Slot:
-        model = self.workers[key.worker].models[key.model]
+        worker = self.workers[key.worker]
         self._ids += 1
-        slot = Slot(self._ids, key, self.workers[key.worker].generation, model.layers, model.nbytes)
+        slot = Slot(self._ids, key, worker.generation, worker.model.layers, worker.model.nbytes)
         self.slots[slot.id] = slot
-        self._by_key[key] = slot.id
         return slot
 
     def _drop(self, slot: Slot) -> None:
         del self.slots[slot.id]
-        del self._by_key[slot.key]
+
+    def _refund(self, slot: Slot) -> None:
+        """Drop what is gone for certain; an admission that waited for it is sent again."""
+        self._drop(slot)
+        for waiting in self._waiting_for(slot):
+            waiting.waits_for = None
+            if self.workers[waiting.key.worker].recovering:
+                self._drop(waiting)
+            else:
+                waiting.in_flight = True
+                self._actions.append(Admit(waiting.id, waiting.key, waiting.generation))
+
+    def _fail(self, slot: Slot) -> None:
+        """Nothing is known of a slot any more; it stays charged."""
+        slot.state, slot.in_flight = State.FAILED, False
+        for waiting in self._waiting_for(slot):
+            # Nothing of it is on the wire; waiting for a recovery that waits for it would never end.
+            self._refuse_waiters(waiting, Refusal.EXHAUSTED)
+            self._drop(waiting)
 
     def _evict(self, slot: Slot) -> None:
         slot.state, slot.in_flight = State.EVICTING, True
@@ -458,12 +389,12 @@ class Residency:
         found = self.workers[worker]
         busy = any(slot.leases or slot.in_flight for slot in self._of(worker))
         if found.recovering and not found.restarting and not busy:
-            self._restart(worker, forced=False)
+            self._restart(worker)
 
-    def _restart(self, worker: str, *, forced: bool) -> None:
+    def _restart(self, worker: str) -> None:
         found = self.workers[worker]
         found.restarting = True
-        self._actions.append(Restart(worker, found.generation, forced))
+        self._actions.append(Restart(worker, found.generation))
 
     def _current(self, slot: int, generation: int, state: State) -> Slot | None:
         """The slot a reply is about; None for a reply of another generation, or one that comes too late."""
@@ -476,11 +407,10 @@ class Residency:
         slot.last_used = self._tick
 
     def _slot(self, key: Key) -> Slot | None:
-        found = self._by_key.get(key)
-        return self.slots[found] if found is not None else None
+        return next((slot for slot in self.slots.values() if slot.key == key), None)
 
-    def _of(self, worker: str) -> Iterator[Slot]:
-        return (slot for slot in list(self.slots.values()) if slot.key.worker == worker)
+    def _of(self, worker: str) -> list[Slot]:
+        return [slot for slot in self.slots.values() if slot.key.worker == worker]
 
-    def _waiting_for(self, victim: int) -> list[Slot]:
-        return [slot for slot in self.slots.values() if slot.waits_for == victim]
+    def _waiting_for(self, victim: Slot) -> list[Slot]:
+        return [slot for slot in self.slots.values() if slot.waits_for == victim.id]

@@ -9,18 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final, Protocol, assert_never
+from typing import Final, Protocol, TypeVar, assert_never
 
 from engines.protocol.errors import ErrorCode
-from synapse_host.errors import (
-    WORKER_ERRORS,
-    DeadlineExceeded,
-    EngineCrashed,
-    ShapeCompiling,
-    SynapseError,
-)
+from synapse_host.errors import WORKER_ERRORS, DeadlineExceeded, EngineCrashed, ShapeCompiling, SynapseError
 from synapse_host.residency import Residency
 from synapse_host.slots import (
     Action,
@@ -41,14 +35,14 @@ EXIT_S: Final = 30.0
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Lane(Protocol):
     """What the shell needs of one worker's lane. Exchanges raise SynapseError; EngineCrashed means the channel
     broke."""
 
-    lane_id: str
-
-    async def admit(self, key: Key) -> object:
+    async def admit(self, key: Key) -> None:
         """Send ANE_ADMIT_SHAPE or ANE_ADMIT_PACKED and return after ADMITTED."""
 
     async def evict(self, key: Key) -> None:
@@ -58,32 +52,27 @@ class Lane(Protocol):
         """Kill the worker; True once its exit is confirmed."""
 
     async def start(self) -> None:
-        """Start a worker and LOAD its models."""
+        """Start a worker and LOAD its model."""
 
 
 class ResidencyShell:
     """Leases for requests on Neural Engine lanes. Use it from one event loop."""
 
-    def __init__(
-        self, lanes: Mapping[str, Lane], models: Mapping[str, Mapping[str, Model]], *, limits: Limits | None = None
-    ) -> None:
+    def __init__(self, limits: Limits | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self.core = Residency(limits)
-        self._lanes = dict(lanes)
+        self._lanes: dict[str, Lane] = {}
         self._futures: dict[int, asyncio.Future[None]] = {}
-        self._errors: dict[int, SynapseError] = {}
+        self._errors: dict[int | None, SynapseError] = {}
+        """What failed last: admissions by slot, a start under None."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
-        for name, described in models.items():
-            self.core.open_worker(name, described)
-        self._act()
 
-    def add(self, worker: str, lane: Lane, models: Mapping[str, Model]) -> None:
-        """Announce another worker; it starts with the first request, once what its LOAD brings fits the budget."""
-        self._lanes[worker] = lane
-        self.core.open_worker(worker, models, dormant=True)
-        self._act()
+    def add(self, lane_id: str, lane: Lane, model: Model) -> None:
+        """Announce a worker; it starts with the first request, once what its LOAD brings fits the budget."""
+        self._lanes[lane_id] = lane
+        self.core.open_worker(lane_id, model)
 
     @asynccontextmanager
     async def lease(self, key: Key, *, deadline: float | None = None) -> AsyncIterator[None]:
@@ -92,17 +81,19 @@ class ResidencyShell:
         *deadline* is absolute loop time. Raises ShapeCompiling, DeadlineExceeded, ane_resources_exhausted, the
         admission's own error, or EngineCrashed.
         """
-        worker = self.core.workers.get(key.worker)
-        if worker is None or self._closing:
-            raise self._closed(key)
+        if self._closing:
+            raise EngineCrashed(f"no worker {key.worker}", details={"lane_id": key.worker, "stage": "ane_admit"})
         ticket = self.core.request(key, self._loop.time())
         future: asyncio.Future[None] = self._loop.create_future()
         self._futures[ticket] = future
         self._act()
+        timer = None if deadline is None else self._loop.call_at(deadline, self._late, ticket, key)
         try:
-            await self._wait(future, ticket, key, deadline)
+            await future
             yield
         finally:
+            if timer is not None:
+                timer.cancel()
             self._futures.pop(ticket, None)
             self.core.release(ticket)
             self._act()
@@ -137,35 +128,6 @@ class ResidencyShell:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # --- waiting -----------------------------------------------------------------------------------------------------
-
-    async def _wait(self, future: asyncio.Future[None], ticket: int, key: Key, deadline: float | None) -> None:
-        timer = None if deadline is None else self._loop.call_at(deadline, self._late, future, ticket, key)
-        try:
-            await future
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def _late(self, future: asyncio.Future[None], ticket: int, key: Key) -> None:
-        if future.done():
-            return
-        lane_id = self._lanes[key.worker].lane_id
-        if self.core.compiling(ticket):
-            future.set_exception(
-                ShapeCompiling(
-                    f"lane {lane_id} is compiling {key.kind} {key.tokens}; it goes on, try again",
-                    details={"lane_id": lane_id, "shape": key.tokens},
-                )
-            )
-        else:
-            future.set_exception(
-                DeadlineExceeded(
-                    f"lane {lane_id}: the deadline passed waiting for {key.kind} {key.tokens}",
-                    details={"lane_id": lane_id, "stage": "ane_admit"},
-                )
-            )
-
     # --- acting ------------------------------------------------------------------------------------------------------
 
     def _act(self) -> None:
@@ -189,40 +151,44 @@ class ResidencyShell:
                 self._answer(ticket, None)
             case Refused(ticket, why, slot, key):
                 self._answer(ticket, self._refusal(why, slot, key))
-            case Admit() | Evict() | Restart() | Revive():
-                self._spawn(self._run(action))
+            case Admit():
+                self._spawn(self._admit, action)
+            case Evict():
+                self._spawn(self._evict, action)
+            case Restart():
+                self._spawn(self._restart, action)
+            case Revive():
+                self._spawn(self._revive, action)
             case _:
                 assert_never(action)
 
     def _answer(self, ticket: int, error: SynapseError | None) -> None:
         future = self._futures.get(ticket)
-        if future is None:
-            # Answered inside request(), before its future exists: the loop comes back to it at once.
-            self._loop.call_soon(self._answer_later, ticket, error)
-        elif not future.done():
-            future.set_result(None) if error is None else future.set_exception(error)
-
-    def _answer_later(self, ticket: int, error: SynapseError | None) -> None:
-        future = self._futures.get(ticket)
         if future is not None and not future.done():
             future.set_result(None) if error is None else future.set_exception(error)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(coroutine)
+    def _late(self, ticket: int, key: Key) -> None:
+        error: SynapseError
+        if self.core.compiling(ticket):
+            error = ShapeCompiling(
+                f"lane {key.worker} is compiling {key.kind} {key.tokens}; it goes on, try again",
+                details={"lane_id": key.worker, "shape": key.tokens},
+            )
+        else:
+            error = DeadlineExceeded(
+                f"lane {key.worker}: the deadline passed waiting for {key.kind} {key.tokens}",
+                details={"lane_id": key.worker, "stage": "ane_admit"},
+            )
+        self._answer(ticket, error)
+
+    def _spawn(self, exchange: Callable[[T], Awaitable[None]], action: T) -> None:
+        async def run() -> None:
+            await exchange(action)
+            self._act()
+
+        task = self._loop.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, action: Admit | Evict | Restart | Revive) -> None:
-        match action:
-            case Admit():
-                await self._admit(action)
-            case Evict():
-                await self._evict(action)
-            case Restart():
-                await self._restart(action)
-            case Revive():
-                await self._revive(action)
-        self._act()
 
     async def _admit(self, action: Admit) -> None:
         try:
@@ -262,20 +228,17 @@ class ResidencyShell:
             await self._lanes[action.worker].start()
         except SynapseError as exc:
             _log.warning("worker did not come up: %s %s", action.worker, exc.message)
-            self._start_error = exc
+            self._errors[None] = exc
             self.core.revive_failed(action.worker, action.generation)
         else:
             self.core.restored(action.worker, action.generation + 1)
 
-    _start_error: SynapseError | None = None
-
     # --- errors ------------------------------------------------------------------------------------------------------
 
     def _refusal(self, why: Refusal, slot: int | None, key: Key | None) -> SynapseError:
-        lane = self._lanes[key.worker].lane_id if key is not None else "ane"
-        details: dict[str, Any] = {"lane_id": lane, "stage": "ane_admit"}
-        if key is not None:
-            details |= {"kind": key.kind, "tokens": key.tokens}
+        assert key is not None
+        lane = key.worker
+        details = {"lane_id": lane, "stage": "ane_admit", "kind": key.kind, "tokens": key.tokens}
         match why:
             case Refusal.EXHAUSTED:
                 return WORKER_ERRORS[ErrorCode.ANE_RESOURCES_EXHAUSTED](
@@ -294,10 +257,6 @@ class ResidencyShell:
                     details={**details, "cause": "exit"},
                 )
             case Refusal.FAILED:
-                known = self._errors.get(slot) if slot is not None else self._start_error
-                return known or EngineCrashed(f"lane {lane}: the admission failed", details=details)
+                return self._errors[slot]
             case _:
                 assert_never(why)
-
-    def _closed(self, key: Key) -> SynapseError:
-        return EngineCrashed(f"no worker {key.worker}", details={"lane_id": key.worker, "stage": "ane_admit"})

@@ -9,10 +9,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 
 class Key(NamedTuple):
-    """One function of one model in one worker; identical models in two workers have two keys."""
+    """One function of one worker's model; identical models in two workers have two keys."""
 
     worker: str
-    model: str
     kind: Literal["shape", "packed"]
     tokens: int
 
@@ -45,7 +44,7 @@ class Refusal(Enum):
     FAILED = "failed"
     """The admission failed; the shell knows the error."""
     CLOSED = "closed"
-    """The worker is gone for good, or the model is being unloaded."""
+    """The worker is gone for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +84,15 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Kill and confirm the exit (``exited``, or ``unconfirmed``); ``forced``: leases are still out."""
+    """Kill and confirm the exit (``exited``, or ``unconfirmed``); leases may still be out."""
 
     worker: str
     generation: int
-    forced: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Revive:
-    """Start the worker and LOAD its models, whose smallest rungs are charged already; report with ``restored``."""
+    """Start the worker and LOAD its model, whose smallest rung is charged already; report with ``restored``."""
 
     worker: str
     generation: int
@@ -122,22 +120,21 @@ class Slot:
     """The victim whose eviction this admission waits for, after the worker said that it is out of resources."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Model:
     """What a function of a model costs."""
 
     layers: int
     nbytes: int
     smallest: int
-    closing: bool = False
 
 
 @dataclass(slots=True)
 class Worker:
     """One worker process."""
 
-    generation: int
-    models: dict[str, Model] = field(default_factory=dict)
+    model: Model
+    generation: int = 0
     recovering: bool = True
     """No new leases and no evictions: it is draining, down or coming up."""
     restarting: bool = True
@@ -146,13 +143,9 @@ class Worker:
     """No process: the last exit is confirmed, or it never ran."""
     reviving: bool = False
     """Its Revive was issued."""
-    dormant: bool = False
-    """Down until the next request: it failed to come up, was unloaded, or restarts lazily."""
-    lazy: bool = False
-    """After an exit it waits for the next request (protocol-v3, 5: restart is lazy)."""
     drain_until: float = 0.0
     closed: bool = False
-    """No new leases, ever."""
+    """Its exit can't be confirmed: no new leases, ever."""
 
 
 @dataclass(slots=True)

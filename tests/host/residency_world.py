@@ -9,19 +9,30 @@ from synapse_host.residency import Residency
 from synapse_host.slots import Admit, Evict, Granted, Key, Limits, Model, Refused, Restart, Revive, State
 
 FLEET = {
-    "gte": {"gte": Model(layers=22, nbytes=300, smallest=128)},
-    "qwen": {"qwen": Model(layers=28, nbytes=1200, smallest=128)},
-    "mini": {"mini": Model(layers=6, nbytes=45, smallest=128), "minirank": Model(layers=12, nbytes=66, smallest=128)},
+    "gte": Model(layers=22, nbytes=300, smallest=128),
+    "qwen": Model(layers=28, nbytes=1200, smallest=128),
+    "mini": Model(layers=6, nbytes=45, smallest=128),
+    "minirank": Model(layers=12, nbytes=66, smallest=128),
 }
 RUNGS = (128, 256, 512, 1024, 2048)
 WIDTHS = (128, 256)
-LAZY = frozenset({"gte", "mini"})
+
+
+def charged(core: Residency) -> tuple[int, int, int]:
+    """Return (slots, executables, bytes) charged now."""
+    slots = core.slots.values()
+    return len(slots), sum(slot.layers for slot in slots), sum(slot.nbytes for slot in slots)
+
+
+def resident(core: Residency, worker: str) -> set[Key]:
+    """Return what is resident in *worker*."""
+    return {slot.key for slot in core.slots.values() if slot.key.worker == worker and slot.state is State.RESIDENT}
 
 
 class World:
     """Runs one random history; ``step`` does one event chosen by *pick*, an index into what is possible."""
 
-    def __init__(self, limits: Limits | None = None, fleet: dict[str, dict[str, Model]] | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, fleet: dict[str, Model] | None = None) -> None:
         self.core = Residency(limits or Limits(nbytes=6000))
         self.fleet = fleet or FLEET
         self.now = 0.0
@@ -35,9 +46,8 @@ class World:
         self.answered: dict[int, str] = {}
         self.processes: dict[str, set[Key]] = {}
         """What each live process really holds."""
-        for name, models in self.fleet.items():
-            # Some start by themselves, some only for a request, the first time and after every exit.
-            self.core.open_worker(name, models, dormant=name in LAZY)
+        for name, model in self.fleet.items():
+            self.core.open_worker(name, model)
             self.collect()
 
     # --- events ------------------------------------------------------------------------------------------------------
@@ -66,14 +76,10 @@ class World:
     def _request(self, pick: Callable[[int], int]) -> None:
         if len(self.waiting) > 24:
             return
-        workers = [name for name in self.core.workers if self.core.workers[name].models]
-        if not workers:
-            return
-        worker = workers[pick(len(workers))]
-        models = list(self.core.workers[worker].models)
-        model, place = models[pick(len(models))], pick(len(RUNGS) + len(WIDTHS))
+        workers = list(self.core.workers)
+        worker, place = workers[pick(len(workers))], pick(len(RUNGS) + len(WIDTHS))
         packed = place - len(RUNGS)
-        key = Key(worker, model, "shape", RUNGS[place]) if packed < 0 else Key(worker, model, "packed", WIDTHS[packed])
+        key = Key(worker, "shape", RUNGS[place]) if packed < 0 else Key(worker, "packed", WIDTHS[packed])
         ticket = self.core.request(key, self.now)
         self.waiting.add(ticket)
 
@@ -112,22 +118,19 @@ class World:
         if pick(4):
             return
         names = sorted(self.core.workers)
-        if names:
-            name = names[pick(len(names))]
-            self.core.fault(name, self.core.workers[name].generation, self.now)
+        name = names[pick(len(names))]
+        self.core.fault(name, self.core.workers[name].generation, self.now)
 
     def _late(self, pick: Callable[[int], int]) -> None:
         """Replies and faults of another generation, or about slots long gone: nothing may happen."""
         names = sorted(self.core.workers)
-        if not names:
-            return
-        before = self.core.charged(), len(self.core.tickets)
+        before = charged(self.core), len(self.core.tickets)
         slot = sorted(self.core.slots)[pick(len(self.core.slots))] if self.core.slots else 0
         self.core.admitted(slot, -1)
         self.core.evicted(slot, -1)
         self.core.admit_failed(10**9, 1, self.now, exhausted=bool(pick(2)))
         self.core.fault(names[pick(len(names))], -1, self.now)
-        assert (self.core.charged(), len(self.core.tickets)) == before and not self.core.take()
+        assert (charged(self.core), len(self.core.tickets)) == before and not self.core.take()
 
     def _exit(self, pick: Callable[[int], int]) -> None:
         one = self.dying.pop(pick(len(self.dying)))
@@ -137,14 +140,11 @@ class World:
 
     def _start(self, pick: Callable[[int], int]) -> None:
         one = self.starting.pop(pick(len(self.starting)))
-        if one.worker not in self.core.workers:
-            return
         if pick(12) == 0:
             self.core.revive_failed(one.worker, one.generation)
             return
         self.generations[one.worker] = one.generation + 1
-        models = self.core.workers[one.worker].models
-        self.processes[one.worker] = {Key(one.worker, ref, "shape", m.smallest) for ref, m in models.items()}
+        self.processes[one.worker] = {Key(one.worker, "shape", self.core.workers[one.worker].model.smallest)}
         self.core.restored(one.worker, one.generation + 1)
 
     def _time(self, pick: Callable[[int], int]) -> None:
@@ -179,26 +179,25 @@ class World:
 
     def check(self) -> None:
         core, limits = self.core, self.core.limits
-        slots, executables, nbytes = core.charged()
+        slots, executables, nbytes = charged(core)
         assert slots <= limits.total
         assert executables <= limits.executables
         assert limits.nbytes is None or nbytes <= limits.nbytes
         per_model: dict[Any, int] = {}
         for slot in core.slots.values():
-            per_model[slot.key[:2]] = per_model.get(slot.key[:2], 0) + 1
+            per_model[slot.key.worker] = per_model.get(slot.key.worker, 0) + 1
             assert slot.leases >= 0
             assert not slot.leases or slot.state in (State.RESIDENT, State.FAILED), slot
         assert max(per_model.values(), default=0) <= limits.per_model
         leases = [t.slot for t in core.tickets.values() if t.slot is not None and t.slot in core.slots]
         assert len(leases) == sum(slot.leases for slot in core.slots.values())
         for name, worker in core.workers.items():
-            # A lazy worker without a process and without anybody who waits stays down.
-            idle = not any(t.slot is None and t.key.worker == name for t in core.tickets.values())
-            assert not (worker.lazy and worker.down and idle and not worker.reviving) or worker.dormant, name
+            # A worker without a process holds nothing before somebody waits for it.
+            assert not worker.down or worker.reviving or not any(s.key.worker == name for s in core.slots.values())
         # Every process holds no more than is charged for it: a refund came too early otherwise.
         for name, process in self.processes.items():
-            charged = {slot.key for slot in core.slots.values() if slot.key.worker == name}
-            assert process <= charged, (name, process - charged)
+            books = {slot.key for slot in core.slots.values() if slot.key.worker == name}
+            assert process <= books, (name, process - books)
         # One exchange about a slot at a time, and one admission for a key.
         assert len({w.slot for w in self.wire if core.slots.get(w.slot)}) == len(
             [w for w in self.wire if core.slots.get(w.slot)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TypeVar
 
 from synapse_host.residency import ADMISSION_WAIT_S, DRAIN_S, Residency
@@ -19,27 +18,35 @@ from synapse_host.slots import (
     Revive,
     State,
 )
+from tests.host.residency_world import charged, resident
 
 GTE, QWEN = Model(22, 300, 128), Model(28, 1200, 128)
 
 
-def up(core: Residency, worker: str, **models: Model) -> None:
-    """Open a worker and bring it up at generation 1 with its smallest rungs resident."""
-    # A model is changed by its unload: each core has its own.
-    core.open_worker(worker, {name: dataclasses.replace(model) for name, model in models.items()})
+def ask(core: Residency, worker: str, model: Model = GTE) -> int:
+    """Open a worker and request its smallest rung."""
+    core.open_worker(worker, model)
+    return core.request(key(model.smallest, worker), 0)
+
+
+def up(core: Residency, worker: str, model: Model = GTE) -> None:
+    """Open a worker and bring it up at generation 1 with its smallest rung resident."""
+    ticket = ask(core, worker, model)
     assert core.take() == [Revive(worker, 0)]
     core.restored(worker, 1)
+    assert core.take() == [Granted(ticket)]
+    core.release(ticket)
     assert core.take() == []
 
 
 def fleet(limits: Limits | None = None) -> Residency:
     core = Residency(limits)
-    up(core, "a", gte=GTE)
+    up(core, "a")
     return core
 
 
-def key(tokens: int, worker: str = "a", model: str = "gte") -> Key:
-    return Key(worker, model, "shape", tokens)
+def key(tokens: int, worker: str = "a") -> Key:
+    return Key(worker, "shape", tokens)
 
 
 def admit(core: Residency, wanted: Key, now: float = 0.0) -> int:
@@ -76,12 +83,14 @@ def evicting(core: Residency) -> Evict:
     return only(core, Evict)
 
 
-def die(core: Residency) -> None:
-    """Let the worker of the first generation fail and end: its replacement may start."""
+def die(core: Residency) -> int:
+    """Let the worker of the first generation fail and end while somebody waits for it: its replacement may start."""
     core.fault("a", 1, 0)
     core.take()
+    ticket = core.request(key(128), 0)
     core.exited("a", 1)
     assert core.take() == [Revive("a", 1)]
+    return ticket
 
 
 # --- budget ----------------------------------------------------------------------------------------------------------
@@ -89,19 +98,19 @@ def die(core: Residency) -> None:
 
 def test_pinned_layer_counts_charge_gte_and_qwen_before_admission() -> None:
     core = fleet()
-    up(core, "b", qwen=QWEN)
-    assert core.charged()[:2] == (2, 22 + 28), "what LOAD makes resident is charged before the worker starts"
+    up(core, "b", QWEN)
+    assert charged(core)[:2] == (2, 22 + 28), "what LOAD makes resident is charged before the worker starts"
     core.request(key(256), 0)
     only(core, Admit)
-    assert core.charged()[:2] == (3, 22 + 28 + 22), "charged before ADMITTED"
+    assert charged(core)[:2] == (3, 22 + 28 + 22), "charged before ADMITTED"
 
 
 def test_executable_budget_refuses_before_hardware_limit() -> None:
     core = fleet()
     leases = full(core)
-    assert core.charged()[1] == 88
+    assert charged(core)[1] == 88
     up_b = Model(28, 0, 128)
-    core.open_worker("b", {"qwen": up_b})
+    ask(core, "b", up_b)
     assert core.take() == [], "28 more would be 116: it waits, the hardware fails at about 115"
     core.release(leases[1024])
     only(core, Evict)
@@ -109,9 +118,7 @@ def test_executable_budget_refuses_before_hardware_limit() -> None:
 
 def test_a_shape_larger_than_the_whole_budget_is_refused_at_once() -> None:
     core = Residency(Limits(executables=20))
-    core.open_worker("a", {"small": Model(6, 1, 128), "big": Model(21, 1, 128)})
-    core.take()
-    ticket = core.request(key(256, model="big"), 0)
+    ticket = ask(core, "a", Model(21, 1, 128))
     assert core.take() == [Refused(ticket, Refusal.NEVER_FITS)]
 
 
@@ -121,15 +128,15 @@ def test_byte_budget_counts_weights_times_functions() -> None:
     admit(core, key(256))
     core.request(key(512), 0)
     assert core.take() == [], "900 bytes do not fit and both are leased"
-    assert core.charged()[2] == 600
+    assert charged(core)[2] == 600
 
 
 def test_pending_compiles_reserve_full_executable_budget() -> None:
     core = fleet()
     for tokens in (256, 512, 1024):
         core.request(key(tokens), 0)
-    assert len(core.take()) == 3 and core.charged()[1] == 88, "nothing was admitted yet"
-    core.open_worker("b", {"gte": GTE})
+    assert len(core.take()) == 3 and charged(core)[1] == 88, "nothing was admitted yet"
+    ask(core, "b")
     # 110 executables would not fit: the idle smallest rung of `a` has to go first.
     only(core, Evict)
 
@@ -152,12 +159,12 @@ def test_executable_budget_waits_then_succeeds_when_lease_releases() -> None:
 def test_eviction_refunds_executables_only_after_completed_ack() -> None:
     core = fleet()
     victim = evicting(core)
-    assert core.charged()[1] == 88
+    assert charged(core)[1] == 88
     core.evicted(victim.slot, victim.generation + 1)
-    assert core.charged()[1] == 88, "an answer of another generation refunds nothing"
+    assert charged(core)[1] == 88, "an answer of another generation refunds nothing"
     core.evicted(victim.slot, victim.generation)
     only(core, Admit)
-    assert core.charged()[1] == 88
+    assert charged(core)[1] == 88
 
 
 def test_admission_wait_deadline_is_transient_and_cleans_queue() -> None:
@@ -217,8 +224,8 @@ def test_the_smallest_rung_goes_last() -> None:
 
 def test_at_its_own_cap_a_model_makes_room_itself() -> None:
     core = Residency(Limits(executables=1000))
-    up(core, "b", qwen=QWEN)  # idle and least recently used, but it would not help
-    up(core, "a", gte=GTE)
+    up(core, "b", QWEN)  # idle and least recently used, but it would not help
+    up(core, "a")
     victim = evicting(core)
     assert victim.key.worker == "a"
 
@@ -244,7 +251,7 @@ def test_a_resident_shape_bypasses_the_queue_unless_the_head_waits_for_a_lease()
 
 def test_identical_models_in_distinct_workers_each_admit_their_own_shape() -> None:
     core = fleet()
-    up(core, "b", gte=GTE)
+    up(core, "b")
     core.request(key(256), 0)
     core.request(key(256, "b"), 0)
     assert [action.key.worker for action in core.take() if isinstance(action, Admit)] == ["a", "b"]
@@ -262,7 +269,7 @@ def exhausted(core: Residency, wanted: Key) -> tuple[int, Admit]:
 
 def test_resource_exhaustion_evicts_cross_worker_lru_and_retries_once_without_restart() -> None:
     core = fleet()
-    up(core, "b", gte=GTE)
+    up(core, "b")
     core.release(admit(core, key(256, "b")))
     admit(core, key(128))
     core.take()
@@ -281,7 +288,7 @@ def test_resource_exhaustion_never_evicts_a_leased_shape() -> None:
     admit(core, key(128))
     ticket, _ = exhausted(core, key(512))
     assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, _.slot)]
-    assert core.charged()[0] == 1, "the worker said no: nothing is resident, the reservation is gone"
+    assert charged(core)[0] == 1, "the worker said no: nothing is resident, the reservation is gone"
 
 
 def test_persistent_exhaustion_after_eviction_restarts_and_refuses_transiently() -> None:
@@ -292,13 +299,13 @@ def test_persistent_exhaustion_after_eviction_restarts_and_refuses_transiently()
     core.evicted(victim.slot, 1)
     core.take()
     core.admit_failed(first.slot, 1, 0, exhausted=True)
-    assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, first.slot), Restart("a", 1, False)]
-    assert core.charged()[0] == 1, "charged until the exit is confirmed"
+    assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, first.slot), Restart("a", 1)]
+    assert charged(core)[0] == 1, "charged until the exit is confirmed"
 
 
 def test_persistent_exhaustion_drains_existing_leases_before_restart() -> None:
     core = fleet()
-    up(core, "b", gte=GTE)
+    up(core, "b")
     lease = admit(core, key(128))
     ticket, first = exhausted(core, key(512))
     victim = only(core, Evict)
@@ -308,7 +315,7 @@ def test_persistent_exhaustion_drains_existing_leases_before_restart() -> None:
     core.admit_failed(first.slot, 1, 0, exhausted=True)
     assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, first.slot)]
     core.release(lease)
-    assert core.take() == [Restart("a", 1, False)]
+    assert core.take() == [Restart("a", 1)]
 
 
 def test_failed_resource_victim_eviction_recovers_without_waiting_on_its_own_admission() -> None:
@@ -319,7 +326,7 @@ def test_failed_resource_victim_eviction_recovers_without_waiting_on_its_own_adm
     victim = only(core, Evict)
     assert victim.key == key(256)
     core.evict_failed(victim.slot, 1, 0)
-    assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, first.slot), Restart("a", 1, False)]
+    assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, first.slot), Restart("a", 1)]
 
 
 # --- recovery --------------------------------------------------------------------------------------------------------
@@ -328,7 +335,7 @@ def test_failed_resource_victim_eviction_recovers_without_waiting_on_its_own_adm
 def test_serving_admission_channel_fault_restarts_exactly_once() -> None:
     core = fleet()
     core.fault("a", 1, 0)
-    assert core.take() == [Restart("a", 1, False)]
+    assert core.take() == [Restart("a", 1)]
     core.fault("a", 1, 0)
     core.fault("a", 1, 5)
     assert core.take() == []
@@ -336,10 +343,10 @@ def test_serving_admission_channel_fault_restarts_exactly_once() -> None:
 
 def test_stale_serving_fault_after_recovery_does_not_restart_restored_owner() -> None:
     core = fleet()
-    die(core)
+    waiting = die(core)
     core.restored("a", 2)
     core.fault("a", 1, 9)
-    assert core.take() == [] and not core.workers["a"].recovering
+    assert core.take() == [Granted(waiting)] and not core.workers["a"].recovering
 
 
 def test_queued_eviction_from_old_owner_is_refused_after_restart() -> None:
@@ -348,21 +355,20 @@ def test_queued_eviction_from_old_owner_is_refused_after_restart() -> None:
     die(core)
     core.restored("a", 2)
     core.take()
-    before = core.charged()
+    before = charged(core)
     core.evicted(victim.slot, victim.generation)
-    assert core.charged() == before
+    assert charged(core) == before
 
 
 def test_restart_reloads_pinned_models_before_returning_ready() -> None:
     core = fleet()
     core.release(admit(core, key(256)))
     core.take()
-    die(core)
-    assert core.charged()[:2] == (1, 22), "the rest is refunded, what LOAD brings back is charged"
-    ticket = core.request(key(128), 0)
+    ticket = die(core)
+    assert charged(core)[:2] == (1, 22), "the rest is refunded, what LOAD brings back is charged"
     assert core.take() == [], "not ready before its LOADs are replayed"
     core.restored("a", 2)
-    assert core.take() == [Granted(ticket)] and core.resident("a") == {key(128)}
+    assert core.take() == [Granted(ticket)] and resident(core, "a") == {key(128)}
 
 
 def test_exit_confirmation_timeout_retains_reservations_and_never_spawns_replacement() -> None:
@@ -373,7 +379,7 @@ def test_exit_confirmation_timeout_retains_reservations_and_never_spawns_replace
     core.take()
     core.unconfirmed("a", 1)
     assert core.take() == [Refused(waiting, Refusal.CLOSED)]
-    assert core.charged()[:2] == (2, 44)
+    assert charged(core)[:2] == (2, 44)
     core.expire(1e9)
     late = core.request(key(128), 1e9)
     assert core.take() == [Refused(late, Refusal.CLOSED)]
@@ -384,7 +390,7 @@ def test_unconfirmed_exit_keeps_worker_closed_and_budget_charged() -> None:
     core.fault("a", 1, 0)
     core.take()
     core.unconfirmed("a", 1)
-    core.open_worker("b", {"qwen": QWEN})
+    ask(core, "b", QWEN)
     assert core.take() == [], "22 of 44 are still charged to a process that may be alive"
     core.exited("a", 1)
     assert core.take() == [Revive("b", 0)], "a late confirmation refunds"
@@ -395,9 +401,9 @@ def test_unacknowledged_admission_times_out_without_refunding_before_exit() -> N
     ticket = core.request(key(256), 0)
     core.take()
     core.fault("a", 1, 600)  # the silence watchdog ended the exchange
-    assert core.charged()[:2] == (2, 44) and core.take() == [Restart("a", 1, False)]
+    assert charged(core)[:2] == (2, 44) and core.take() == [Restart("a", 1)]
     core.exited("a", 1)
-    assert core.charged()[:2] == (1, 22) and ticket in core.tickets
+    assert charged(core)[:2] == (1, 22) and ticket in core.tickets
     core.take()
     core.restored("a", 2)
     admission = only(core, Admit)
@@ -408,10 +414,10 @@ def test_unacknowledged_eviction_times_out_without_refunding_before_exit() -> No
     core = fleet()
     victim = evicting(core)
     core.fault("a", 1, 600)
-    assert core.charged()[1] == 88 and core.slots[victim.slot].state is State.FAILED
+    assert charged(core)[1] == 88 and core.slots[victim.slot].state is State.FAILED
     core.take()
     core.exited("a", 1)
-    assert core.charged()[1] == 22
+    assert charged(core)[1] == 22
 
 
 def test_drain_timeout_forces_confirmed_exit_and_reopens_worker() -> None:
@@ -420,12 +426,12 @@ def test_drain_timeout_forces_confirmed_exit_and_reopens_worker() -> None:
     core.fault("a", 1, 100)
     assert core.take() == [] and core.next_expiry() == 100 + DRAIN_S
     core.expire(100 + DRAIN_S)
-    assert core.take() == [Restart("a", 1, True)]
+    assert core.take() == [Restart("a", 1)]
+    ticket = core.request(key(128), 0)
     core.exited("a", 1)
     core.take()
     core.release(lease)
     core.restored("a", 2)
-    ticket = core.request(key(128), 0)
     assert core.take() == [Granted(ticket)]
 
 
@@ -440,70 +446,37 @@ def test_err_ack_restarts_the_worker_drops_its_shapes_and_resumes_waiters() -> N
     core.admit_failed(admission.slot, 1, 0, exhausted=False)
     assert core.take() == [Refused(asked, Refusal.FAILED, admission.slot)], "another exchange is still on the wire"
     core.admitted(other.slot, 1)
-    assert core.take() == [Restart("a", 1, False)], "no lease is granted on a worker that recovers"
+    assert core.take() == [Restart("a", 1)], "no lease is granted on a worker that recovers"
     core.exited("a", 1)
     core.take()
     core.restored("a", 2)
     again = only(core, Admit)
-    assert again.key == key(1024) and core.resident("a") == {key(128)}
+    assert again.key == key(1024) and resident(core, "a") == {key(128)}
     core.admitted(again.slot, 2)
     assert core.take() == [Granted(waiting)]
 
 
-def test_retirement_between_precheck_and_grant_leaves_no_phantom_reservation() -> None:
-    core = fleet()
-    ticket = core.request(key(256), 0)
-    admission = only(core, Admit)
-    core.retire("a", 0)
-    assert core.take() == [Refused(ticket, Refusal.CLOSED)], "its admission is still on the wire: no restart yet"
-    core.admitted(admission.slot, 1)
-    assert core.take() == [Restart("a", 1, False)]
-    core.exited("a", 1)
-    assert core.charged() == (0, 0, 0) and "a" not in core.workers and core.take() == []
-
-
-def test_retirement_during_exit_confirmation_never_connects_replacement() -> None:
-    core = fleet()
-    core.fault("a", 1, 0)
-    core.take()
-    core.retire("a", 0)
-    core.exited("a", 1)
-    assert core.take() == [] and core.charged() == (0, 0, 0)
-
-
 def test_a_worker_that_does_not_come_up_refuses_its_waiters_and_the_next_request_tries_again() -> None:
     core = fleet()
-    die(core)
-    waiting = core.request(key(256), 0)
+    waiting = die(core)
     core.revive_failed("a", 1)
-    assert core.take() == [Refused(waiting, Refusal.FAILED)] and core.charged() == (0, 0, 0)
+    assert core.take() == [Refused(waiting, Refusal.FAILED)] and charged(core) == (0, 0, 0)
     core.request(key(256), 0)
     assert core.take() == [Revive("a", 1)]
 
 
 def test_a_restart_waits_for_room_when_others_took_it() -> None:
     core = Residency(Limits(executables=44))
-    up(core, "a", gte=GTE)
-    up(core, "b", gte=GTE)
+    up(core, "a")
+    up(core, "b")
     core.fault("a", 1, 0)
     core.take()
+    core.request(key(128), 0)
     waiting = core.request(key(256, "b"), 0)
     core.take()
     core.exited("a", 1)
     # The replacement goes before the ticket that waits: its LOAD brings the smallest rung back.
     assert core.take() == [Revive("a", 1)] and waiting in core.tickets
-
-
-def test_unload_during_a_drain_is_model_in_use() -> None:
-    core = fleet()
-    lease = admit(core, key(128))
-    assert not core.begin_unload("a", "gte")
-    core.release(lease)
-    assert core.begin_unload("a", "gte")
-    late = core.request(key(128), 0)
-    assert core.take() == [Refused(late, Refusal.CLOSED)]
-    core.unloaded("a", "gte")
-    assert core.charged() == (0, 0, 0)
 
 
 # --- reports that come late, twice or for nobody ---------------------------------------------------------------------
@@ -512,7 +485,7 @@ def test_unload_during_a_drain_is_model_in_use() -> None:
 def test_a_parked_worker_stays_down_until_its_next_request() -> None:
     core = fleet()
     core.park("a", 0)
-    assert core.take() == [Restart("a", 1, False)]
+    assert core.take() == [Restart("a", 1)]
     core.exited("a", 1)
     assert core.take() == [] and not core.busy("a"), "nobody asked for it"
     core.park("a", 0)
@@ -529,48 +502,21 @@ def test_a_lease_is_given_back_once() -> None:
     other = admit(core, key(128))
     core.release(lease)
     core.release(lease)
-    assert not core.begin_unload("a", "gte"), "the second lease still holds"
+    assert core.busy("a"), "the second lease still holds"
     core.release(other)
-    assert core.begin_unload("a", "gte")
+    assert not core.busy("a")
 
 
 def test_what_an_earlier_generation_reports_changes_nothing() -> None:
     core = fleet()
-    die(core)
+    waiting = die(core)
     core.restored("a", 2)
-    charged = core.charged()
+    assert core.take() == [Granted(waiting)]
+    before = charged(core)
     core.exited("a", 1)
     core.unconfirmed("a", 1)
     core.revive_failed("a", 1)
-    for gone in ("b", "a"):
-        core.revive_failed(gone, 2)
-    core.exited("b", 1)
-    core.unconfirmed("b", 1)
-    assert core.take() == [] and core.charged() == charged and not core.workers["a"].closed
+    core.revive_failed("a", 2)
+    assert core.take() == [] and charged(core) == before and not core.workers["a"].closed
     lease = core.request(key(128), 0)
     assert core.take() == [Granted(lease)]
-
-
-def test_retiring_a_worker_that_starts_or_is_down() -> None:
-    core = fleet()
-    core.park("a", 0)
-    core.take()
-    core.exited("a", 1)
-    core.retire("a", 0)
-    assert "a" not in core.workers and core.charged() == (0, 0, 0), "no process, nothing to wait for"
-
-    core = Residency()
-    core.open_worker("a", {"gte": GTE})
-    core.take()
-    core.retire("a", 0)
-    core.restored("a", 1)
-    assert core.take() == [Restart("a", 1, False)], "it came up after all, and goes at once"
-    core.exited("a", 1)
-    assert "a" not in core.workers
-
-    core = Residency()
-    core.open_worker("a", {"gte": GTE})
-    core.take()
-    core.retire("a", 0)
-    core.revive_failed("a", 0)
-    assert "a" not in core.workers and core.charged() == (0, 0, 0) and core.take() == []

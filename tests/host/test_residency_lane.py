@@ -28,6 +28,7 @@ from synapse_host.lane_lock import LaneLock
 from synapse_host.rungs import Costs, Part, charge, parts
 from synapse_host.slots import Key, Limits, Model
 from tests.host.conftest import FAST, Lanes, Scenario, embed, on, soon, until
+from tests.host.residency_world import charged, resident
 
 pytestmark = pytest.mark.process
 
@@ -49,7 +50,7 @@ Body = Callable[[AneFleet, Any, Any], Any]
 
 
 def shapes(*tokens: int) -> set[Key]:
-    return {Key("ane", "m", "shape", n) for n in tokens}
+    return {Key("ane", "shape", n) for n in tokens}
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_rungs_are_admitted_once_and_served(ane: Callable[..., None]) -> None:
     async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
         replies = [await one.serve("ane", bucket, embed([7, 8])) for bucket in (128, 256, 256, 512)]
         assert len({bytes(memoryview(raw)) for _, raw in replies}) == 1
-        assert one.shell.core.resident("ane") == shapes(128, 256, 512)
+        assert resident(one.shell.core, "ane") == shapes(128, 256, 512)
         assert supervisor.generation == 1
 
     ane(body)
@@ -171,7 +172,7 @@ def test_direct_ane_cold_admission_after_absolute_deadline_is_drained_without_in
         assert late.value.details["shape"] == 256
         await one.serve("ane", 256, embed([5]))
         assert not mark.exists(), "the late request never reached inference"
-        assert Key("ane", "m", "shape", 256) in one.shell.core.resident("ane") and supervisor.generation == 1
+        assert Key("ane", "shape", 256) in resident(one.shell.core, "ane") and supervisor.generation == 1
 
     rules = [on("ANE_ADMIT_SHAPE", {"sleep": 0.4}), on("EMBED_BATCH", {"touch": str(mark)}, first_id=66)]
     ane(body, {"rules": rules})
@@ -199,7 +200,7 @@ def test_err_ack_restarts_the_worker_drops_its_shapes_and_resumes_waiters(
         assert refused.value.code == "invalid_placement"  # type: ignore[attr-defined]
         await one.serve("ane", 256, embed([1]))
         assert supervisor.generation == 2
-        assert one.shell.core.resident("ane") == shapes(128, 256)
+        assert resident(one.shell.core, "ane") == shapes(128, 256)
 
     err = on("ANE_ADMIT_SHAPE", {"err": {"code": "invalid_placement", "msg": "matmul on the CPU"}}, nth=2)
     ane(body, {"state": str(tmp_path / "spawns"), "generations": [{"rules": [err]}, {}]})
@@ -216,7 +217,7 @@ def test_a_silent_admission_ends_with_its_process_and_is_refunded_then(
             await one.serve("ane", 256, embed([1]))
         assert crashed.value.details["cause"] == "silence"
         await one.serve("ane", 256, embed([1]))
-        assert supervisor.generation == 2 and one.shell.core.charged()[0] == 2
+        assert supervisor.generation == 2 and charged(one.shell.core)[0] == 2
 
     script = {"state": str(tmp_path / "spawns"), "generations": [{"rules": [silent]}, {}]}
     ane(body, script, config=dataclasses.replace(FAST, windows=windows))
@@ -237,10 +238,10 @@ def test_unload_takes_the_worker_down_and_the_next_request_brings_it_back(ane: C
         assert supervisor.generation == 0, "nothing starts before the first request"
         await lane.submit(embed([1] * 200), stage="embed")
         await lane.unload()
-        await until(lambda: one.shell.core.charged() == (0, 0, 0))
+        await until(lambda: charged(one.shell.core) == (0, 0, 0))
         await lane.submit(embed([1] * 200), stage="embed")
         assert supervisor.generation == 2
-        assert one.shell.core.resident("ane") == shapes(128, 256)
+        assert resident(one.shell.core, "ane") == shapes(128, 256)
 
     ane(body)
 
@@ -286,9 +287,9 @@ def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, mon
             assert host._lanes.fleet is not None
             books = host._lanes.fleet.shell.core
             assert books.limits.nbytes == host.profile.ram_total // 4 and books.limits.executables == 100
-            assert books.charged() == (1, 22, 1000), "a load is charged like any other start"
+            assert charged(books) == (1, 22, 1000), "a load is charged like any other start"
             vectors = await host.embed_ids("toy", rows)
-            assert books.charged() == (3, 66, 3000) and host.health()["lanes"]["embed"]["generation"] == 1
+            assert charged(books) == (3, 66, 3000) and host.health()["lanes"]["embed"]["generation"] == 1
             assert vectors.tolist() == [[9, 9], [1, 2], [7, 7], [3, 4]]
             with pytest.raises(AneLaneBusy):
                 LaneLock()
@@ -330,9 +331,9 @@ def test_rows_are_packed_only_where_advertised_measured_and_cheaper(
         reply, raw = await lane.submit(embed(*rows), stage="embed")
         assert reply.n == 5 and list(raw) == [9, 9, 1, 2, 7, 7, 3, 4, 5, 6]
         assert mark.exists() is packed and supervisor.generation == 1
-        assert (Key("ane", "m", "packed", 256) in one.shell.core.resident("ane")) is packed
+        assert (Key("ane", "packed", 256) in resident(one.shell.core, "ane")) is packed
         if packed:
-            assert Key("ane", "m", "shape", 512) in one.shell.core.resident("ane"), "the long row ran on its rung"
+            assert Key("ane", "shape", 512) in resident(one.shell.core, "ane"), "the long row ran on its rung"
             assert not any(slot.leases for slot in one.shell.core.slots.values())
 
     ane(body, {"rules": rules, **script}, widths=widths, costs=costs)
@@ -341,7 +342,7 @@ def test_rows_are_packed_only_where_advertised_measured_and_cheaper(
 def test_a_row_alone_is_never_packed(ane: Callable[..., None]) -> None:
     async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
         await lane.submit(embed([1, 2]), stage="embed")
-        assert one.shell.core.resident("ane") == shapes(128)
+        assert resident(one.shell.core, "ane") == shapes(128)
 
     ane(body, {"packed": True}, costs=Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 0.1}))
 
@@ -376,8 +377,8 @@ def test_a_packed_width_shares_the_model_s_four_places(ane: Callable[..., None])
         one.shell.core.limits = Limits(per_model=2)
         await lane.submit(embed([9] * 300), stage="embed")
         await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
-        kept = one.shell.core.resident("ane")
-        assert kept == {Key("ane", "m", "shape", 128), Key("ane", "m", "packed", 256)}, "the smallest rung stays"
+        kept = resident(one.shell.core, "ane")
+        assert kept == {Key("ane", "shape", 128), Key("ane", "packed", 256)}, "the smallest rung stays"
 
     ane(body, {"packed": True})
 
@@ -388,11 +389,11 @@ def test_a_packed_width_shares_the_model_s_four_places(ane: Callable[..., None])
 def test_load_goes_through_the_books_and_a_request_finds_it(ane: Callable[..., None]) -> None:
     async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
         await lane.load()
-        assert one.shell.core.charged() == (1, 22, 1000)
-        assert one.shell.core.resident("ane") == shapes(128)
+        assert charged(one.shell.core) == (1, 22, 1000)
+        assert resident(one.shell.core, "ane") == shapes(128)
         await lane.submit(embed([1, 2]), stage="embed")
         await lane.load()
-        assert supervisor.generation == 1 and one.shell.core.charged()[0] == 1
+        assert supervisor.generation == 1 and charged(one.shell.core)[0] == 1
 
     ane(body, {})
 
@@ -407,7 +408,7 @@ def test_a_model_larger_than_the_budget_is_refused_typed_and_starts_nothing(
                 await call
             assert refused.value.code == "ane_residency_limit" and not refused.value.transient
             assert refused.value.details["lane_id"] == "ane"
-        assert supervisor.generation == 0 and one.shell.core.charged() == (0, 0, 0)
+        assert supervisor.generation == 0 and charged(one.shell.core) == (0, 0, 0)
 
     ane(body, limits=limits)
 
@@ -415,7 +416,7 @@ def test_a_model_larger_than_the_budget_is_refused_typed_and_starts_nothing(
 def test_a_full_budget_is_a_transient_refusal_and_nothing_stays_behind(two_lanes: Callable[..., None]) -> None:
     async def body(one: AneFleet, first: Any, second: Any) -> None:
         await first.load()
-        async with one.shell.lease(Key("one", "m", "shape", 128)):
+        async with one.shell.lease(Key("one", "shape", 128)):
             waiting = asyncio.ensure_future(second.load())
             while len(one.shell.core.tickets) < 2:
                 await asyncio.sleep(0)
@@ -437,9 +438,9 @@ def test_an_idle_death_reaches_the_books_and_the_next_request_is_served(
 
     async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
         await lane.submit(embed([1] * 200), stage="embed")
-        assert one.shell.core.charged()[0] == 2
+        assert charged(one.shell.core)[0] == 2
         (tmp_path / "die").touch()
-        await until(lambda: one.shell.core.charged() == (0, 0, 0))
+        await until(lambda: charged(one.shell.core) == (0, 0, 0))
         assert supervisor.generation == 1, "nobody asked: nothing is started"
         _, raw = await lane.submit(embed([1] * 200), stage="embed")
         assert list(raw) == [1, 1] and supervisor.generation == 2
@@ -476,7 +477,7 @@ def test_self_check_waits_for_drains_and_blocks_new_serving(ane: Callable[..., N
         assert supervisor.generation == 2, "the check is a fresh worker's"
         _, raw = await later
         assert list(raw) == [8, 8] and supervisor.generation == 2
-        assert one.shell.core.charged()[0] == 1
+        assert charged(one.shell.core)[0] == 1
 
     ane(body, {"rules": rules})
 
