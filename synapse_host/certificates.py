@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from msgspec import UNSET, Struct
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from engines.bundle.manifest import Artifact, Bundle
     from synapse_host.hardware import HostProfile
     from synapse_host.matrix import Engine, HardwareMatrix
-
-FORMAT: Final = "synapse-certificate-v1"
 
 
 class Binding(Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,13 +130,9 @@ def write(certificate: Certificate, data_dir: Path | None = None) -> Path:
     return path
 
 
-def remove(engine_id: str, manifest_digest: str, data_dir: Path | None = None) -> bool:
-    """Withdraw a certificate; True when there was one."""
-    try:
-        path_of(engine_id, manifest_digest, data_dir).unlink()
-    except FileNotFoundError:
-        return False
-    return True
+def remove(engine_id: str, manifest_digest: str, data_dir: Path | None = None) -> None:
+    """Withdraw a certificate, if there is one."""
+    path_of(engine_id, manifest_digest, data_dir).unlink(missing_ok=True)
 
 
 def read(path: Path) -> Certificate | None:
@@ -164,11 +159,6 @@ def identity_of(line: str) -> Identity:
     """Read a worker's ``--version`` line."""
     fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
     return Identity(fields.get("engine"), fields.get("engine_version"), fields.get("kernel_revision"))
-
-
-def ask_identity(matrix: HardwareMatrix, engine: Engine) -> Identity:
-    """Ask a worker program who it is, by ``--version`` in a child; an empty Identity where it doesn't tell."""
-    return identity_of(version_line(matrix, engine))
 
 
 def version_line(matrix: HardwareMatrix, engine: Engine) -> str:
@@ -284,12 +274,7 @@ def standing(
 
 
 def identities(matrix: HardwareMatrix, engine_ids: set[str]) -> Mapping[str, Identity]:
-    """Ask several engines who they are, side by side; blocks for a moment."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    if not engine_ids:
-        return {}
+    """Ask engines who they are, by ``--version`` side by side; blocks for a moment. Empty for one that doesn't tell."""
     with ThreadPoolExecutor(4) as pool:
-        return dict(
-            zip(engine_ids, pool.map(lambda id: ask_identity(matrix, matrix.engines[id]), engine_ids), strict=True)
-        )
+        lines = pool.map(lambda id: version_line(matrix, matrix.engines[id]), engine_ids)
+        return {id: identity_of(line) for id, line in zip(engine_ids, lines, strict=True)}

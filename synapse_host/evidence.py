@@ -19,7 +19,6 @@ from msgspec import Struct
 from engines.bundle.manifest import canonical_bytes
 from synapse_host.errors import InvalidRequest
 
-FORMAT: Final = "synapse-evidence-v1"
 SCHEMA_NAME: Final = "evidence.schema.json"
 MAX_BYTES: Final = 64 * 1024 * 1024
 DIGITS: Final = 9

@@ -22,6 +22,7 @@ from synapse_host.evidence import (
     Gate,
     GenerateInputs,
     Packing,
+    Placement,
     Precision,
     RerankInputs,
     Series,
@@ -42,7 +43,8 @@ PACKED_MIXES: Final = 8
 PACKED_COSINE: Final = 0.9999
 PACKED_DIFFERENCE: Final = 1e-3
 """What a packed width must show before it serves (ane.md 3.3); fixed."""
-APPROXIMATE_DTYPES: Final = frozenset({INT8})
+UNPLACED: Final = Placement(share=None, generation=0)
+"""What is known of a run that nothing was measured of."""
 
 
 class Bound(NamedTuple):
@@ -89,7 +91,7 @@ class Bounder(Protocol):
 
 def precision_of(dtype: str) -> Precision:
     """Return the precision class of an artifact."""
-    return "approximate" if dtype.lower() in APPROXIMATE_DTYPES else "exact"
+    return "approximate" if dtype.lower() == INT8 else "exact"
 
 
 def thresholds(
@@ -108,12 +110,7 @@ def thresholds(
     found = {}
     for name in names:
         bound = BOUNDS[name]
-        value = None
-        if bound.section is not None and bound.key is not None:
-            if engine in matrix.engines:
-                value = matrix.threshold(engine, bound.section, bound.key)
-            else:
-                value = matrix.thresholds.get(bound.section, {}).get(bound.key)
+        value = matrix.threshold(engine, bound.section, bound.key) if bound.section and bound.key else None
         found[name] = float(bound.default if value is None else value)
     if share is not None and placement:
         found["placement_share"] = share
@@ -145,7 +142,7 @@ def _reasons(evidence: Evidence, gates: Iterable[Gate]) -> list[str]:
         reasons.append("reference_fixture_missing")
     if evidence.fault is not None:
         reasons.append(evidence.fault.code)
-    if evidence.placement_required and (evidence.placement is None or evidence.placement.share is None):
+    if evidence.placement_required and (evidence.placement or UNPLACED).share is None:
         reasons.append("placement_unreported")
     return [*reasons, *(gate.name for gate in gates if not gate.passed)]
 
@@ -183,18 +180,19 @@ def _gates(evidence: Evidence) -> Iterator[Gate]:
         yield _zero("fault", "worker", 1)
     if evidence.generations or inputs is not None:
         yield _gate("worker_generations", "worker", len(set(evidence.generations)), "==", 1)
-    if inputs is not None:
-        match inputs:
-            case EmbedInputs():
-                yield from _embed_gates(inputs, bound, evidence.precision)
-            case RerankInputs():
-                yield from _rerank_gates(inputs, bound, evidence.precision, limits)
-            case GenerateInputs():
-                yield bound("top1", "agreement", _next_share(inputs))
-                yield bound("first_token", "agreement", _first_share(inputs))
-        yield _zero("limits", "limits", _failed_cases(evidence))
-        yield _zero("repeat", "batch", evidence.repeat_differs)
-    if evidence.placement_required and inputs is not None:
+    match inputs:
+        case EmbedInputs():
+            yield from _embed_gates(inputs, bound, evidence.precision)
+        case RerankInputs():
+            yield from _rerank_gates(inputs, bound, evidence.precision, limits)
+        case GenerateInputs():
+            yield bound("top1", "agreement", _next_share(inputs))
+            yield bound("first_token", "agreement", _first_share(inputs))
+        case None:
+            return
+    yield _zero("limits", "limits", _failed_cases(evidence))
+    yield _zero("repeat", "batch", evidence.repeat_differs)
+    if evidence.placement_required:
         yield from _placement_gates(evidence, bound)
 
 
@@ -244,46 +242,34 @@ def _embed_gates(inputs: EmbedInputs, bound: Bounder, precision: Precision) -> I
         yield bound("worst_decile", "agreement", agreement.worst_decile(inputs.overlap) if inputs.overlap else None)
     else:
         yield bound("pearson", "agreement", _mean(inputs.neighbour_pearson), "approximate_pearson")
-        yield bound("top1", "agreement", _same_neighbour(inputs), "approximate_top1")
+        same = [a == b for a, b in zip(inputs.neighbour, inputs.reference_neighbour, strict=True)]
+        yield bound("top1", "agreement", _mean(same), "approximate_top1")
     if inputs.unit:
-        yield bound("norm_error", "agreement", _norm_error(inputs))
+        error = max((abs(norm - 1) for norm in _finite(inputs.norm)), default=None)
+        yield bound("norm_error", "agreement", error)
     yield _zero("non_finite", "finite", inputs.cosine.count(None))
     if precision == "exact":
         yield bound("batch_single", "batch", _batch_single(inputs))
-    yield _zero("order", "order", _misplaced_rows(inputs))
-
-
-def _norm_error(inputs: EmbedInputs) -> float | None:
-    return max((abs(norm - 1) for norm in _finite(inputs.norm)), default=None)
+    runs = ((inputs.batch_own, inputs.batch_best), (inputs.permuted_own, inputs.permuted_best))
+    yield _zero("order", "order", sum(agreement.misplaced_rows(*_both(own, best)) for own, best in runs))
 
 
 def _batch_single(inputs: EmbedInputs) -> float | None:
     return min([*_finite(inputs.batch_best), *_finite(inputs.permuted_best)], default=None)
 
 
-def _same_neighbour(inputs: EmbedInputs) -> float | None:
-    same = [a == b for a, b in zip(inputs.neighbour, inputs.reference_neighbour, strict=True)]
-    return _mean(same)
-
-
-def _misplaced_rows(inputs: EmbedInputs) -> int:
-    batch = agreement.misplaced_rows(*_both(inputs.batch_own, inputs.batch_best))
-    return batch + agreement.misplaced_rows(*_both(inputs.permuted_own, inputs.permuted_best))
-
-
 def _rerank_gates(
     inputs: RerankInputs, bound: Bounder, precision: Precision, limits: Mapping[str, float]
 ) -> Iterator[Gate]:
     query, reference, scores = _answered(inputs)
+    pearson = agreement.pearson(reference, scores) if scores else None
     if precision == "exact":
-        yield bound("pearson", "agreement", agreement.pearson(reference, scores) if scores else None)
+        yield bound("pearson", "agreement", pearson)
         yield bound("max_error", "agreement", _max_error(reference, scores))
         flips = agreement.order_flips(reference, scores, query, apart=limits.get("max_error", 0.0))
         yield _zero("rank_order", "agreement", flips)
     else:
-        yield bound(
-            "pearson", "agreement", agreement.pearson(reference, scores) if scores else None, "approximate_pearson"
-        )
+        yield bound("pearson", "agreement", pearson, "approximate_pearson")
         yield bound("top1", "agreement", agreement.same_best(reference, scores, query), "approximate_top1")
     yield _zero("non_finite", "finite", inputs.single.count(None))
     if precision == "exact":
@@ -316,18 +302,19 @@ def _exchanges(inputs: RerankInputs) -> Iterator[tuple[list[float], list[float]]
             yield _both([series[i] for i in rows], [inputs.single[i] for i in rows])
 
 
-def _first(ids: Sequence[int], stops: Sequence[int]) -> int | None:
+def first_of(ids: Sequence[int], stops: Sequence[int]) -> int | None:
+    """Return the first of *ids*; None for a stop, or where there is none."""
     return None if not ids or ids[0] in stops else ids[0]
 
 
 def _first_share(inputs: GenerateInputs) -> float | None:
     pairs = zip(inputs.reference, inputs.greedy, strict=True)
-    return _mean([_first(a, inputs.stops) == _first(b, inputs.stops) for a, b in pairs])
+    return _mean([first_of(a, inputs.stops) == first_of(b, inputs.stops) for a, b in pairs])
 
 
 def _next_share(inputs: GenerateInputs) -> float | None:
     rows = zip(inputs.reference, inputs.depth, inputs.next, strict=True)
-    return _mean([_first(ids[depth:], inputs.stops) == got for ids, depth, got in rows])
+    return _mean([first_of(ids[depth:], inputs.stops) == got for ids, depth, got in rows])
 
 
 def _prefix_share(inputs: GenerateInputs) -> float:
@@ -345,23 +332,19 @@ def _prefix_share(inputs: GenerateInputs) -> float:
 
 
 def _placement_gates(evidence: Evidence, bound: Bounder) -> Iterator[Gate]:
-    placement = evidence.placement
-    share = None if placement is None else placement.share
-    # PING went to another worker than the run's: its share is somebody else's.
-    if placement is not None and evidence.generations and placement.generation != evidence.generations[-1]:
-        share = None
+    placement = evidence.placement or UNPLACED
+    # PING may have gone to another worker than the run's: its share is somebody else's.
+    foreign = evidence.generations and placement.generation != evidence.generations[-1]
     # A packed function that is placed badly stays off by itself: see qualified_widths.
-    functions = [] if placement is None else [one for one in placement.functions if one.kind == "bucket"]
-    worst = [share_of(function) for function in functions]
-    known = [value for value in worst if value is not None]
-    cost = [cost_share_of(function) for function in functions]
-    costs = [value for value in cost if value is not None]
-    allowed = [] if placement is None else placement.cpu_allowed
-    yield bound("placement_share", "placement", share)
-    yield _zero("functions_unreported", "placement", len(worst) - len(known) if functions else 1)
-    yield bound("function_share", "placement", min(known, default=None), "placement_share")
-    yield bound("cost_share", "placement", min(costs) if costs and len(costs) == len(cost) else None)
-    yield _zero("cpu_operations", "placement", sum(len(cpu_operations(one, allowed)) for one in functions))
+    functions = [one for one in placement.functions if one.kind == "bucket"]
+    shares = [share_of(function) for function in functions]
+    costs = [cost_share_of(function) for function in functions]
+    misplaced = sum(len(cpu_operations(one, placement.cpu_allowed)) for one in functions)
+    yield bound("placement_share", "placement", None if foreign else placement.share)
+    yield _zero("functions_unreported", "placement", shares.count(None) if functions else 1)
+    yield bound("function_share", "placement", min(_finite(shares), default=None), "placement_share")
+    yield bound("cost_share", "placement", None if None in costs else min(_finite(costs), default=None))
+    yield _zero("cpu_operations", "placement", misplaced)
     yield bound("speedup", "placement", _speedup(evidence))
 
 
@@ -371,13 +354,12 @@ def qualified_widths(evidence: Evidence) -> list[int]:
     Only where all of that was measured: no trial, a function without placement or one off the Neural Engine, and the
     width stays off.
     """
-    placement = evidence.placement
-    functions = {one.tokens: one for one in placement.functions if one.kind == "packed"} if placement else {}
-    allowed = placement.cpu_allowed if placement else []
+    placement = evidence.placement or UNPLACED
+    functions = {one.tokens: one for one in placement.functions if one.kind == "packed"}
 
     def placed(width: int) -> bool:
         function = functions.get(width)
-        if function is None or cpu_operations(function, allowed):
+        if function is None or cpu_operations(function, placement.cpu_allowed):
             return False
         pairs = ((share_of(function), "placement_share"), (cost_share_of(function), "cost_share"))
         return all(value is not None and value >= evidence.thresholds.get(key, 1.0) for value, key in pairs)
@@ -430,8 +412,8 @@ def cpu_operations(function: Function, allowed: Sequence[str]) -> list[str]:
 
 
 def _speedup(evidence: Evidence) -> float | None:
-    placement = evidence.placement
-    if placement is None or not placement.forced_ms or not placement.native_ms:
+    placement = evidence.placement or UNPLACED
+    if not placement.forced_ms or not placement.native_ms:
         return None
     native = agreement.percentile(placement.native_ms, 0.5)
     return agreement.percentile(placement.forced_ms, 0.5) / native if native > 0 else None

@@ -91,8 +91,8 @@ class HardwareMatrix(Struct, frozen=True):
     thresholds: dict[str, dict[str, float]] = {}
 
     def threshold(self, engine_id: str, task: str, gate: str) -> float | None:
-        """Return one certification threshold: the engine's own, or the file's, or None."""
-        own = self.engines[engine_id].thresholds.get(task, {})
+        """Return one certification threshold: the engine's own (unless it isn't here), or the file's, or None."""
+        own = self.engines[engine_id].thresholds.get(task, {}) if engine_id in self.engines else {}
         return own.get(gate, self.thresholds.get(task, {}).get(gate))
 
 

@@ -33,12 +33,12 @@ class Bar:
     note: str = ""
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about *count* round values from *low* to *high*."""
+def ticks(low: float, high: float) -> list[float]:
+    """Return about five round values from *low* to *high*."""
     span = high - low
     if span <= 0 or not math.isfinite(span):
         return [low]
-    raw = span / count
+    raw = span / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
@@ -56,14 +56,14 @@ def scatter(
     x: str,
     y: str,
     log_y: bool = False,
-    lines: Sequence[Line] = (),
+    line: Line | None = None,
     diagonal: bool = False,
 ) -> str:
     """Return a figure with one dot a point; *diagonal* draws where both axes are equal."""
     if not points:
         return _figure(title, f'<text x="{LEFT}" y="{HEIGHT // 2}" fill="currentColor">nothing finite to show</text>')
     xs, ys = [p[0] for p in points], [p[1] for p in points]
-    heights = [*ys, *(line.value for line in lines)]
+    heights = [*ys, *([line.value] if line else [])]
     x_low, x_high = _padded(min(xs), max(xs))
     if log_y:
         exponents = [math.log10(value) for value in heights if value > 0]
@@ -85,7 +85,8 @@ def scatter(
     parts = [_axes(ticks(x_low, x_high), y_ticks, at_x, at_y, x, y)]
     if diagonal:
         parts.append(_stroke(at_x(x_low), at_y(y_low), at_x(x_high), at_y(y_high), "var(--soft)"))
-    parts += [_threshold(line, at_y(line.value)) for line in lines]
+    if line:
+        parts.append(_threshold(line, at_y(line.value)))
     parts += [
         f'<circle cx="{at_x(a):.1f}" cy="{at_y(b):.1f}" r="2.6" fill="var(--dot)" fill-opacity=".6"/>'
         for a, b in points
@@ -93,21 +94,21 @@ def scatter(
     return _figure(title, "".join(parts))
 
 
-def bars(title: str, values: Sequence[Bar], *, y: str, top: float, lines: Sequence[Line] = ()) -> str:
-    """Return a figure with one bar a value, from 0 to *top*."""
+def bars(title: str, values: Sequence[Bar], *, line: Line | None = None) -> str:
+    """Return a figure with one bar a share, from 0 to 1."""
     room = (WIDTH - LEFT - RIGHT) / max(1, len(values))
 
     def at_x(value: float) -> float:
         return LEFT + value * room
 
     def at_y(value: float) -> float:
-        return HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM)
+        return HEIGHT - BOTTOM - value * (HEIGHT - TOP - BOTTOM)
 
-    parts = [_axes([], ticks(0, top), at_x, at_y, "", y)]
+    parts = [_axes([], ticks(0, 1), at_x, at_y, "", "share")]
     small = len(values) > 10
     for number, bar in enumerate(values):
         middle = at_x(number + 0.5)
-        height = at_y(0) - at_y(min(top, bar.value))
+        height = at_y(0) - at_y(min(1, bar.value))
         parts.append(
             f'<rect x="{middle - room * 0.36:.1f}" y="{at_y(0) - height:.1f}" width="{room * 0.72:.1f}" '
             f'height="{height:.1f}" rx="2" fill="var(--dot)" fill-opacity=".75"/>'
@@ -115,7 +116,8 @@ def bars(title: str, values: Sequence[Bar], *, y: str, top: float, lines: Sequen
         )
         if bar.note and not small:
             parts.append(_text(middle, at_y(0) - 6, bar.note, "middle", 9, "var(--ink)"))
-    parts += [_threshold(line, at_y(line.value)) for line in lines]
+    if line:
+        parts.append(_threshold(line, at_y(line.value)))
     return _figure(title, "".join(parts))
 
 

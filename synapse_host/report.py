@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from synapse_host.evidence import EmbedInputs, GenerateInputs, RerankInputs
+from synapse_host.evidence import EmbedInputs, Evidence, Gate, GenerateInputs, RerankInputs
+from synapse_host.gates import cost_share_of, cpu_operations, first_of, share_of
 from synapse_host.plot import Bar, Line, bars, scatter
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from synapse_host.evidence import Evidence, Gate
 
 SIGNS: Final = {">=": "≥", "<=": "≤", "==": "="}
 _GROUPS: Final = {
@@ -161,57 +158,28 @@ def _number(value: float | None) -> str:
 
 
 def _plots(evidence: Evidence) -> str:
+    tokens, thresholds = evidence.tokens, evidence.thresholds
     figures = []
-    tokens = evidence.tokens
     match evidence.inputs:
         case EmbedInputs() as inputs:
-            points = [(n, max(1e-9, 1 - c)) for n, c in zip(tokens, inputs.cosine, strict=True) if c is not None]
-            bound = 1 - evidence.thresholds.get("min_cosine", 1.0)
-            figures.append(
-                scatter(
-                    "Distance from the reference by length",
-                    points,
-                    x="tokens",
-                    y="1 − cosine",
-                    log_y=True,
-                    lines=[Line(bound, f"allowed: {bound:g}")] if bound > 0 else [],
-                )
-            )
-            points = [(n, max(1e-9, 1 - c)) for n, c in zip(tokens, inputs.batch_best, strict=True) if c is not None]
-            bound = 1 - evidence.thresholds.get("batch_single", 1.0)
-            figures.append(
-                scatter(
-                    "A row in a batch against the row alone",
-                    points,
-                    x="tokens",
-                    y="1 − cosine",
-                    log_y=True,
-                    lines=[Line(bound, f"allowed: {bound:g}")] if bound > 0 else [],
-                )
-            )
+            for title, cosines, key in (
+                ("Distance from the reference by length", inputs.cosine, "min_cosine"),
+                ("A row in a batch against the row alone", inputs.batch_best, "batch_single"),
+            ):
+                points = [(n, max(1e-9, 1 - c)) for n, c in zip(tokens, cosines, strict=True) if c is not None]
+                figures.append(_errors(title, points, 1 - thresholds.get(key, 1.0), x="tokens", y="1 − cosine"))
         case RerankInputs() as inputs:
             pairs = [(r, s) for r, s in zip(inputs.reference, inputs.single, strict=True) if s is not None]
             figures.append(scatter("Logits against the reference", pairs, x="reference", y="this lane", diagonal=True))
-            errors = [
+            points = [
                 (n, max(1e-7, abs(r - s)))
                 for n, r, s in zip(tokens, inputs.reference, inputs.single, strict=True)
                 if s is not None
             ]
-            bound = evidence.thresholds.get("max_error", 0.0)
-            figures.append(
-                scatter(
-                    "Error of a logit by length",
-                    errors,
-                    x="tokens of the pair",
-                    y="absolute error",
-                    log_y=True,
-                    lines=[Line(bound, f"allowed: {bound:g}")] if bound > 0 else [],
-                )
-            )
+            title, bound = "Error of a logit by length", thresholds.get("max_error", 0.0)
+            figures.append(_errors(title, points, bound, x="tokens of the pair", y="absolute error"))
         case GenerateInputs() as inputs:
-            figures.append(_depths(inputs, evidence.thresholds.get("top1")))
-        case None:
-            pass
+            figures.append(_depths(inputs, thresholds.get("top1")))
     times = evidence.performance.single_ms
     if len(times) == len(tokens) and times:
         what = "One request at a time: latency by length"
@@ -220,33 +188,34 @@ def _plots(evidence: Evidence) -> str:
     return f'<h2>Plots</h2><div class="plots">{"".join(figures)}</div>' if figures else ""
 
 
+def _errors(title: str, points: Sequence[tuple[float, float]], bound: float, *, x: str, y: str) -> str:
+    """Return a plot of errors on a log scale, with what is allowed where anything is."""
+    line = Line(bound, f"allowed: {bound:g}") if bound > 0 else None
+    return scatter(title, points, x=x, y=y, log_y=True, line=line)
+
+
 def _depths(inputs: GenerateInputs, bound: float | None) -> str:
     """Return next-token agreement by how many of the reference's tokens the prompt already held."""
     by_depth: dict[int, list[bool]] = {}
     for reference, depth, got in zip(inputs.reference, inputs.depth, inputs.next, strict=True):
-        wanted = reference[depth] if depth < len(reference) and reference[depth] not in inputs.stops else None
-        by_depth.setdefault(depth, []).append(wanted == got)
+        by_depth.setdefault(depth, []).append(first_of(reference[depth:], inputs.stops) == got)
     found = [
         Bar(str(depth), sum(same) / len(same), f"{sum(same)} of {len(same)}")
         for depth, same in sorted(by_depth.items())
     ]
-    lines = [] if bound is None else [Line(bound, f"asked over all: {bound:g}")]
-    return bars("Same next token, by tokens already continued", found, y="share", top=1.0, lines=lines)
+    line = None if bound is None else Line(bound, f"asked over all: {bound:g}")
+    return bars("Same next token, by tokens already continued", found, line=line)
 
 
 def _placement(evidence: Evidence) -> list[str]:
     placement = evidence.placement
     if placement is None or not placement.functions:
         return []
-    from synapse_host.gates import share_of
-
-    found = [
-        Bar(function.name, share_of(function) or 0.0, "not reported" if share_of(function) is None else "")
-        for function in placement.functions
-    ]
+    shares = [(function.name, share_of(function)) for function in placement.functions]
+    found = [Bar(name, share or 0.0, "not reported" if share is None else "") for name, share in shares]
     bound = evidence.thresholds.get("placement_share")
-    lines = [] if bound is None else [Line(bound, f"asked: {bound:g}")]
-    return [bars("Operations on the Neural Engine, by function", found, y="share", top=1.0, lines=lines)]
+    line = None if bound is None else Line(bound, f"asked: {bound:g}")
+    return [bars("Operations on the Neural Engine, by function", found, line=line)]
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -258,8 +227,6 @@ def _functions(evidence: Evidence) -> str:
         return ""
     if not placement.functions:
         return f'<h2>Placement</h2><p class="fail">No table: {escape(placement.reason or "not measured")}</p>'
-    from synapse_host.gates import cost_share_of, cpu_operations, share_of
-
     rows = []
     for function in placement.functions:
         counts = dict.fromkeys(("neuralEngine", "cpu", "gpu", "unknown", "const"), 0)
@@ -302,15 +269,13 @@ def _facts(evidence: Evidence) -> str:
         **reported,
     }
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    page = f"<h2>Facts</h2><dl>{items}</dl>"
+    if not evidence.limits:
+        return page
     edges = "".join(
         f"<tr><td>{escape(case.name)}</td><td class='n'>{case.tokens}</td><td>{escape(case.expected)}</td>"
         f"<td>{escape(case.outcome)}</td></tr>"
         for case in evidence.limits
     )
-    table = (
-        "<h2>Edge lengths</h2><table><tr><th>case</th><th class='n'>tokens</th><th>expected</th><th>outcome</th></tr>"
-        f"{edges}</table>"
-        if edges
-        else ""
-    )
-    return f"<h2>Facts</h2><dl>{items}</dl>{table}"
+    head = "<tr><th>case</th><th class='n'>tokens</th><th>expected</th><th>outcome</th></tr>"
+    return f"{page}<h2>Edge lengths</h2><table>{head}{edges}</table>"

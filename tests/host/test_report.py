@@ -117,7 +117,7 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
 def test_points_stay_inside_the_frame() -> None:
     points = [(1.0, 1e-9), (512.0, 0.5), (3.0, 1e-3)]
     for figure in (
-        plot.scatter("t", points, x="x", y="y", log_y=True, lines=[Line(1e-3, "limit")]),
+        plot.scatter("t", points, x="x", y="y", log_y=True, line=Line(1e-3, "limit")),
         plot.scatter("t", points, x="x", y="y", diagonal=True),
         plot.scatter("t", [(1.0, 1.0)], x="x", y="y"),
         plot.scatter("t", [(0.0, 0.0)], x="x", y="y"),
@@ -134,7 +134,7 @@ def test_nothing_to_show_is_said() -> None:
 
 
 def test_bars_stand_for_their_values() -> None:
-    figure = plot.bars("t", [Bar("a", 1.0), Bar("b", 0.5, "half")], y="share", top=1.0, lines=[Line(0.9, "asked")])
+    figure = plot.bars("t", [Bar("a", 1.0), Bar("b", 0.5, "half")], line=Line(0.9, "asked"))
     heights = [float(value) for value in re.findall(r'height="([\d.]+)" rx', figure)]
     assert heights[0] == pytest.approx(2 * heights[1], rel=0.01)
     assert "half" in figure
