@@ -8,7 +8,6 @@ from the weights (no torch). ``prepare`` runs on a Mac: see :mod:`engines.ane.pr
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import warnings
@@ -20,10 +19,9 @@ from engines.ane import REVISION, graph, package, shapes
 from engines.ane.inputs import InputRules
 from engines.ane.package import MAIN, Target
 from engines.ane.shapes import Key
+from engines.bundle import tool
 from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.digest import tree_digest
-from engines.bundle.manifest import BundleError
-from engines.protocol.errors import EngineError
 
 BUCKETS: Final = (128, 256, 512)
 PACKED: Final = (128, 256)
@@ -196,30 +194,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(argv)
     except SystemExit as exc:
         return int(exc.code or 0)
-    try:
+
+    def make() -> dict[str, Any]:
         if args.verb == "prepare":
             from engines.ane.prepare import prepare
 
-            result = prepare(args.bundle, args.cache, progress=_report)
-        elif args.verb == "plan":
+            return prepare(args.bundle, args.cache, progress=_report)
+        if args.verb == "plan":
             from engines.ane.plan import plan
 
-            result = plan(args.artifact, args.manifest, progress=_report)
-        else:
-            checkpoint = Checkpoint.open(args.checkpoint, task=args.task)
-            result = build(
-                checkpoint,
-                args.out,
-                keys=_keys(checkpoint, args.buckets, args.packed),
-                target=args.target,
-                progress=_report,
-            )
-        _line(stage="result", **result)
-    except ModuleNotFoundError as exc:
-        return _failed(f"the Python package {exc.name!r} is missing: install the extra 'ane'")
-    except (BundleError, EngineError, OSError, ValueError) as exc:
-        return _failed(str(exc))
-    return 0
+            return plan(args.artifact, args.manifest, progress=_report)
+        checkpoint = Checkpoint.open(args.checkpoint, task=args.task)
+        keys = _keys(checkpoint, args.buckets, args.packed)
+        return build(checkpoint, args.out, keys=keys, target=args.target, progress=_report)
+
+    return tool.run("build", make, missing="install the extra 'ane'")
 
 
 def _keys(checkpoint: Checkpoint, buckets: tuple[int, ...] | None, packed: tuple[int, ...] | None) -> list[Key]:
@@ -238,14 +227,4 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _report(stage: str, done: int, total: int) -> None:
-    _line(stage=stage, done=done, total=total)
-
-
-def _line(**fields: Any) -> None:
-    sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
-
-
-def _failed(why: str) -> int:
-    sys.stderr.write("build: " + " ".join(why.split()) + "\n")
-    return 1
+    tool.line(stage=stage, done=done, total=total)

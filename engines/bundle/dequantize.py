@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.bundle import layout, safetensors
+from engines.bundle import layout, safetensors, tool
 from engines.bundle.checkpoint import CheckpointError, complete_config
-from engines.bundle.manifest import BundleError
 
 if TYPE_CHECKING:
     from engines.bundle.safetensors import Array, FloatArray
@@ -151,20 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, required=True)
     args = parser.parse_args(argv)
 
-    def report(done: int, total: int) -> None:
-        sys.stdout.write(json.dumps({"stage": "dequantize", "done": done, "total": total}) + "\n")
-        sys.stdout.flush()
+    def make() -> dict[str, Any]:
+        dequantize(args.model, args.out, heads=args.heads, progress=tool.report("dequantize"))
+        return {"path": str(args.out)}
 
-    try:
-        dequantize(args.model, args.out, heads=args.heads, progress=report)
-    except ModuleNotFoundError as exc:
-        sys.stderr.write(f"dequantize: the Python package {exc.name!r} is missing: install it, or the extra 'cuda'\n")
-        return 1
-    except (BundleError, OSError) as exc:
-        sys.stderr.write(f"dequantize: {' '.join(str(exc).split())}\n")
-        return 1
-    sys.stdout.write(json.dumps({"stage": "result", "path": str(args.out)}) + "\n")
-    return 0
+    return tool.run("dequantize", make, missing="install it, or the extra 'cuda'")
 
 
 if __name__ == "__main__":

@@ -16,17 +16,14 @@ name, and these strings under ``__metadata__``:
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from engines.bundle import safetensors
+from engines.bundle import safetensors, tool
 from engines.bundle.checkpoint import Checkpoint, CheckpointError
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.layout import INT8
-from engines.bundle.manifest import BundleError
 from engines.bundle.quantize import Quantised
 
 if TYPE_CHECKING:
@@ -106,21 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", choices=("embed", "rerank"), default=None)
     args = parser.parse_args(argv)
 
-    def report(done: int, total: int) -> None:
-        sys.stdout.write(json.dumps({"stage": "package", "done": done, "total": total}) + "\n")
-        sys.stdout.flush()
-
-    try:
+    def make() -> dict[str, Any]:
         checkpoint = Checkpoint.open(args.checkpoint, task=args.task)
         dtype = args.dtype or checkpoint.stored_dtype
-        size = write_package(checkpoint, args.out, profile=args.profile, dtype=dtype, progress=report)
-        digest = PREFIX + file_digest(args.out)
-    except (BundleError, OSError) as exc:
-        sys.stderr.write(f"package: {' '.join(str(exc).split())}\n")
-        return 1
-    result = {"stage": "result", "path": args.out.name, "bytes": size, "digest": digest, "dtype": dtype}
-    sys.stdout.write(json.dumps(result) + "\n")
-    return 0
+        size = write_package(checkpoint, args.out, profile=args.profile, dtype=dtype, progress=tool.report("package"))
+        return {"path": args.out.name, "bytes": size, "digest": PREFIX + file_digest(args.out), "dtype": dtype}
+
+    return tool.run("package", make, missing="install it")
 
 
 if __name__ == "__main__":

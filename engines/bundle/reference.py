@@ -11,16 +11,13 @@ tokenizer.json.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from engines.bundle import facts, fixtures, probes
+from engines.bundle import facts, fixtures, probes, tool
 from engines.bundle.checkpoint import Checkpoint, CheckpointError
-from engines.bundle.manifest import BundleError
 
 STEPS: Final = 8
 DECIDED: Final = 0.25
@@ -221,22 +218,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gguf", type=Path, default=None)
     args = parser.parse_args(argv)
 
-    def report(done: int, total: int) -> None:
-        sys.stdout.write(json.dumps({"stage": "reference", "done": done, "total": total}) + "\n")
-        sys.stdout.flush()
-
-    try:
+    def make() -> dict[str, Any]:
         count = compute(
-            args.checkpoint, args.out, task=args.task, max_tokens=args.max_tokens, gguf=args.gguf, progress=report
+            args.checkpoint,
+            args.out,
+            task=args.task,
+            max_tokens=args.max_tokens,
+            gguf=args.gguf,
+            progress=tool.report("reference"),
         )
-    except ModuleNotFoundError as exc:
-        sys.stderr.write(f"reference: the Python package {exc.name!r} is missing: install the extra 'reference'\n")
-        return 1
-    except (BundleError, OSError) as exc:
-        sys.stderr.write(f"reference: {' '.join(str(exc).split())}\n")
-        return 1
-    sys.stdout.write(json.dumps({"stage": "result", "path": str(args.out), "probes": count}) + "\n")
-    return 0
+        return {"path": str(args.out), "probes": count}
+
+    return tool.run("reference", make, missing="install the extra 'reference'")
 
 
 if __name__ == "__main__":

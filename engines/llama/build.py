@@ -15,15 +15,14 @@ the worker.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.bundle import facts
+from engines.bundle import facts, tool
 from engines.bundle.checkpoint import Checkpoint
+from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import BundleError
 from engines.bundle.safetensors import narrow_bf16
 
@@ -306,56 +305,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(argv)
     except SystemExit as exc:
         return int(exc.code or 0)
-    try:
+
+    def make() -> dict[str, Any]:
+        made: dict[str, Any]
         if args.verb == "build":
-            checkpoint = Checkpoint.open(args.checkpoint, task=args.task)
             build(
-                checkpoint,
+                Checkpoint.open(args.checkpoint, task=args.task),
                 args.out,
                 dtype=args.dtype,
                 name=args.name,
                 pooling=args.pooling,
-                progress=_report(args.verb),
+                progress=tool.report("build"),
             )
-            _line(
-                stage="result",
-                path=args.out.name,
-                bytes=args.out.stat().st_size,
-                digest=_sha256(args.out),
-                dtype=args.dtype,
-            )
+            made = {"dtype": args.dtype}
         else:
             from engines.llama.vocabulary import write_tokenizer
 
-            found = write_tokenizer(args.gguf, args.out, progress=_report(args.verb))
-            _line(
-                stage="result", path=args.out.name, bytes=args.out.stat().st_size, digest=_sha256(args.out), facts=found
-            )
-    except ModuleNotFoundError as exc:
-        return _failed(f"the Python package {exc.name!r} is missing: install the extra 'llama'")
-    except (BundleError, OSError, ValueError) as exc:
-        return _failed(str(exc))
-    return 0
+            made = {"facts": write_tokenizer(args.gguf, args.out, progress=tool.report("tokenizer"))}
+        return {
+            "path": args.out.name,
+            "bytes": args.out.stat().st_size,
+            "digest": PREFIX + file_digest(args.out),
+        } | made
 
-
-def _report(stage: str) -> Callable[[int, int], None]:
-    return lambda done, total: _line(stage=stage, done=done, total=total)
-
-
-def _line(**fields: Any) -> None:
-    sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
-
-
-def _failed(why: str) -> int:
-    sys.stderr.write("build: " + " ".join(why.split()) + "\n")
-    return 1
-
-
-def _sha256(file: Path) -> str:
-    from engines.bundle.digest import file_digest
-
-    return "sha256:" + file_digest(file)
+    return tool.run("build", make, missing="install the extra 'llama'")
 
 
 if __name__ == "__main__":
