@@ -25,7 +25,7 @@ from tests.support.small_bundle import write_bundle, write_matrix
 pytestmark = pytest.mark.process
 
 ABOUT = {"version": "1", "runtime_dir": "here"}
-Work = Callable[[Host, ControlServer], Awaitable[Any]]
+Work = Callable[[Host, ControlServer, "Client"], Awaitable[Any]]
 
 
 class Client:
@@ -63,7 +63,7 @@ class Client:
 
 @pytest.fixture
 def serve(tmp_path: Path, runtime_dir: Path) -> Callable[..., Any]:
-    """Run *work* against a host with model `toy` on lane `embed` and its control server."""
+    """Run *work* with a host of model `toy` on lane `embed`, its control server and a client of it."""
 
     def run(work: Work, script: dict[str, Any] | None = None, **config: Any) -> Any:
         bundle = write_bundle(tmp_path / "toy", model_id="toy")
@@ -75,7 +75,9 @@ def serve(tmp_path: Path, runtime_dir: Path) -> Callable[..., Any]:
                 Host.open(matrix, {"toy": bundle}, settings) as host,
                 ControlServer.open(host, about=ABOUT) as server,
             ):
-                result = await work(host, server)
+                client = await Client.to(host)
+                result = await work(host, server, client)
+                await client.close()
             assert not runtime_dir.joinpath("synapse", "control.sock").exists()
             return result
 
@@ -142,11 +144,10 @@ def test_half_a_character_waits(data: bytes, whole: bytes) -> None:
 
 
 def test_the_socket_is_private_and_tells_what_is_up(serve: Any) -> None:
-    async def work(host: Host, server: ControlServer) -> None:
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         path = host.runtime.control_path
         assert path == host.runtime.path / "synapse" / "control.sock"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        client = await Client.to(host)
         state = await client.ask("ps")
         assert set(state) == {"host", "lanes", "workers"}
         assert state["host"]["pid"] == os.getpid() and state["host"]["version"] == "1"
@@ -158,46 +159,39 @@ def test_the_socket_is_private_and_tells_what_is_up(serve: Any) -> None:
         assert worker["lane"] == "embed" and worker["pid"] == host.health()["lanes"]["embed"]["worker_pid"]
         assert set(await client.ask("unload", model="toy")) == {"host", "lanes", "workers"}
         assert (await client.ask("ps"))["lanes"]["embed"]["models"] == []
-        await client.close()
 
     serve(work)
 
 
 def test_garbage_costs_one_answer_and_nothing_else(serve: Any) -> None:
-    async def work(host: Host, server: ControlServer) -> None:
-        client = await Client.to(host)
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         for line in GARBAGE:
             error = (await client.raw(line))["error"]
             assert error["code"] == "invalid_request" and error["class"] == "permanent" and error["message"]
         assert "lanes" in await client.ask("ps")
-        await client.close()
 
     serve(work)
 
 
 def test_an_oversize_line_is_told_and_ends_its_connection_only(serve: Any) -> None:
-    async def work(host: Host, server: ControlServer) -> None:
-        other = await Client.to(host)
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         for ending in (b"", b"\n"):
-            client = await Client.to(host)
-            answer = await client.raw(b'{"op": "' + b"x" * control.MAX_LINE + ending)
+            other = await Client.to(host)
+            answer = await other.raw(b'{"op": "' + b"x" * control.MAX_LINE + ending)
             assert str(control.MAX_LINE) in answer["error"]["message"]
-            assert await client.ended()
-            await client.close()
-        assert "lanes" in await other.ask("ps")
-        await other.close()
+            assert await other.ended()
+            await other.close()
+        assert "lanes" in await client.ask("ps")
 
     serve(work)
 
 
 def test_a_line_without_an_end(serve: Any) -> None:
-    async def work(host: Host, server: ControlServer) -> None:
-        client = await Client.to(host)
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         client.writer.write(b'{"op": "ps"}')
         client.writer.write_eof()
         assert "no end" in (await client.answer())["error"]["message"]
         assert await client.ended()
-        await client.close()
 
     serve(work)
 
@@ -205,7 +199,7 @@ def test_a_line_without_an_end(serve: Any) -> None:
 def test_many_clients_at_once_and_a_slow_one_blocks_nobody(serve: Any, tmp_path: Path) -> None:
     go = tmp_path / "go"
 
-    async def work(host: Host, server: ControlServer) -> None:
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         clients = [await Client.to(host) for _ in range(8)]
         slow = asyncio.ensure_future(clients[0].ask("load", model="toy"))
         while not server._busy:
@@ -215,16 +209,16 @@ def test_many_clients_at_once_and_a_slow_one_blocks_nobody(serve: Any, tmp_path:
         assert not slow.done()
         go.touch()
         assert (await slow)["lanes"]["embed"]["models"] == ["toy"]
-        for client in clients:
-            await client.close()
+        for each in clients:
+            await each.close()
 
     serve(work, {"rules": [{"on": "LOAD", "do": [{"wait_for": str(go)}]}]})
 
 
 def test_too_many_clients_are_told(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MAX_CLIENTS", 2)
+    monkeypatch.setattr(control, "MAX_CLIENTS", 3)
 
-    async def work(host: Host, server: ControlServer) -> None:
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         clients = [await Client.to(host) for _ in range(2)]
         for client in clients:
             await client.ask("ps")
@@ -245,10 +239,8 @@ def test_too_many_clients_are_told(serve: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_another_user_is_turned_away_without_a_word(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "peer_of", lambda connection: Peer(os.getuid() + 1, 1))
 
-    async def work(host: Host, server: ControlServer) -> None:
-        client = await Client.to(host)
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         assert await client.ended()
-        await client.close()
 
     serve(work)
 
@@ -256,8 +248,7 @@ def test_another_user_is_turned_away_without_a_word(serve: Any, monkeypatch: pyt
 def test_a_client_that_leaves_in_the_middle_of_a_load_leaves_the_load(serve: Any, tmp_path: Path) -> None:
     go = tmp_path / "go"
 
-    async def work(host: Host, server: ControlServer) -> None:
-        client = await Client.to(host)
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         client.writer.write(b'{"op": "load", "model": "toy"}\n')
         while not server._busy:
             await asyncio.sleep(0)
@@ -271,22 +262,19 @@ def test_a_client_that_leaves_in_the_middle_of_a_load_leaves_the_load(serve: Any
 
 
 def test_errors_keep_their_codes(serve: Any) -> None:
-    async def work(host: Host, server: ControlServer) -> None:
-        client = await Client.to(host)
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         unknown = (await client.ask("load", model="nope"))["error"]
         assert unknown["code"] == "unknown_model" and "restart" in unknown["message"] and "toy" in unknown["message"]
         assert (await client.ask("load", model="toy", lane="quiet"))["error"]["code"] == "invalid_request"
         assert (await client.ask("load", model="toy", deadline=-1))["error"]["code"] == "invalid_request"
         assert (await client.ask("ping", lane="embd"))["error"]["code"] == "invalid_request"
         assert (await client.ask("load", model="toy"))["error"]["code"] == "artifact_invalid"
-        await client.close()
 
     serve(work, {"rules": [{"on": "LOAD", "do": [{"err": {"code": "artifact_invalid", "msg": "no"}}]}]})
 
 
 def test_a_crash_comes_with_its_details(serve: Any) -> None:
-    async def work(host: Host, server: ControlServer) -> None:
-        client = await Client.to(host)
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         error = (await client.ask("load", model="toy"))["error"]
         assert error["code"] == "engine_crashed" and error["details"]["signal"] == "SIGKILL"
         assert error["safe_to_retry_same_request"] is True and "last words" in error["details"]["log_tail"]
@@ -296,22 +284,19 @@ def test_a_crash_comes_with_its_details(serve: Any) -> None:
         assert state["lanes"]["embed"]["state"] == "quarantined"
         await client.ask("unload", model="toy")
         assert (await client.ask("ps"))["lanes"]["embed"]["strikes"] == 0
-        await client.close()
 
     serve(work, {"rules": [{"on": "LOAD", "do": [{"stderr": "last words"}, {"signal": "SIGKILL"}]}]})
 
 
 def test_a_bug_of_ours_ends_one_request(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(host: Host, server: ControlServer) -> None:
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         def broken(*lanes: str) -> dict[str, Any]:
             raise ZeroDivisionError
 
-        client = await Client.to(host)
         with monkeypatch.context() as patch:
             patch.setattr(server, "state", broken)
             assert (await client.ask("ps"))["error"]["code"] == "internal_error"
         assert "lanes" in await client.ask("ps")
-        await client.close()
 
     serve(work)
 
@@ -319,8 +304,7 @@ def test_a_bug_of_ours_ends_one_request(serve: Any, monkeypatch: pytest.MonkeyPa
 def test_ping_tells_who_answers(serve: Any, tmp_path: Path) -> None:
     started, go = tmp_path / "started", tmp_path / "go"
 
-    async def work(host: Host, server: ControlServer) -> None:
-        client = await Client.to(host)
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         assert (await client.ask("ping"))["pings"] == {}
         await client.ask("load", model="toy")
         answer = await client.ask("ping", lane="toy")
@@ -332,7 +316,6 @@ def test_ping_tells_who_answers(serve: Any, tmp_path: Path) -> None:
         assert late["error"]["code"] == "deadline_exceeded"
         go.touch()
         await busy
-        await client.close()
 
     serve(work, {"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"wait_for": str(go)}]}]})
 
@@ -341,8 +324,7 @@ def test_ping_tells_who_answers(serve: Any, tmp_path: Path) -> None:
 
 
 def test_logs_are_tagged_and_cover_dead_generations(serve: Any, tmp_path: Path) -> None:
-    async def work(host: Host, server: ControlServer) -> None:
-        client = await Client.to(host)
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         for word in ("first", "second"):
             assert (await client.ask("load", model="toy"))["error"]["code"] == "engine_crashed"
             log = (await client.ask("logs"))["logs"]["embed"]
@@ -351,7 +333,6 @@ def test_logs_are_tagged_and_cover_dead_generations(serve: Any, tmp_path: Path) 
         assert log["missed"] == 0 and text.index("first") < text.index("second")
         after = {"embed": log["position"]}
         assert (await client.ask("logs", lane="embed", after=after))["logs"]["embed"]["segments"] == []
-        await client.close()
 
     dying = [
         {"rules": [{"on": "LOAD", "do": [{"stderr": word}, {"signal": "SIGKILL"}]}]} for word in ("first", "second")
@@ -362,8 +343,7 @@ def test_logs_are_tagged_and_cover_dead_generations(serve: Any, tmp_path: Path) 
 def test_following_waits_for_what_comes(serve: Any, tmp_path: Path) -> None:
     go = tmp_path / "go"
 
-    async def work(host: Host, server: ControlServer) -> None:
-        client = await Client.to(host)
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         first = (await client.ask("logs", lane="embed"))["logs"]["embed"]
         assert first["segments"] == []
         follow = asyncio.ensure_future(client.ask("logs", after={"embed": first["position"]}, wait=60))
@@ -374,20 +354,17 @@ def test_following_waits_for_what_comes(serve: Any, tmp_path: Path) -> None:
         log = (await follow)["logs"]["embed"]
         assert [list(part) for part in log["segments"]] == [["stderr", "here é\n"]]
         assert log["position"] == len("here é\n".encode())
-        await client.close()
         await other.close()
 
     serve(work, {"ready": [{"thread": [{"wait_for": str(go)}, {"stderr": "here é"}]}]})
 
 
 def test_who_follows_too_slowly_is_told_what_is_lost(serve: Any) -> None:
-    async def work(host: Host, server: ControlServer) -> None:
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         host.logs["embed"].write("stdout", b"x" * 20000)
-        client = await Client.to(host)
         log = (await client.ask("logs"))["logs"]["embed"]
         assert log["missed"] == 20000 - 8192 and log["position"] == 20000
         assert sum(len(text) for _, text in log["segments"]) == 8192
-        await client.close()
 
     serve(work)
 
@@ -396,8 +373,8 @@ def test_who_follows_too_slowly_is_told_what_is_lost(serve: Any) -> None:
 
 
 def test_the_end_answers_who_waits(serve: Any) -> None:
-    async def work(host: Host, server: ControlServer) -> None:
-        client, other = await Client.to(host), await Client.to(host)
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
+        other = await Client.to(host)
         follower = asyncio.ensure_future(client.ask("logs", wait=60))
         while not server._busy:
             await asyncio.sleep(0)
@@ -422,8 +399,7 @@ def test_a_dead_host_s_socket_is_replaced_and_a_live_one_is_not(serve: Any, runt
         dead.bind(str(path))
     assert path.is_socket()
 
-    async def work(host: Host, server: ControlServer) -> None:
-        client = await Client.to(host)
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         assert "lanes" in await client.ask("ps")
         await client.close()
         with pytest.raises(InvalidRequest, match="another process listens"):
@@ -440,7 +416,7 @@ def test_what_is_not_a_socket_is_left_alone(serve: Any, runtime_dir: Path) -> No
     path = runtime_dir / "synapse" / "control.sock"
     path.write_text("mine")
 
-    async def work(host: Host, server: ControlServer) -> None:
+    async def work(host: Host, server: ControlServer, client: Client) -> None:
         raise AssertionError("never opened")
 
     with pytest.raises(InvalidRequest, match="not a socket"):

@@ -211,21 +211,6 @@ def test_local_refusals_start_no_worker(bench: Bench) -> None:
     bench.model("toy").run(work)
 
 
-def test_a_dead_worker_is_a_typed_error_and_the_next_request_is_served(bench: Bench) -> None:
-    script = {"rules": [{"on": "EMBED_BATCH", "first_id": 99, "do": [{"signal": "SIGKILL"}]}]}
-
-    async def work(host: Host) -> None:
-        for _ in range(3):
-            with pytest.raises(EngineCrashed) as caught:
-                await host.embed_ids("toy", [[99]])
-            assert caught.value.safe_to_retry and not caught.value.quarantined
-            assert caught.value.details["stage"] == "embed"
-            assert (await host.embed_ids("toy", [[1]])).tolist() == [vector([1])]
-        assert host.health()["lanes"]["embed"]["strikes"] == 0
-
-    bench.model("toy").run(work, script)
-
-
 def test_quarantine_and_unload(bench: Bench) -> None:
     script = {"rules": [{"on": "EMBED_BATCH", "first_id": 99, "do": [{"exit": 3}]}]}
 

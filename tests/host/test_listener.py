@@ -15,7 +15,7 @@ import pytest
 
 from synapse_host.errors import InvalidRequest
 from synapse_host.handshake import Peer
-from synapse_host.listener import SUN_PATH, RuntimeDirectory, peer_of, safe_id
+from synapse_host.listener import RuntimeDirectory, peer_of, safe_id
 
 
 @pytest.fixture
@@ -88,20 +88,6 @@ def test_a_forked_childs_copy_removes_nothing(directory):
     listener.close()
 
 
-def test_a_generous_umask_opens_nothing(runtime_dir):
-    before = os.umask(0)
-    try:
-        made = RuntimeDirectory.open(runtime_dir / "deep" / "rt")
-        listener = made.listen("embed-1")
-        folders = [made.path.parent, made.path, *filter(Path.is_dir, made.path.rglob("*"))]
-        assert {mode(path) for path in folders} == {0o700}
-        assert mode(made.lock_path) == mode(listener.path) == 0o600
-        listener.close()
-        made.close()
-    finally:
-        os.umask(before)
-
-
 def test_an_explicit_directory_is_made_private_and_stays(runtime_dir):
     path = runtime_dir / "deep" / "rt"
     made = RuntimeDirectory.open(path)
@@ -172,98 +158,11 @@ def test_unsafe_characters(lane_id, name):
     assert safe_id(lane_id) == name
 
 
-@pytest.mark.parametrize("length", [60, 80, 100, 104, 108, 120, 200])
-@pytest.mark.parametrize("letter", ["d", "é"])
-def test_long_runtime_directories_fall_back_to_a_short_name(runtime_dir, length, letter):
-    missing = length - len(os.fsencode(runtime_dir)) - 1
-    path = runtime_dir / (letter * (missing // len(letter.encode())))
-    made = RuntimeDirectory.open(path)
-    try:
-        listener = made.listen("embed-minilm-1")
-        assert len(os.fsencode(listener.path)) < SUN_PATH
-        assert mode(listener.path.parent) == 0o700
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(os.fspath(listener.path))
-        listener.close()
-        short = listener.path.parent
-    finally:
-        made.close()
-    assert not listener.path.exists()
-    assert short == made.workers or not short.exists()
-
-
 def test_a_name_another_lane_uses_falls_back_too(directory):
     first, second = directory.listen("a_b"), directory.listen("a:b")
     assert first.path != second.path and second.path.name.startswith("wk-")
     first.close()
     second.close()
-
-
-def test_a_stale_socket_is_replaced(directory):
-    path = directory.workers / "toy-1.sock"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(os.fspath(path))
-    assert path.is_socket()
-    directory.listen("toy-1").close()
-    assert not path.exists()
-
-
-def test_a_live_listener_is_left_alone(directory):
-    path = directory.workers / "toy-1.sock"
-    with socket.socket(socket.AF_UNIX) as live:
-        live.bind(os.fspath(path))
-        live.listen(1)
-        assert reason(lambda: directory.listen("toy-1"))["reason"] == "path_taken"
-        assert path.is_socket()
-    path.unlink()
-
-
-def test_a_plain_file_is_left_alone(directory):
-    path = directory.workers / "toy-1.sock"
-    path.write_text("mine")
-    assert reason(lambda: directory.listen("toy-1"))["reason"] == "path_taken"
-    assert path.read_text() == "mine"
-
-
-def test_only_our_own_socket_is_unlinked(directory):
-    listener = directory.listen("toy-1")
-    listener.path.unlink()
-    listener.path.write_text("someone else's now")
-    listener.close()
-    assert listener.path.read_text() == "someone else's now"
-
-
-def test_a_deleted_socket_file_is_fine(directory):
-    listener = directory.listen("toy-1")
-    listener.path.unlink()
-    listener.close()
-
-
-def test_foreign_connections_are_closed_and_accepting_goes_on(directory):
-    async def main():
-        listener = directory.listen("toy-1")
-        admitted = []
-
-        def admit(peer: Peer) -> bool:
-            admitted.append(peer)
-            return len(admitted) == 4
-
-        accepting = asyncio.create_task(listener.accept(admit))
-        foreign = []
-        for _ in range(3):
-            reader, writer = await asyncio.open_unix_connection(listener.path)
-            # Turned away at once, without having to say a word.
-            assert await reader.read() == b""
-            foreign.append(writer)
-        _, ours = await asyncio.open_unix_connection(listener.path)
-        connection = await accepting
-        assert admitted == [Peer(os.getuid(), os.getpid())] * 4
-        connection.close()
-        for writer in [*foreign, ours]:
-            writer.close()
-        listener.close()
-
-    asyncio.run(main())
 
 
 def test_a_failing_check_closes_the_connection(directory):

@@ -446,22 +446,27 @@ for module, names in MISSING.items():
         if hasattr(module, name):
             delattr(module, name)
 
-import engines.bundle, engines.protocol, engines.runtime, synapse_host
-count = 0
-for package in (engines.protocol, engines.bundle, engines.runtime, synapse_host):
+import engines, synapse_host
+names = []
+for package in (engines, synapse_host):
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)
-            count += 1
+            names.append(found.name)
 from engines.machine import usable_cores
+from engines.runtime.transport import TransportFailed, connect_socket
 assert usable_cores() >= 1
-print(count)
+try:
+    connect_socket("x")
+except TransportFailed as exc:
+    assert str(exc) == "this Python has no Unix sockets; use --pipe"
+print(*names)
 """
 
 
 @pytest.mark.process
 def test_every_module_imports_where_unix_is_missing() -> None:
-    """synapse_host, engines.runtime, engines.protocol and engines.bundle, all of them, with ``sys.platform`` win32."""
+    """Every module of engines and synapse_host, with ``sys.platform`` win32."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(WINDOWS)],
         capture_output=True,
@@ -471,4 +476,35 @@ def test_every_module_imports_where_unix_is_missing() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 60, "most modules weren't found"
+    assert {"synapse_host.host", "synapse_host.cli.run", "engines.runtime.pipe", "engines.llama.engine"} <= set(
+        done.stdout.split()
+    )
+
+
+@pytest.mark.process
+def test_importing_the_supervisor_loads_neither_numpy_nor_an_engine():
+    code = (
+        "import sys, synapse_host.supervisor;"
+        "print([n for n in sys.modules if n.split('.')[0] in ('numpy', 'psutil') or n.startswith('engines.runtime')])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "[]\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="what other systems answer")
+def test_windows_parts_say_so_elsewhere():
+    with pytest.raises(NotImplementedError, match="Windows"):
+        pipe.listen(Path("a"), "toy-1")
+    with pytest.raises(NotImplementedError, match="Windows"):
+        job.contain(1)
+
+
+@pytest.mark.windows
+def test_a_pipe_is_the_first_and_only_instance():
+    first = pipe.listen(Path("a"), "toy-1")
+    try:
+        with pytest.raises(OSError):
+            pipe.listen(Path("a"), "toy-1")
+    finally:
+        first.close()
+    pipe.listen(Path("a"), "toy-1").close()

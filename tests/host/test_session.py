@@ -60,28 +60,6 @@ def test_arguments_environment_and_session_of_a_worker(lanes, tmp_path, monkeypa
     lanes(scenario)
 
 
-def test_each_generation_has_its_own_nonce_and_worker_id(lanes, tmp_path):
-    reports = [tmp_path / "1", tmp_path / "2"]
-    script = {
-        "state": str(tmp_path / "state"),
-        "generations": [
-            {"ready": [{"report": str(reports[0])}], "rules": [on("EMBED_BATCH", {"exit": 1})]},
-            {"ready": [{"report": str(reports[1])}]},
-        ],
-    }
-
-    async def scenario(make):
-        lane = make(script)
-        await crash(lane)
-        await serve(lane)
-        told = [json.loads(path.read_text()) for path in reports]
-        nonces = {t["argv"][t["argv"].index("--nonce") + 1] for t in told}
-        assert len(nonces) == 2
-        assert [t["environment"]["SYNAPSE_WORKER_ID"] for t in told] == ["toy-1", "toy-2"]
-
-    lanes(scenario)
-
-
 # --- deployment errors: typed, permanent, no strike, no respawn storm -----------------------------------------------
 
 REFUSALS = {

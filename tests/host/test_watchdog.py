@@ -74,17 +74,6 @@ def test_cuda_switches_from_the_setup_to_the_inference_window():
     assert dog.deadline == 200.0 + INFERENCE
 
 
-def test_progress_renews_far_beyond_one_window():
-    dog = Watchdog(DISTINCT)
-    dog.start(EmbedBatch, LLAMA_ENGINE, 0.0)
-    now = 0.0
-    for _ in range(20):
-        now += INFERENCE - 1
-        assert not dog.expired(now)
-        dog.progress(Phase.INFERENCE, now)
-    assert dog.expired(now + INFERENCE)
-
-
 def test_the_terminal_header_renews_once():
     dog = Watchdog(DISTINCT)
     dog.start(EmbedBatch, LLAMA_ENGINE, 0.0)
@@ -96,13 +85,6 @@ def test_the_terminal_header_renews_once():
     dog.start(EmbedBatch, LLAMA_ENGINE, 300.0)
     dog.header(310.0)
     assert dog.deadline == 310.0 + INFERENCE
-
-
-def test_progress_of_a_ping_stays_in_its_own_window():
-    dog = Watchdog(DISTINCT)
-    dog.start(Ping, LLAMA_ENGINE, 0.0)
-    dog.progress(Phase.CONTROL, 10.0)
-    assert dog.deadline == 10.0 + PING
 
 
 def test_idle_is_not_silence():
@@ -261,14 +243,3 @@ def test_an_expiry_is_a_silence_and_a_jump_is_none():
     assert dog.gaps == {"inference": 3.0}
     assert dog.expired(5003.0 + INFERENCE)
     assert dog.gaps == {"inference": INFERENCE}
-
-
-def test_the_header_renews_in_every_exchange_anew():
-    dog = Watchdog(DISTINCT)
-    for start in (0.0, 1000.0):
-        dog.start(EmbedBatch, LLAMA_ENGINE, start)
-        dog.header(start + 10.0)
-        assert dog.deadline == start + 10.0 + INFERENCE
-        dog.header(start + 20.0)
-        assert dog.deadline == start + 10.0 + INFERENCE
-        dog.stop(start + 20.0)

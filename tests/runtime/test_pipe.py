@@ -6,14 +6,9 @@ measured here; ``tests/host/test_pipe.py`` runs the same conformance suite over 
 
 from __future__ import annotations
 
-import ast
 import ctypes
-import subprocess
-import sys
-import textwrap
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -222,43 +217,3 @@ def test_close_releases_both_handles_once(api: Kernel32) -> None:
     connected.close()
     connected.close()
     assert api.closed == [77, 88]
-
-
-# --- portability -----------------------------------------------------------------------------------------------------
-
-UNIX_ONLY = {"fcntl", "resource", "termios", "pwd", "grp", "posix", "pty", "tty", "syslog", "select"}
-RUNTIME = Path(pipe.__file__).parent
-
-
-@pytest.mark.parametrize("file", sorted(path.name for path in RUNTIME.glob("*.py")))
-def test_nothing_unix_only_is_imported_at_module_level(file: str) -> None:
-    tree = ast.parse((RUNTIME / file).read_text())
-    names = set()
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add((node.module or "").partition(".")[0])
-    assert not names & UNIX_ONLY
-
-
-def test_the_runtime_imports_where_unix_modules_are_missing() -> None:
-    program = f"""
-        import sys
-        for name in {sorted(UNIX_ONLY - {"posix", "select"})!r}:
-            sys.modules[name] = None
-        import select, socket
-        del select.poll, socket.AF_UNIX
-        import signal
-        del signal.SIGUSR1
-        import engines.runtime.main, engines.runtime.pipe
-        from engines.runtime.transport import connect_socket, TransportFailed
-        try:
-            connect_socket("x")
-        except TransportFailed as exc:
-            print(exc)
-        """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert result.stdout == "this Python has no Unix sockets; use --pipe\n", result.stderr

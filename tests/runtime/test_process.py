@@ -9,16 +9,10 @@ from pathlib import Path
 import pytest
 
 from engines.protocol.messages import EmbedBatch, Item, Ping, Pong, Pooling, Shutdown, Vectors
-from tests.support.peer import WorkerProcess
+from tests.support.peer import DIGEST, IDS, WorkerProcess, embed, ready
 from tests.support.scripted import command, expected_vector
 
 pytestmark = pytest.mark.process
-DIGEST = "sha256:" + "0" * 64
-RAW = struct.pack("<2i", 7, 8)
-
-
-def embed(ref: str = "llama:0") -> EmbedBatch:
-    return EmbedBatch("e", ref, Pooling.MEAN, True, [Item("0", 2)])
 
 
 def test_a_well_behaved_worker_answers_and_obeys_shutdown(runtime_dir: Path) -> None:
@@ -53,10 +47,8 @@ def test_the_host_leaving_ends_the_worker_with_0(runtime_dir: Path, stage: str) 
 def test_the_host_leaving_ends_a_worker_that_sits_in_a_call(runtime_dir: Path, action: str) -> None:
     started = runtime_dir / "started"
     script = {"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {action: 3600}]}]}
-    with WorkerProcess(command(script), runtime_dir) as worker:
-        worker.end.shake_hands()
-        worker.load("x", DIGEST)
-        worker.end.send(embed(), RAW)
+    with ready(script, runtime_dir) as worker:
+        worker.end.send(embed(), IDS)
         while not started.exists():
             assert worker.process.poll() is None
         worker.end.close()
@@ -64,9 +56,7 @@ def test_the_host_leaving_ends_a_worker_that_sits_in_a_call(runtime_dir: Path, a
 
 
 def test_a_torn_frame_exits_1_with_one_line(runtime_dir: Path) -> None:
-    with WorkerProcess(command(), runtime_dir) as worker:
-        worker.end.shake_hands()
-        worker.load("x", DIGEST)
+    with ready({}, runtime_dir) as worker:
         worker.end.socket.sendall(b"\x10\0\0\0{")
         worker.end.close()
         assert worker.wait() == 1
@@ -76,10 +66,8 @@ def test_a_torn_frame_exits_1_with_one_line(runtime_dir: Path) -> None:
 def test_shutdown_during_a_request_comes_after_its_reply(runtime_dir: Path) -> None:
     go = runtime_dir / "go"
     script = {"rules": [{"on": "EMBED_BATCH", "do": [{"wait_for": str(go)}]}]}
-    with WorkerProcess(command(script), runtime_dir) as worker:
-        worker.end.shake_hands()
-        worker.load("x", DIGEST)
-        worker.end.send(embed(), RAW)
+    with ready(script, runtime_dir) as worker:
+        worker.end.send(embed(), IDS)
         worker.end.send(Shutdown())
         go.touch()
         assert isinstance(worker.end.finish().reply, Vectors)
@@ -88,10 +76,8 @@ def test_shutdown_during_a_request_comes_after_its_reply(runtime_dir: Path) -> N
 
 def test_a_bug_in_an_engine_leaves_a_traceback_and_status_1(runtime_dir: Path) -> None:
     script = {"rules": [{"on": "EMBED_BATCH", "do": [{"raise": "boom"}]}]}
-    with WorkerProcess(command(script), runtime_dir) as worker:
-        worker.end.shake_hands()
-        worker.load("x", DIGEST)
-        worker.end.send(embed(), RAW)
+    with ready(script, runtime_dir) as worker:
+        worker.end.send(embed(), IDS)
         assert worker.wait() == 1
         text = worker.stderr()
     assert "Traceback" in text
@@ -101,9 +87,7 @@ def test_a_bug_in_an_engine_leaves_a_traceback_and_status_1(runtime_dir: Path) -
 @pytest.mark.parametrize("name", ["SIGABRT", "SIGSEGV"])
 def test_a_fatal_signal_leaves_a_stack_and_its_own_status(runtime_dir: Path, name: str) -> None:
     script = {"rules": [{"on": "EMBED_BATCH", "do": [{"signal": name}]}]}
-    with WorkerProcess(command(script), runtime_dir) as worker:
-        worker.end.shake_hands()
-        worker.load("x", DIGEST)
-        worker.end.send(embed(), RAW)
+    with ready(script, runtime_dir) as worker:
+        worker.end.send(embed(), IDS)
         assert worker.wait() == -getattr(signal, name)
         assert "Fatal Python error" in worker.stderr()

@@ -12,10 +12,9 @@ from engines.runtime import main as runtime_main
 from engines.runtime.engine import Engine
 from engines.runtime.transport import SocketTransport
 from engines.runtime.worker import Worker
-from tests.support.peer import NONCE, HostEnd
+from tests.support.peer import DIGEST, NONCE, HostEnd
 
 JOIN_S = 30.0
-DIGEST = "sha256:" + "0" * 64
 
 
 class WorkerThread:

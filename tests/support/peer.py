@@ -6,12 +6,13 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from engines.protocol.connection import Connection
 from engines.protocol.events import Event, HelloReceived, PeerClosed, ProgressReceived, ReplyReceived, ReplyStarted
@@ -20,16 +21,23 @@ from engines.protocol.messages import (
     AnyReply,
     AnyRequest,
     Buffer,
+    EmbedBatch,
     Hello,
     HelloAck,
+    Item,
     Load,
     Loaded,
+    Pooling,
     Progress,
     Shutdown,
 )
 from engines.protocol.states import Role
+from tests.support.scripted import command
 
 NONCE = "0123456789abcdef"
+DIGEST = "sha256:" + "0" * 64
+IDS = struct.pack("<2i", 7, 8)
+"""The payload of :func:`embed`."""
 TIMEOUT_S = 60.0
 
 
@@ -226,3 +234,16 @@ class WorkerProcess:
         self._reap()
         for drain in self._drains:
             drain.result()
+
+
+def ready(script: dict[str, Any], directory: Path, **options: Any) -> WorkerProcess:
+    """Return a scripted worker with the handshake and one LOAD behind it."""
+    worker = WorkerProcess(command(script), directory, **options)
+    worker.end.shake_hands()
+    worker.load("x", DIGEST)
+    return worker
+
+
+def embed(ref: str = "llama:0") -> EmbedBatch:
+    """Return a request to embed IDS."""
+    return EmbedBatch("e", ref, Pooling.MEAN, True, [Item("0", 2)])

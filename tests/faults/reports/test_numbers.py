@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -24,14 +25,16 @@ from engines.protocol.messages import Load, Pooling
 from engines.runtime.batch import RerankPairs, TokenBatch
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
-from synapse_host import Host, certificates, evidence, gates
+from synapse_host import Host, certificates
 from synapse_host.config import Windows
 from synapse_host.errors import WORKER_ERRORS, EngineCrashed, InvalidRequest, QueueFull, SequenceTooLong
 from synapse_host.results import sigmoid
 from tests.faults.reports.trial import ROOT, TREE, run_limited, toy_host
 from tests.host.conftest import EMBED, FAST, KILLS, POISON, crash, embed, on, poison, serve, spawns, until
+from tests.host.test_certificates import BOUND
 from tests.llama import reference
 from tests.support import scripted, toy_models
+from tests.support.evidence import N, embed_inputs, evidence, rerank_inputs
 from tests.support.toy_gguf import ToyGguf, build_toy
 
 pytestmark = [pytest.mark.process, pytest.mark.fault]
@@ -70,61 +73,6 @@ def vectors(model: Any, rows: Sequence[Sequence[int]], pooling: Pooling = Poolin
     return model.embed(token_batch(rows), pooling=pooling, normalize=True, packed_width=None, progress=silent())
 
 
-# --- a certification run's record ------------------------------------------------------------------------------------
-
-
-def record(inputs: Any, *, engine: str = "cpu", device: str = "cpu") -> evidence.Evidence:
-    """A flawless run of *inputs* on an engine; a test spoils one thing of it."""
-    task = "embed" if isinstance(inputs, evidence.EmbedInputs) else "rerank"
-    digest = "sha256:" + "0" * 64
-    names = ("reference_probes", *gates._BY_TASK[task])
-    return evidence.Evidence(
-        format="synapse-evidence-v1",
-        created="2026-01-01T00:00:00Z",
-        lane=task,
-        software={},
-        model=evidence.Model("toy", "toy", "bert", task, 8, 64, "0" * 64, digest, "gguf", "f16"),
-        engine=evidence.EngineFacts(
-            id=engine,
-            device=device,
-            command=[],
-            runtime_config={},
-            packages={},
-            expected="owned-cuda",
-            observed="owned-cuda",
-            build_flags={"device": device},
-        ),
-        machine=evidence.Machine("linux", "1", "b1", "x86_64", "cpu", [], 1, 1, None, 1),
-        precision="exact",
-        thresholds={name: gates.BOUNDS[name].default for name in names},
-        placement_required=False,
-        fixture=evidence.Fixture(digest, digest, "transformers", 256, 0),
-        tokens=[5] * 256,
-        generations=[1],
-        limits=[evidence.Case(name, 1, "ok", "ok") for name in gates.CASES],
-        repeat_differs=0,
-        performance=evidence.Performance([1.0], 1, 1.0),
-        gates=[],
-        reported={},
-        verdict="uncertified",
-        reasons=[],
-        inputs=inputs,
-    )
-
-
-def embed_inputs(**changes: Any) -> evidence.EmbedInputs:
-    good: dict[str, Any] = {
-        name: [1.0] * 256 for name in ("cosine", "norm", "batch_own", "batch_best", "permuted_own", "permuted_best")
-    }
-    good |= {"overlap": [1.0] * 256, "neighbour": [], "reference_neighbour": [], "neighbour_pearson": [], "unit": True}
-    return evidence.EmbedInputs(**(good | changes))
-
-
-def verdict(document: evidence.Evidence) -> tuple[str, list[str]]:
-    judged = gates.judge(document)
-    return judged.verdict, judged.reasons
-
-
 # --- the reports -----------------------------------------------------------------------------------------------------
 
 
@@ -145,30 +93,19 @@ def test_report_40_nan_after_a_thousand_requests(lanes):
 
 def test_report_41_nan_on_one_device_only():
     """ollama/ollama#15582: NaN on the GPU, fine on the CPU; each device has its own run, verdict and certificate."""
-    cpu = record(embed_inputs())
-    gpu = record(embed_inputs(cosine=[None, *[1.0] * 255]), engine="gpu", device="cuda:0")
-    assert verdict(cpu) == ("certified", [])
-    assert verdict(gpu) == ("uncertified", ["non_finite"])
+    assert verdict() == ("certified", [])
+    spoilt = embed_inputs(cosine=[None, *[1.0] * (N - 1)], overlap=[1.0] * (N - 1))
+    assert verdict(inputs=spoilt) == ("uncertified", ["non_finite"])
     assert certificates.path_of("cpu", "0" * 64) != certificates.path_of("gpu", "0" * 64)
-    here = binding()
-    assert certificates.void_because(here, here) == []
-    assert certificates.void_because(here, binding(device="cuda:0")) == ["the device changed cpu → cuda:0"]
+    assert certificates.void_because(BOUND, BOUND) == []
+    elsewhere = msgspec.structs.replace(BOUND, device="cuda:1")
+    assert certificates.void_because(BOUND, elsewhere) == ["the device changed cuda → cuda:1"]
 
 
-def binding(**changes: Any) -> certificates.Binding:
-    facts: dict[str, Any] = {
-        "artifact_digest": "a",
-        "dtype": "f16",
-        "engine": "owned-cuda",
-        "engine_version": "1",
-        "kernel_revision": "r1",
-        "packages": {},
-        "os_build": "24A335",
-        "driver": None,
-        "device": "cpu",
-        "hardware": "cpu",
-    }
-    return certificates.Binding(**(facts | changes))
+def verdict(task: str = "embed", **changes: Any) -> tuple[str, list[str]]:
+    """Judge a flawless run with one thing of it spoilt."""
+    judged = evidence(task, **changes)
+    return judged.verdict, judged.reasons
 
 
 def test_report_42_a_poison_request(tmp_path):
@@ -185,7 +122,7 @@ def test_report_42_a_poison_request(tmp_path):
                 errors.append(caught.value)
                 assert spawns(state) == attempt, "somebody sent it again"
         first, second, third = errors
-        assert first.safe_to_retry and not first.quarantined
+        assert first.safe_to_retry and not first.quarantined and first.details["stage"] == "embed"
         assert second.details["same_input"] and second.details["fingerprint"] == first.details["fingerprint"]
         assert third.details == {"lane_id": "embed", "quarantined": True} and "same input" in third.message
 
@@ -332,17 +269,13 @@ def test_report_48_cuda_that_is_not_there(tmp_path):
 
 def test_report_49_wrong_but_finite():
     """microsoft/onnxruntime#32569 (also 16934, 22275): finite and wrong on one OS; numbers and build both count."""
-    reference_scores = [(n % 16 - 8) / 2 for n in range(256)]
-    run = {"query": [n // 16 for n in range(256)], "reference": reference_scores, "exchange": [0] * 256}
-    right = evidence.RerankInputs(
-        **run, single=list(reference_scores), batch=list(reference_scores), permuted=list(reference_scores)
-    )
-    shifted: list[float | None] = [score + 0.8 for score in reference_scores]
-    wrong = evidence.RerankInputs(**run, single=shifted, batch=list(shifted), permuted=list(shifted))
-    assert verdict(record(right)) == ("certified", [])
-    assert verdict(record(wrong)) == ("uncertified", ["max_error"]), "order and correlation are perfect"
-    said = certificates.void_because(binding(), binding(os_build="24B83"))
-    assert said == ["the operating system build changed 24A335 → 24B83"]
+    scores = rerank_inputs().reference
+    shifted: list[float | None] = [score + 0.8 for score in scores]
+    wrong = rerank_inputs(single=shifted, batch=list(shifted), permuted=list(shifted))
+    assert verdict("rerank") == ("certified", [])
+    assert verdict("rerank", inputs=wrong) == ("uncertified", ["max_error"]), "order and correlation are perfect"
+    said = certificates.void_because(BOUND, msgspec.structs.replace(BOUND, os_build="24B83"))
+    assert said == ["the operating system build changed 23F79 → 24B83"]
 
 
 def test_report_50_core_ml_compilers(lanes, tmp_path):
@@ -387,11 +320,11 @@ def test_report_50_core_ml_compilers(lanes, tmp_path):
 
 def test_report_51_numbers_that_depend_on_the_shape():
     """microsoft/onnxruntime#9799: wrong results in some shapes of a batch; a row that its neighbours change fails."""
-    spoilt = [1.0] * 256
+    spoilt = [0.99999] * N
     spoilt[32] = 0.99
-    assert verdict(record(embed_inputs())) == ("certified", [])
+    assert verdict() == ("certified", [])
     inputs = embed_inputs(batch_own=list(spoilt), batch_best=list(spoilt))
-    assert verdict(record(inputs)) == ("uncertified", ["batch_single"])
+    assert verdict(inputs=inputs) == ("uncertified", ["batch_single"])
 
 
 def test_report_52_memory_that_grows(lanes):
