@@ -6,10 +6,15 @@ host's package imports none of it.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from synapse_host.cli.parser import Parser
 from synapse_host.errors import EXIT_FAILED, DeadlineExceeded, InvalidRequest
@@ -19,7 +24,9 @@ if TYPE_CHECKING:
 
     from synapse_host.cli.console import Console
 
-SUITE = Path("tests") / "benchmarks" / "__main__.py"
+SUITE: Final = Path("tests") / "benchmarks" / "__main__.py"
+END_S: Final = 10.0
+"""Seconds that the suite gets to stop its hosts, workers and rivals and to remove its folder."""
 
 
 def configure(parser: Parser) -> None:
@@ -56,12 +63,62 @@ def run(args: argparse.Namespace, console: Console) -> int:
     command += ["--json"] if console.json else []
     command += ["--quiet"] if console.quiet or console.json else []
     try:
-        done = subprocess.run(command, cwd=root, check=False, timeout=args.deadline)  # noqa: S603 - our own module
+        code = run_suite([*command, "--guarded"], root, args.deadline)
     except subprocess.TimeoutExpired as exc:
         raise DeadlineExceeded(f"the benchmarks were not done within {args.deadline:g} s") from exc
-    if done.returncode == EXIT_FAILED and console.json:
+    if code == EXIT_FAILED and console.json:
         raise RuntimeError("the benchmark suite failed; its own words are on stderr")
-    return done.returncode
+    return code
+
+
+def run_suite(command: list[str], root: Path, seconds: float | None) -> int:
+    """Run the suite to its end and return its exit code; it is gone when this returns or raises.
+
+    KeyboardInterrupt at Ctrl-C, SIGTERM and SIGHUP, TimeoutExpired after *seconds*; the suite ends in order then.
+    """
+    # A group of its own: a terminal's Ctrl-C would reach it twice, from there and from us, and cut its end short.
+    group = 0 if os.name == "posix" else None
+    with (
+        _interruptible(),
+        subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, process_group=group) as suite,  # noqa: S603
+    ):
+        try:
+            return suite.wait(seconds)
+        finally:
+            _end(suite)
+
+
+def _end(suite: subprocess.Popen[bytes]) -> None:
+    """End the suite: by the end of its stdin, which it meets too if we are killed, and by force if that takes long."""
+    assert suite.stdin is not None
+    suite.stdin.close()
+    try:
+        suite.wait(END_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        suite.kill()
+        suite.wait()
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM and a lost terminal interrupt the block as Ctrl-C does; ignored ones stay so."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def checkout() -> Path:

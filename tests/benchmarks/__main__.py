@@ -2,21 +2,28 @@
 
     synapse bench [--quick] [--only wire,models,lifecycle] [--out DIR]        or: python -m tests.benchmarks
 
-Exit 0 when the run is complete, whether or not targets were reached: a figure is a finding, not a test.
+Exit 0 when the run is complete, whether or not targets were reached: a figure is a finding, not a test. Ctrl-C ends it
+in order, with 130; --guarded does so when stdin ends.
 """
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import asyncio
 import json
 import logging
+import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from synapse_host.errors import EXIT_INTERRUPTED
 from tests.benchmarks import lifecycle, machine, models, picture, wire
 from tests.benchmarks.plan import Plan
 from tests.benchmarks.rounds import Row
@@ -34,12 +41,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, metavar="N", help="threads of every contestant (default: usable cores)")
     parser.add_argument("--json", action="store_true", help="print the document on stdout")
     parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--guarded", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     chosen = args.only.split(",")
     unknown = [name for name in chosen if name not in GROUPS]
     if unknown:
         parser.error(f"no group {unknown[0]!r}; the groups are {', '.join(GROUPS)}")
     logging.basicConfig(level=logging.CRITICAL)
+    if args.guarded:
+        # Whoever started a shell's background job has SIGINT ignored; here it comes from below alone.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+    try:
+        return _report(args, chosen)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _end_with_stdin() -> None:
+    """Interrupt this process when its parent closes the pipe, or dies however it may."""
+    with suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    else:
+        _thread.interrupt_main()
+
+
+def _report(args: argparse.Namespace, chosen: Sequence[str]) -> int:
+    """Run the chosen groups and hand their document over as *args* says."""
     say = (lambda text: None) if args.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
     document = run(chosen, quick=args.quick, models_dir=args.models_dir, threads=args.threads, say=say)
     if args.out is not None:

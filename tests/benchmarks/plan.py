@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from synapse_host.listener import RuntimeDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run. ``folder`` is removed at its end; its path is short, for socket paths."""
+    """One run. ``folder`` is removed at its end; its path is short, for socket paths.
+
+    It is a private runtime directory: what a killed run leaves is removed by the next one, or by any host that starts.
+    """
 
     folder: Path
     rounds: int
@@ -28,11 +31,11 @@ class Plan:
         """Make a plan and its folder for the block."""
         from engines.machine import usable_cores
 
-        folder = Path(tempfile.mkdtemp(prefix="synb"))
+        directory = RuntimeDirectory.open()
         try:
-            yield cls(folder, 3 if quick else 7, quick, models_dir, threads or usable_cores())
+            yield cls(directory.path, 3 if quick else 7, quick, models_dir, threads or usable_cores())
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            directory.close()
 
     def scaled(self, count: int) -> int:
         """Return how many calls a turn makes: fewer in a quick run."""

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import synapse_host
 from synapse_host.cli import bench, main
+from tests.benchmarks.plan import Plan
 
 
 def test_outside_a_checkout_it_says_so(
@@ -24,18 +32,19 @@ def test_outside_a_checkout_it_says_so(
 
 
 def test_its_flags_reach_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[list[str], Any]] = []
+    calls: list[tuple[list[str], Path]] = []
 
-    def run(command: list[str], *, cwd: Path, check: bool, timeout: float | None) -> Any:
-        calls.append((command, cwd))
-        return subprocess.CompletedProcess(command, 0)
+    def run(command: list[str], root: Path, seconds: float | None) -> int:
+        calls.append((command, root))
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(bench, "run_suite", run)
     out = tmp_path / "out"
     assert main(["bench", "--quick", "--only", "wire", "--out", str(out), "--threads", "1", "--json"]) == 0
     command, cwd = calls[0]
     assert command[:3] == [sys.executable, "-m", "tests.benchmarks"]
-    assert command[3:] == ["--quick", "--only", "wire", "--out", str(out), "--threads", "1", "--json", "--quiet"]
+    flags = ["--quick", "--only", "wire", "--out", str(out), "--threads", "1", "--json", "--quiet", "--guarded"]
+    assert command[3:] == flags
     assert cwd == bench.checkout() and (cwd / "pyproject.toml").is_file()
 
 
@@ -45,7 +54,7 @@ def test_a_typo_in_a_matrix_is_told_before_anything_runs(
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("the suite was started")
 
-    monkeypatch.setattr(subprocess, "run", never)
+    monkeypatch.setattr(bench, "run_suite", never)
     matrix = tmp_path / "m.yaml"
     matrix.write_text("version: 1\nlains: {}\n")
     assert main(["bench", "--matrix", str(matrix)]) == 2
@@ -54,14 +63,99 @@ def test_a_typo_in_a_matrix_is_told_before_anything_runs(
 
 
 def test_a_suite_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
+    monkeypatch.setattr(bench, "run_suite", lambda *_: 1)
     assert main(["bench"]) == 1
     assert main(["bench", "--json"]) == 1
 
 
 def test_a_deadline_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], **options: Any) -> Any:
-        raise subprocess.TimeoutExpired(command, options["timeout"])
+    suite = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
-    monkeypatch.setattr(subprocess, "run", run)
-    assert main(["bench", "--deadline", "1"]) == 5
+    def waiting(command: list[str], root: Path, seconds: float | None) -> int:
+        return real(suite, root, seconds)
+
+    real = bench.run_suite
+    monkeypatch.setattr(bench, "run_suite", waiting)
+    assert main(["bench", "--deadline", "0.1"]) == 5
+
+
+def test_a_suite_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "END_S", 0.1)
+    place = tmp_path / "pid"
+    code = f"import os, pathlib, time; pathlib.Path({str(place)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    with pytest.raises(subprocess.TimeoutExpired):
+        bench.run_suite([sys.executable, "-c", code], tmp_path, 2.0)
+    assert not psutil.pid_exists(int(place.read_text()))
+
+
+needs_signals = pytest.mark.skipif(sys.platform != "linux", reason="finds the suite's processes and their signals")
+
+
+@contextmanager
+def started(tmp: Path, **options: Any) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
+    """Start ``synapse bench`` with its temporary files in *tmp*; give it and its descendants once workers run."""
+    command = [sys.executable, "-m", "synapse_host", "bench", "--quick", "--only", "wire", "--json"]
+    with subprocess.Popen(
+        command, cwd=bench.checkout(), env={**os.environ, "TMPDIR": str(tmp)}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, start_new_session=True, **options,
+    ) as program:  # fmt: skip
+        try:
+            end = time.monotonic() + 60
+            while len(below := psutil.Process(program.pid).children(recursive=True)) < 2:
+                assert program.poll() is None and time.monotonic() < end
+                time.sleep(0.05)
+            yield program, below
+        finally:
+            program.kill()
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    """Wait until they have ended; one that nobody collects is dead all the same."""
+    end = time.monotonic() + 30
+    while any(alive(process) for process in processes):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.process
+@needs_signals
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_command_alone_ends_it_with_all_it_started(tmp_path: Path, number: int) -> None:
+    with started(tmp_path) as (program, below):
+        program.send_signal(number)
+        out, err = program.communicate(timeout=60)
+        assert not any(alive(process) for process in below[:1])
+        assert (program.returncode, out, err.decode()) == (130, b"", "")
+    assert gone(below)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.process
+@needs_signals
+def test_a_killed_command_takes_its_suite_along(tmp_path: Path) -> None:
+    with started(tmp_path) as (program, below):
+        program.kill()
+        assert gone(below)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.process
+@needs_signals
+def test_a_killed_suite_s_folder_goes_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with started(tmp_path) as (_, below):
+        below[0].kill()
+        assert gone(below)
+    (left,) = tmp_path.iterdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Plan.make(quick=True) as plan:
+        assert list(tmp_path.iterdir()) == [plan.folder] != [left]
+    assert not list(tmp_path.iterdir())
