@@ -72,7 +72,7 @@ def _prepare(
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Any]:
     # An archive is unpacked beside what is compiled from it; a folder is used as it lies.
-    source = materialize(source, artifact.digest, cache, progress=partial(progress, "digest")).path
+    source = materialize(source, artifact.digest, cache, progress=partial(progress, "digest"))
     found = tree_digest(source)
     if not same(str(artifact.tree), found.injective):
         raise BundleError(f"{source}: tree is sha256:{found.injective}, expected {artifact.tree}; build it again")

@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from engines.bundle import layout
-from engines.bundle.layout import Family, Task
-from engines.bundle.manifest import BundleError
+from engines.bundle.layout import Family
+from engines.bundle.manifest import BundleError, Task
 from engines.bundle.safetensors import MappedTensors, SafetensorsFile
 
 if TYPE_CHECKING:
@@ -257,15 +257,8 @@ def plain_numbers(config: Any) -> Any:
 
 
 _FLOAT_KEYS: Final = frozenset(
-    (
-        "layer_norm_eps",
-        "norm_eps",
-        "rms_norm_eps",
-        "rope_theta",
-        "global_rope_theta",
-        "local_rope_theta",
-        "local_attention",
-    )
+    {"layer_norm_eps", "norm_eps", "rms_norm_eps", "rope_theta", "global_rope_theta", "local_rope_theta"}
+    | {"local_attention"}
 )
 
 

@@ -30,6 +30,7 @@ _POOLING_FLAGS: Final[dict[str, Pooling]] = {
     "pooling_mode_cls_token": Pooling.CLS,
     "pooling_mode_lasttoken": Pooling.LAST,
 }
+_POOLING_NAMES: Final[dict[str, Pooling]] = {"mean": Pooling.MEAN, "cls": Pooling.CLS, "lasttoken": Pooling.LAST}
 _POOLING_BY_FAMILY: Final[dict[str, Pooling]] = {
     "bert": Pooling.MEAN,
     "modernbert": Pooling.CLS,
@@ -77,10 +78,8 @@ def pooling(checkpoint: Checkpoint) -> Pooling:
     conf = read_json(file)
     on = [key for key, value in conf.items() if key.startswith("pooling_mode_") and value is True]
     named = conf.get("pooling_mode")
-    if not on and named in ("mean", "cls", "lasttoken"):
-        on = [
-            {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}.get(named, "pooling_mode_lasttoken")
-        ]
+    if not on and isinstance(named, str) and named in _POOLING_NAMES:
+        return _POOLING_NAMES[named]
     if len(on) != 1 or on[0] not in _POOLING_FLAGS:
         raise CheckpointError(f"{file}: pooling {on or 'none'} is not supported, only one of mean, cls, last token")
     return _POOLING_FLAGS[on[0]]

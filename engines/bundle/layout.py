@@ -33,10 +33,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final, Literal, TypeAlias
 
-from engines.bundle.manifest import BundleError
+from engines.bundle.manifest import BundleError, Task
 
 Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "llama"]
-Task: TypeAlias = Literal["embed", "rerank", "generate"]
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 FAMILIES: Final[tuple[Family, ...]] = ("bert", "modernbert", "qwen3", "llama")
@@ -122,16 +121,11 @@ def layer_of(name: str) -> int | None:
 _Item: TypeAlias = tuple[str, tuple[int, ...]]
 
 
-def _linear(name: str, out: int, inp: int, bias: bool = True) -> Iterator[_Item]:
-    yield f"{name}.weight", (out, inp)
+def _affine(name: str, *shape: int, bias: bool = True) -> Iterator[_Item]:
+    """A dense layer (out, in) or a norm (size,)."""
+    yield f"{name}.weight", shape
     if bias:
-        yield f"{name}.bias", (out,)
-
-
-def _norm(name: str, size: int, bias: bool = True) -> Iterator[_Item]:
-    yield f"{name}.weight", (size,)
-    if bias:
-        yield f"{name}.bias", (size,)
+        yield f"{name}.bias", shape[:1]
 
 
 def _bert(task: Task, c: dict[str, Any]) -> Iterator[_Item]:
@@ -139,40 +133,40 @@ def _bert(task: Task, c: dict[str, Any]) -> Iterator[_Item]:
     yield "embeddings.word_embeddings.weight", (c["vocab_size"], hidden)
     yield "embeddings.position_embeddings.weight", (c["max_position_embeddings"], hidden)
     yield "embeddings.token_type_embeddings.weight", (c["type_vocab_size"], hidden)
-    yield from _norm("embeddings.LayerNorm", hidden)
+    yield from _affine("embeddings.LayerNorm", hidden)
     for n in range(c["num_hidden_layers"]):
         layer = f"encoder.layer.{n}"
         for part in ("query", "key", "value"):
-            yield from _linear(f"{layer}.attention.self.{part}", hidden, hidden)
-        yield from _linear(f"{layer}.attention.output.dense", hidden, hidden)
-        yield from _norm(f"{layer}.attention.output.LayerNorm", hidden)
-        yield from _linear(f"{layer}.intermediate.dense", ffn, hidden)
-        yield from _linear(f"{layer}.output.dense", hidden, ffn)
-        yield from _norm(f"{layer}.output.LayerNorm", hidden)
+            yield from _affine(f"{layer}.attention.self.{part}", hidden, hidden)
+        yield from _affine(f"{layer}.attention.output.dense", hidden, hidden)
+        yield from _affine(f"{layer}.attention.output.LayerNorm", hidden)
+        yield from _affine(f"{layer}.intermediate.dense", ffn, hidden)
+        yield from _affine(f"{layer}.output.dense", hidden, ffn)
+        yield from _affine(f"{layer}.output.LayerNorm", hidden)
     if task == "rerank":
-        yield from _linear("pooler.dense", hidden, hidden)
-        yield from _linear("classifier", 1, hidden)
+        yield from _affine("pooler.dense", hidden, hidden)
+        yield from _affine("classifier", 1, hidden)
 
 
 def _modernbert(task: Task, c: dict[str, Any]) -> Iterator[_Item]:
     hidden, ffn = c["hidden_size"], c["intermediate_size"]
     norm_bias, attn_bias, mlp_bias = c["norm_bias"], c["attention_bias"], c["mlp_bias"]
     yield "embeddings.tok_embeddings.weight", (c["vocab_size"], hidden)
-    yield from _norm("embeddings.norm", hidden, norm_bias)
+    yield from _affine("embeddings.norm", hidden, bias=norm_bias)
     for n in range(c["num_hidden_layers"]):
         layer = f"layers.{n}"
         if n:
-            yield from _norm(f"{layer}.attn_norm", hidden, norm_bias)
-        yield from _linear(f"{layer}.attn.Wqkv", 3 * hidden, hidden, attn_bias)
-        yield from _linear(f"{layer}.attn.Wo", hidden, hidden, attn_bias)
-        yield from _norm(f"{layer}.mlp_norm", hidden, norm_bias)
-        yield from _linear(f"{layer}.mlp.Wi", 2 * ffn, hidden, mlp_bias)
-        yield from _linear(f"{layer}.mlp.Wo", hidden, ffn, mlp_bias)
-    yield from _norm("final_norm", hidden, norm_bias)
+            yield from _affine(f"{layer}.attn_norm", hidden, bias=norm_bias)
+        yield from _affine(f"{layer}.attn.Wqkv", 3 * hidden, hidden, bias=attn_bias)
+        yield from _affine(f"{layer}.attn.Wo", hidden, hidden, bias=attn_bias)
+        yield from _affine(f"{layer}.mlp_norm", hidden, bias=norm_bias)
+        yield from _affine(f"{layer}.mlp.Wi", 2 * ffn, hidden, bias=mlp_bias)
+        yield from _affine(f"{layer}.mlp.Wo", hidden, ffn, bias=mlp_bias)
+    yield from _affine("final_norm", hidden, bias=norm_bias)
     if task == "rerank":
-        yield from _linear("head.dense", hidden, hidden, c["classifier_bias"])
-        yield from _norm("head.norm", hidden, norm_bias)
-        yield from _linear("classifier", 1, hidden)
+        yield from _affine("head.dense", hidden, hidden, bias=c["classifier_bias"])
+        yield from _affine("head.norm", hidden, bias=norm_bias)
+        yield from _affine("classifier", 1, hidden)
 
 
 def _decoder(family: Family, task: Task, c: dict[str, Any]) -> Iterator[_Item]:
@@ -183,17 +177,17 @@ def _decoder(family: Family, task: Task, c: dict[str, Any]) -> Iterator[_Item]:
     for n in range(c["num_hidden_layers"]):
         layer = f"layers.{n}"
         yield f"{layer}.input_layernorm.weight", (hidden,)
-        yield from _linear(f"{layer}.self_attn.q_proj", queries, hidden, attn_bias)
-        yield from _linear(f"{layer}.self_attn.k_proj", keys, hidden, attn_bias)
-        yield from _linear(f"{layer}.self_attn.v_proj", keys, hidden, attn_bias)
-        yield from _linear(f"{layer}.self_attn.o_proj", hidden, queries, attn_bias)
+        yield from _affine(f"{layer}.self_attn.q_proj", queries, hidden, bias=attn_bias)
+        yield from _affine(f"{layer}.self_attn.k_proj", keys, hidden, bias=attn_bias)
+        yield from _affine(f"{layer}.self_attn.v_proj", keys, hidden, bias=attn_bias)
+        yield from _affine(f"{layer}.self_attn.o_proj", hidden, queries, bias=attn_bias)
         if family == "qwen3":
             yield f"{layer}.self_attn.q_norm.weight", (dim,)
             yield f"{layer}.self_attn.k_norm.weight", (dim,)
         yield f"{layer}.post_attention_layernorm.weight", (hidden,)
-        yield from _linear(f"{layer}.mlp.gate_proj", ffn, hidden, mlp_bias)
-        yield from _linear(f"{layer}.mlp.up_proj", ffn, hidden, mlp_bias)
-        yield from _linear(f"{layer}.mlp.down_proj", hidden, ffn, mlp_bias)
+        yield from _affine(f"{layer}.mlp.gate_proj", ffn, hidden, bias=mlp_bias)
+        yield from _affine(f"{layer}.mlp.up_proj", ffn, hidden, bias=mlp_bias)
+        yield from _affine(f"{layer}.mlp.down_proj", hidden, ffn, bias=mlp_bias)
     yield "norm.weight", (hidden,)
     if task != "embed" and not c["tie_word_embeddings"]:
         yield "lm_head.weight", (c["vocab_size"], hidden)

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal
 
@@ -41,14 +40,6 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
     materialized_digest: Digest
 
 
-@dataclass(frozen=True, slots=True)
-class Materialized:
-    """The model's folder and its compatible tree digest (``sha256:<hex>``)."""
-
-    path: Path
-    digest: str
-
-
 def materialize(
     source: Path,
     digest: str,
@@ -56,7 +47,7 @@ def materialize(
     *,
     limits: archive.Limits = archive.DEFAULT_LIMITS,
     progress: Callable[[int, int], None] | None = None,
-) -> Materialized:
+) -> Path:
     """Return the folder that *source* stands for: itself, or what its archive holds, unpacked in *cache*.
 
     *digest*: the folder's compatible digest, or the archive's SHA-256; it is checked before anything is unpacked.
@@ -67,7 +58,7 @@ def materialize(
         found = tree_digest(source, progress).compatible
         if not same(digest, found):
             raise BundleError(f"{source}: digest is sha256:{found}, expected {digest}; install it again")
-        return Materialized(source, f"sha256:{found}")
+        return source
     bare = digest.lower().removeprefix("sha256:")
     if len(bare) != 64 or not set(bare) <= set("0123456789abcdef"):
         raise BundleError(f"{source}: {digest[:80]!r} is no SHA-256")
@@ -129,7 +120,7 @@ def _folders(root: Path) -> Iterator[Path]:
             yield Path(folder, name)
 
 
-def _opened(target: Path, digest: str, progress: Callable[[int, int], None] | None) -> Materialized:
+def _opened(target: Path, digest: str, progress: Callable[[int, int], None] | None) -> Path:
     """Check the record and the tree behind it: the cache is a place where anything may have happened."""
     file = target / RECORD
     try:
@@ -150,7 +141,7 @@ def _opened(target: Path, digest: str, progress: Callable[[int, int], None] | No
     found = tree_digest(model, progress).compatible
     if not same(record.materialized_digest, found):
         raise BundleError(f"{model}: changed since it was unpacked; remove {target} and install the model again")
-    return Materialized(model, record.materialized_digest)
+    return model
 
 
 def sweep(folder: Path, now: float | None = None) -> list[Path]:

@@ -41,7 +41,8 @@ def compute(
     Raises CheckpointError for a model whose inputs the host composes by a template (a Qwen3 reranker).
     """
     if gguf is not None:
-        return _generate(folder, out, _from_gguf(gguf), max_tokens or 2048, progress)
+        model = _model("AutoModelForCausalLM", gguf.parent, "float32", gguf_file=gguf.name)
+        return _generate(folder, out, model, max_tokens or 2048, progress)
     checkpoint = Checkpoint.open(folder, task=task)  # type: ignore[arg-type]
     known = facts.of_checkpoint(checkpoint)
     limit = min(max_tokens or known.max_tokens, checkpoint.config["max_position_embeddings"])
@@ -67,16 +68,9 @@ def _tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _model(kind: str, folder: Path, dtype: str) -> Any:
+def _model(kind: str, folder: Path, dtype: str, **more: Any) -> Any:
     torch, transformers = import_module("torch"), import_module("transformers")
-    model = getattr(transformers, kind).from_pretrained(folder, dtype=getattr(torch, dtype))
-    return model.eval()
-
-
-def _from_gguf(file: Path) -> Any:
-    torch, transformers = import_module("torch"), import_module("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    return model.eval()
+    return getattr(transformers, kind).from_pretrained(folder, dtype=getattr(torch, dtype), **more).eval()
 
 
 def _by(dtype: str) -> str:

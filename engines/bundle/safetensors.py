@@ -60,8 +60,8 @@ class Header:
     metadata: dict[str, str]
 
 
-def parse_header(head: bytes, *, file_size: int, where: str) -> Header:
-    """Parse and check the first bytes of a file (8 + header length; more is ignored).
+def parse_header(data: mmap.mmap, *, where: str) -> Header:
+    """Parse and check the header of a mapped file.
 
     Every count is bounded before it is used, and the tensors must tile the data buffer exactly: no hole, no overlap,
     nothing beyond the file. Raises BundleError naming *where* and the tensor.
@@ -70,10 +70,10 @@ def parse_header(head: bytes, *, file_size: int, where: str) -> Header:
     def refuse(why: str) -> BundleError:
         return BundleError(f"{where}: {why}; the file is damaged or not a safetensors file")
 
-    length = header_length(head, file_size=file_size, where=where)
-    raw = head[8 : 8 + length]
-    if len(raw) < length:
-        raise refuse(f"the header ends after {len(raw)} of {length} bytes")
+    file_size = len(data)
+    (length,) = struct.unpack_from("<Q", data)
+    if not 2 <= length <= min(MAX_HEADER, file_size - 8):
+        raise refuse(f"a header of {length} bytes can't be")
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         obj = dict(items)
@@ -83,7 +83,7 @@ def parse_header(head: bytes, *, file_size: int, where: str) -> Header:
         return obj
 
     try:
-        obj = json.loads(raw, object_pairs_hook=pairs)
+        obj = json.loads(data[8 : 8 + length], object_pairs_hook=pairs)
     except (ValueError, RecursionError) as exc:
         raise refuse(f"the header is not valid JSON ({exc})") from exc
     if not isinstance(obj, dict):
@@ -101,18 +101,6 @@ def parse_header(head: bytes, *, file_size: int, where: str) -> Header:
     if position != file_size:
         raise refuse(f"the tensors end at byte {position}, the file at {file_size}")
     return Header({info.name: info for info in infos}, metadata)
-
-
-def header_length(head: bytes, *, file_size: int, where: str) -> int:
-    """Return the header's length from the first 8 bytes, checked against the bound and the file."""
-    if len(head) < 8:
-        raise BundleError(f"{where}: {file_size} bytes are too few for a safetensors file")
-    (length,) = struct.unpack_from("<Q", head)
-    if not 2 <= length <= min(MAX_HEADER, file_size - 8):
-        raise BundleError(
-            f"{where}: a header of {length} bytes can't be; the file is damaged or not a safetensors file"
-        )
-    return int(length)
 
 
 def _tensor(name: str, entry: Any, base: int, refuse: Callable[[str], BundleError]) -> TensorInfo:
@@ -163,24 +151,19 @@ class SafetensorsFile:
         finally:
             if fd is None:
                 os.close(own)
-        length = header_length(buffer[:8], file_size=size, where=str(path))
-        return cls(parse_header(buffer[: 8 + length], file_size=size, where=str(path)), buffer, path)
-
-    def raw(self, name: str) -> memoryview:
-        """Return a tensor's stored bytes as a read-only view of the map."""
-        info = self.header.tensors[name]
-        return memoryview(self._buffer)[info.begin : info.end]
+        return cls(parse_header(buffer, where=str(path)), buffer, path)
 
     def array(self, name: str) -> Array:
         """Return a tensor: a read-only view, for BF16 a fresh float32 array (the exact same values)."""
         import numpy as np
 
         info = self.header.tensors[name]
+        raw = memoryview(self._buffer)[info.begin : info.end]
         if info.dtype == "BF16":
-            return widen_bf16(np.frombuffer(self.raw(name), "<u2")).reshape(info.shape)
+            return widen_bf16(np.frombuffer(raw, "<u2")).reshape(info.shape)
         if info.dtype not in NUMPY_NAMES:
             raise BundleError(f"{self.path}: tensor {name!r} has dtype {info.dtype}, which no model here uses")
-        array = np.frombuffer(self.raw(name), NUMPY_NAMES[info.dtype]).reshape(info.shape)
+        array = np.frombuffer(raw, NUMPY_NAMES[info.dtype]).reshape(info.shape)
         return array if sys.byteorder == "little" else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -220,13 +203,7 @@ def write(
     import numpy as np
 
     path = Path(path)
-    kinds = {
-        np.dtype(np.float32): "F32",
-        np.dtype(np.float16): "F16",
-        np.dtype(np.int64): "I64",
-        np.dtype(np.int32): "I32",
-        np.dtype(np.int8): "I8",
-    }
+    kinds = {np.dtype(NUMPY_NAMES[kind]): kind for kind in ("F32", "F16", "I64", "I32", "I8")}
     header: dict[str, Any] = {}
     if metadata:
         header[METADATA_KEY] = dict(sorted(metadata.items()))
@@ -285,7 +262,3 @@ class MappedTensors(Mapping[str, "Array"]):
         """Return dtype, shape and place without touching the data."""
         file, stored = self._places[name]
         return file.header.tensors[stored]
-
-    def file(self, name: str) -> Path:
-        """Return the file a tensor comes from, for messages."""
-        return self._places[name][0].path

@@ -19,7 +19,6 @@ import pytest
 from engines.bundle import archive, materialize, preparation
 from engines.bundle.digest import file_digest, tree_digest
 from engines.bundle.manifest import BundleError
-from engines.bundle.materialize import Materialized
 
 ROOT = Path(__file__).parents[2]
 COMPILED = {"m.mlmodelc/model.mil": b"program", "m.mlmodelc/weights/weight.bin": b"w" * 5000, "readme.txt": b"hello"}
@@ -60,14 +59,13 @@ def test_an_archive_is_unpacked_once_to_a_stable_path_with_its_record(make: Make
     seen: list[tuple[int, int]] = []
     first = materialize.materialize(source, digest, cache, progress=lambda done, total: seen.append((done, total)))
     folder = preparation.folder(cache, digest)
-    assert first.path == folder / "tree" / "m.mlmodelc" and first.path.joinpath("model.mil").read_bytes() == b"program"
-    assert first.digest == f"sha256:{tree_digest(first.path).compatible}"
+    assert first == folder / "tree" / "m.mlmodelc" and first.joinpath("model.mil").read_bytes() == b"program"
     record = json.loads((folder / "materialization.json").read_bytes())
     assert record == {
         "format": "synapse-ane-coreml-materialization-v1",
         "source_digest": digest,
         "model_relative_path": "tree/m.mlmodelc",
-        "materialized_digest": first.digest,
+        "materialized_digest": f"sha256:{tree_digest(first).compatible}",
     }
     assert seen and all(done <= total for done, total in seen)
     before = (folder / "tree").stat().st_ctime_ns
@@ -80,13 +78,13 @@ def test_an_archive_is_unpacked_once_to_a_stable_path_with_its_record(make: Make
 
 def test_a_package_s_root_is_the_package(make: Make) -> None:
     source, digest, cache = make(PACKAGE)
-    assert materialize.materialize(source, digest, cache).path.name == "x.mlpackage"
+    assert materialize.materialize(source, digest, cache).name == "x.mlpackage"
 
 
 def test_the_first_model_by_sorted_path_is_taken(make: Make) -> None:
     files = {"b/model.mil": b"2", "a.mlmodelc/model.mil": b"1", "a.mlmodelc/inner/model.mil": b"0"}
     source, digest, cache = make(files)
-    assert materialize.materialize(source, digest, cache).path.name == "a.mlmodelc"
+    assert materialize.materialize(source, digest, cache).name == "a.mlmodelc"
 
 
 def test_a_folder_passes_through_untouched(tmp_path: Path) -> None:
@@ -94,7 +92,7 @@ def test_a_folder_passes_through_untouched(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "model.mil").write_bytes(b"program")
     digest = f"sha256:{tree_digest(folder).compatible}"
-    assert materialize.materialize(folder, digest, tmp_path / "cache") == Materialized(folder, digest)
+    assert materialize.materialize(folder, digest, tmp_path / "cache") == folder
     assert not (tmp_path / "cache").exists()
     with pytest.raises(BundleError, match="expected"):
         materialize.materialize(folder, "sha256:" + "0" * 64, tmp_path / "cache")
@@ -216,7 +214,7 @@ def test_a_record_that_is_none_is_refused(data: bytes, make: Make) -> None:
 @pytest.mark.parametrize("attack", ["byte", "file", "link", "gone", "folder link"])
 def test_a_tree_that_was_touched_is_refused(attack: str, make: Make, tmp_path: Path) -> None:
     source, digest, cache = make()
-    model = materialize.materialize(source, digest, cache).path
+    model = materialize.materialize(source, digest, cache)
     if attack == "byte":
         (model / "model.mil").write_bytes(b"Program")
     elif attack == "file":
@@ -238,12 +236,12 @@ def test_a_tree_that_was_touched_is_refused(attack: str, make: Make, tmp_path: P
 def test_losing_the_race_adopts_the_winner(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     source, digest, cache = make()
     unpack = archive.unpack
-    winner: list[Materialized] = []
+    winner: list[Path] = []
 
     def slow(*args: object, **kwargs: object) -> object:
         result = unpack(*args, **kwargs)  # type: ignore[arg-type]
         if not winner:
-            winner.append(Materialized(Path(), ""))
+            winner.append(Path())
             winner[0] = materialize.materialize(source, digest, cache)
         return result
 
@@ -257,7 +255,7 @@ def test_processes_that_race_agree(make: Make) -> None:
     source, digest, cache = make({**COMPILED, **{f"m.mlmodelc/f{n}": b"x" * 1000 for n in range(200)}})
     code = (
         "import sys; from pathlib import Path; from engines.bundle import materialize\n"
-        "print(materialize.materialize(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])).path)"
+        "print(materialize.materialize(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])))"
     )
     argv = [sys.executable, "-c", code, str(source), digest, str(cache)]
     racers = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(3)]
@@ -291,4 +289,4 @@ def test_a_crash_in_the_middle_leaves_nothing_that_counts(make: Make, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         materialize.materialize(source, digest, cache)
     monkeypatch.undo()
-    assert left(cache) == [] and materialize.materialize(source, digest, cache).path.is_dir()
+    assert left(cache) == [] and materialize.materialize(source, digest, cache).is_dir()
