@@ -7,7 +7,7 @@ misspelt key, engine or class, the nearest valid one.
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from engines.protocol.messages import ANE_ENGINE, CUDA_ENGINE, LLAMA_ENGINE
 from synapse_host.errors import MatrixInvalid
-from synapse_host.matrix_schema import MATRIX
+from synapse_host.matrix_schema import MATRIX, nearest
 from synapse_host.matrix_yaml import Mapping, Mark, Node, Sequence, Source, read
 
 Task: TypeAlias = Literal["embed", "rerank", "generate"]
@@ -167,10 +167,11 @@ _FITTING: Final = {
 def _check(matrix: HardwareMatrix, node: Node, source: Source) -> None:
     """Check what one key alone can't show: references, and engines whose keys contradict each other."""
 
-    def unknown(what: str, name: str, known: dict[str, Any], *keys: str | int) -> MatrixInvalid:
-        close = get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f" (did you mean {close[0]!r}?)" if close else f"; known: {', '.join(known)}"
-        return source.error(_value_mark(node, *keys), _path(keys), f"no {what} {name!r}{hint}")
+    def invalid(what: str, *keys: str | int) -> MatrixInvalid:
+        return source.error(_value_mark(node, *keys), _path(keys), what)
+
+    def unknown(what: str, name: str, known: Iterable[str], *keys: str | int) -> MatrixInvalid:
+        return invalid(f"no {what} {name!r}{nearest(name, known)}", *keys)
 
     for engine in matrix.engines.values():
         at = ("engines", engine.id)
@@ -178,30 +179,20 @@ def _check(matrix: HardwareMatrix, node: Node, source: Source) -> None:
             raise unknown("hardware class", engine.requires, matrix.hardware, *at, "requires")
         formats, devices = _FITTING[engine.engine]
         if engine.format not in formats:
-            raise source.error(
-                _value_mark(node, *at, "format"),
-                _path((*at, "format")),
-                f"engine {engine.engine} reads {' or '.join(sorted(formats))}, not {engine.format}",
-            )
+            what = f"engine {engine.engine} reads {' or '.join(sorted(formats))}, not {engine.format}"
+            raise invalid(what, *at, "format")
         if engine.device_kind not in devices:
-            raise source.error(
-                _value_mark(node, *at, "device"),
-                _path((*at, "device")),
-                f"engine {engine.engine} runs on {' or '.join(sorted(devices))}, not {engine.device}",
-            )
+            what = f"engine {engine.engine} runs on {' or '.join(sorted(devices))}, not {engine.device}"
+            raise invalid(what, *at, "device")
     for lane in matrix.lanes.values():
         for i, id in enumerate(lane.engines):
             if id not in matrix.engines:
                 raise unknown("engine", id, matrix.engines, "lanes", lane.id, "engines", i)
             if matrix.engines[id].engine in _ENCODERS and lane.task == "generate":
-                raise source.error(
-                    _value_mark(node, "lanes", lane.id, "engines", i),
-                    f"lanes.{lane.id}.engines[{i}]",
-                    f"engine {id} can't generate; it serves embed and rerank",
-                )
+                what = f"engine {id} can't generate; it serves embed and rerank"
+                raise invalid(what, "lanes", lane.id, "engines", i)
         if lane.pin is not None and lane.pin not in lane.engines:
-            known = dict.fromkeys(lane.engines)
-            raise unknown("engine of this lane", lane.pin, known, "lanes", lane.id, "pin")
+            raise unknown("engine of this lane", lane.pin, lane.engines, "lanes", lane.id, "pin")
 
 
 def _path(keys: tuple[str | int, ...]) -> str:

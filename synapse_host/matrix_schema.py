@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from synapse_host.matrix_yaml import Mapping, Node, Scalar, Sequence, Source
 
@@ -35,20 +35,14 @@ def shown(node: Node) -> str:
             return "a mapping"
 
 
-class Kind(ABC):
-    """One kind of value: reads a node, or raises MatrixInvalid with its place."""
-
-    @abstractmethod
-    def read(self, node: Node, source: Source, path: str) -> Any:
-        """Return the plain value."""
-
-    @abstractmethod
-    def schema(self) -> dict[str, Any]:
-        """Return the same rule as JSON Schema."""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return what an error says of an unknown name: the nearest known one, or all of them."""
+    close = get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f" (did you mean {close[0]!r}?)" if close else f"; known: {', '.join(known)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Word(Kind):
+class Word:
     """A string, by pattern or out of a closed list."""
 
     pattern: str | None = None
@@ -66,26 +60,15 @@ class Word(Kind):
                 why = f'must be text; write it in quotes: "{node.text}"'
             raise source.error(node.mark, path, why)
         if self.choices and node.value not in self.choices:
-            close = get_close_matches(node.value, self.choices, n=1, cutoff=0.4)
-            hint = f" (did you mean {close[0]!r}?)" if close else f"; known: {', '.join(self.choices)}"
-            raise source.error(node.mark, path, f"unknown value {node.value!r}{hint}")
+            raise source.error(node.mark, path, f"unknown value {node.value!r}{nearest(node.value, self.choices)}")
         if self.pattern and not re.search(self.pattern, node.value):
             hint = f", such as {self.example!r}" if self.example else ""
             raise source.error(node.mark, path, f"{node.value!r} must match {self.pattern}{hint}")
         return node.value
 
-    def schema(self) -> dict[str, Any]:
-        """As JSON Schema."""
-        schema: dict[str, Any] = {"type": "string"}
-        if self.choices:
-            schema["enum"] = list(self.choices)
-        if self.pattern:
-            schema["pattern"] = self.pattern
-        return schema
-
 
 @dataclass(frozen=True, slots=True)
-class Flag(Kind):
+class Flag:
     """``true`` or ``false``."""
 
     def read(self, node: Node, source: Source, path: str) -> bool:
@@ -94,13 +77,9 @@ class Flag(Kind):
             raise source.error(node.mark, path, f"must be true or false, not {shown(node)}")
         return node.value
 
-    def schema(self) -> dict[str, Any]:
-        """As JSON Schema."""
-        return {"type": "boolean"}
-
 
 @dataclass(frozen=True, slots=True)
-class Number(Kind):
+class Number:
     """A number in a closed range."""
 
     low: float
@@ -111,21 +90,15 @@ class Number(Kind):
         """Return the number."""
         value = node.value if isinstance(node, Scalar) else None
         if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
-            raise source.error(node.mark, path, f"must be a {self._noun()}, not {shown(node)}")
+            noun = "whole number" if self.whole else "number"
+            raise source.error(node.mark, path, f"must be a {noun}, not {shown(node)}")
         if not self.low <= value <= self.high:
             raise source.error(node.mark, path, f"must be between {self.low:g} and {self.high:g}, not {value:g}")
         return value
 
-    def _noun(self) -> str:
-        return "whole number" if self.whole else "number"
-
-    def schema(self) -> dict[str, Any]:
-        """As JSON Schema."""
-        return {"type": "integer" if self.whole else "number", "minimum": self.low, "maximum": self.high}
-
 
 @dataclass(frozen=True, slots=True)
-class Listing(Kind):
+class Listing:
     """A list of one kind without repeats; where ``bare`` is set one value may stand without brackets."""
 
     item: Kind
@@ -149,18 +122,9 @@ class Listing(Kind):
             values.append(value)
         return tuple(values)
 
-    def schema(self) -> dict[str, Any]:
-        """As JSON Schema."""
-        schema: dict[str, Any] = {"type": "array", "items": self.item.schema()}
-        if self.unique:
-            schema["uniqueItems"] = True
-        if self.at_least:
-            schema["minItems"] = self.at_least
-        return {"anyOf": [self.item.schema(), schema]} if self.bare else schema
-
 
 @dataclass(frozen=True, slots=True)
-class Table(Kind):
+class Table:
     """A mapping from free names to one kind."""
 
     value: Kind
@@ -180,17 +144,6 @@ class Table(Kind):
             values[name] = self.value.read(value, source, join(path, name))
         return values
 
-    def schema(self) -> dict[str, Any]:
-        """As JSON Schema."""
-        schema: dict[str, Any] = {
-            "type": "object",
-            "additionalProperties": self.value.schema(),
-            "propertyNames": {"pattern": self.key},
-        }
-        if self.at_least:
-            schema["minProperties"] = self.at_least
-        return schema
-
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -202,7 +155,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Record(Kind):
+class Record:
     """A mapping with a closed list of keys."""
 
     fields: dict[str, Field]
@@ -216,31 +169,16 @@ class Record(Kind):
         for key, (mark, value) in node.items.items():
             field = self.fields.get(key)
             if field is None:
-                close = get_close_matches(key, self.fields, n=1, cutoff=0.4)
-                hint = f" (did you mean {close[0]!r}?)" if close else f"; known: {', '.join(self.fields)}"
-                raise source.error(mark, join(path, key), f"unknown key{hint}")
+                raise source.error(mark, join(path, key), f"unknown key{nearest(key, self.fields)}")
             values[key] = field.kind.read(value, source, join(path, key))
         for key, field in self.fields.items():
             if field.required and key not in values:
                 raise source.error(node.mark, join(path, key), f"is missing: {field.doc}")
         return values
 
-    def schema(self) -> dict[str, Any]:
-        """As JSON Schema."""
-        schema: dict[str, Any] = {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {
-                key: {**field.kind.schema(), "description": field.doc} for key, field in self.fields.items()
-            },
-        }
-        if self.doc:
-            schema["description"] = self.doc
-        required = [key for key, field in self.fields.items() if field.required]
-        if required:
-            schema["required"] = required
-        return schema
 
+Kind: TypeAlias = Word | Flag | Number | Listing | Table | Record
+"""One kind of value; ``read`` returns a node's plain value, or raises MatrixInvalid with its place."""
 
 _SHARE = Number(0, 1)
 _FREE = r"^[^\0]*$"
@@ -364,13 +302,37 @@ MATRIX: Final = Record(
 )
 
 
+def schema(kind: Kind) -> dict[str, Any]:
+    """Return the same rule as JSON Schema."""
+    rule: dict[str, Any]
+    match kind:
+        case Flag():
+            return {"type": "boolean"}
+        case Number(low, high, whole):
+            return {"type": "integer" if whole else "number", "minimum": low, "maximum": high}
+        case Word(pattern, choices):
+            rule = {"type": "string", "enum": list(choices), "pattern": pattern}
+        case Listing(item, _, at_least, unique):
+            rule = {"type": "array", "items": schema(item), "uniqueItems": unique or None, "minItems": at_least}
+        case Table(value, key, at_least):
+            rule = {"type": "object", "additionalProperties": schema(value), "propertyNames": {"pattern": key}}
+            rule["minProperties"] = at_least
+        case Record(fields, doc):
+            properties = {key: {**schema(field.kind), "description": field.doc} for key, field in fields.items()}
+            rule = {"type": "object", "additionalProperties": False, "properties": properties, "description": doc}
+            rule["required"] = [key for key, field in fields.items() if field.required]
+    # What has no value says nothing.
+    rule = {key: value for key, value in rule.items() if value or value is False}
+    return {"anyOf": [schema(kind.item), rule]} if isinstance(kind, Listing) and kind.bare else rule
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of hw_matrix.yaml."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": "hw_matrix.schema.json",
         "title": "hw_matrix.yaml",
-        **MATRIX.schema(),
+        **schema(MATRIX),
     }
 
 

@@ -61,9 +61,9 @@ class Source:
 
     name: str
 
-    def error(self, mark: Mark, path: str, what: str, *, path_known: bool = True) -> MatrixInvalid:
+    def error(self, mark: Mark, path: str, what: str) -> MatrixInvalid:
         """Return the error ``file:line:column: key.path: what``."""
-        place = f"{path}: " if path and path_known else ""
+        place = f"{path}: " if path else ""
         return MatrixInvalid(
             f"{self.name}:{mark.line}:{mark.column}: {place}{what}",
             details={"file": self.name, "line": mark.line, "column": mark.column, "key": path},
@@ -139,41 +139,30 @@ def _key(node: yaml.Node, source: Source, path: str, mark: Mark) -> str:
         raise source.error(mark, path, "a key must be a word")
     _check_text(node, source, path, mark)
     text = str(node.value)
-    match node.tag:
-        case "tag:yaml.org,2002:str":
-            return text
-        case "tag:yaml.org,2002:bool":
-            where = f"{path}.{text}" if path else text
-            raise source.error(mark, where, f'YAML reads the key {text} as a boolean; write it in quotes: "{text}"')
-        case "tag:yaml.org,2002:merge":
-            raise source.error(mark, path, "merge keys (<<) are not supported; write the keys out")
-        case _:
-            where = f"{path}.{text}" if path else text
-            raise source.error(mark, where, f'the key {text} is not a word; write it in quotes: "{text}"')
+    if node.tag == "tag:yaml.org,2002:str":
+        return text
+    if node.tag == "tag:yaml.org,2002:merge":
+        raise source.error(mark, path, "merge keys (<<) are not supported; write the keys out")
+    is_bool = node.tag == "tag:yaml.org,2002:bool"
+    why = f"YAML reads the key {text} as a boolean" if is_bool else f"the key {text} is not a word"
+    raise source.error(mark, f"{path}.{text}" if path else text, f'{why}; write it in quotes: "{text}"')
 
 
 def _scalar(node: yaml.Node, source: Source, path: str, mark: Mark) -> str | int | float | bool | None:
     text = str(node.value)
     match node.tag.removeprefix("tag:yaml.org,2002:"):
-        case "str":
+        case "str" | "timestamp":
             return text
         case "bool":
             return text.lower() in ("true", "yes", "on")
         case "null":
             return None
-        case "int":
+        case "int" | "float" as kind:
             try:
-                return int(text.replace("_", ""), 10)
+                return int(text.replace("_", "")) if kind == "int" else float(text.replace("_", ""))
             except ValueError:
-                # 0x10, 0o17, 1:30: YAML 1.1 has more integers than a reader expects.
+                # 0x10, 0o17, 1:30: YAML 1.1 has more numbers than a reader expects.
                 raise source.error(mark, path, f"{text!r} is not a plain decimal number") from None
-        case "float":
-            try:
-                return float(text.replace("_", ""))
-            except ValueError:
-                raise source.error(mark, path, f"{text!r} is not a plain decimal number") from None
-        case "timestamp":
-            return text
         case tag:
             raise source.error(mark, path, f"the tag {tag!r} is not supported")
 

@@ -96,75 +96,43 @@ class TextTokenizer:
         Raises InvalidRequest {index} for an empty text and SequenceTooLong {index, tokens, max_tokens}; *offset* is the
         index of the first text.
         """
-        room = self.max_tokens - len(self.single)
-        rows: list[Sequence[int]] = []
-        truncated: list[int] = []
-        for index, ids in enumerate(self._encode(texts, noun, offset), offset):
-            if len(ids) > room:
-                if not truncate:
-                    raise too_long(index, len(ids) + len(self.single), self.max_tokens, model=self.model, noun=noun)
-                truncated.append(index)
-                ids = ids[:room]
-            rows.append((*self.single.prefix, *ids, *self.single.suffix) if len(self.single) else ids)
-        return Rows(flatten(rows), [len(row) for row in rows], truncated)
+        return self._fitted(texts, noun, offset, self.single.prefix, self.single.suffix, truncate=truncate)
 
     def segments(
-        self, query: str, documents: Sequence[str], *, truncate: bool = False, offset: int = 0, special: int = 3
+        self, query: str, documents: Sequence[str], *, truncate: bool = False, special: int = 3
     ) -> tuple[IntArray, Rows]:
         """Return the bare query ids and the bare document rows, for a worker that composes the pairs itself.
 
         *special* is how many ids the worker adds to a pair. Only documents are cut. Raises as :meth:`rows`.
         """
-        query_ids = next(iter(self._encode([query], "query", 0)))
-        room = self._document_room(query_ids, special)
-        rows: list[Sequence[int]] = []
-        truncated: list[int] = []
-        for index, ids in enumerate(self._encode(documents, "document", offset), offset):
-            if len(ids) > room:
-                if not truncate:
-                    raise too_long(
-                        index, len(query_ids) + len(ids) + special, self.max_tokens, model=self.model, noun="document"
-                    )
-                truncated.append(index)
-                ids = ids[:room]
-            rows.append(ids)
-        return flatten([query_ids]), Rows(flatten(rows), [len(row) for row in rows], truncated)
+        ids = self._query(query, special)
+        return flatten([ids]), self._fitted(documents, "document", truncate=truncate, taken=len(ids) + special)
 
-    def pairs(self, query: str, documents: Sequence[str], *, truncate: bool = False, offset: int = 0) -> Rows:
+    def pairs(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> Rows:
         """Return composed rows, ``[CLS] query [SEP] document [SEP]`` in BERT's case, for owned workers."""
         if self._instructed:
-            return self._judged(query, documents, truncate=truncate, offset=offset)
-        query_ids, bare = self.segments(query, documents, truncate=truncate, offset=offset, special=len(self.pair))
-        rows = compose(self.pair, query_ids.tolist(), _cut(bare))
-        return Rows(flatten(rows), [len(row) for row in rows], bare.truncated)
+            return self._judged(query, documents, truncate=truncate)
+        frame = self.pair
+        before = (*frame.prefix, *self._query(query, len(frame)), *frame.middle)
+        return self._fitted(documents, "document", 0, before, frame.suffix, truncate=truncate)
 
-    def _judged(self, query: str, documents: Sequence[str], *, truncate: bool, offset: int) -> Rows:
+    def _judged(self, query: str, documents: Sequence[str], *, truncate: bool) -> Rows:
         """Rows of a Qwen3 reranker: query and document inside its question, which ends where 'yes' or 'no' follows."""
         prefix, suffix = self.template(_JUDGE_PREFIX), self.template(_JUDGE_SUFFIX)
         # Each part has to be a text with tokens of its own.
-        for text, noun, first in (([query], "query", 0), (documents, "document", offset)):
-            for _ in self._encode(text, noun, first):
+        for texts, noun in (([query], "query"), (documents, "document")):
+            for _ in self._encode(texts, noun, 0):
                 pass
         opening = f"<Instruct>: {_JUDGE_INSTRUCTION}\n<Query>: {query}\n<Document>: "
-        room = self.max_tokens - len(prefix) - len(suffix)
         # Encoded as one text: the first word of a document takes the space before it into its token.
-        if len(self.literal(opening)) >= room:
+        if len(self.literal(opening)) >= self.max_tokens - len(prefix) - len(suffix):
             raise InvalidRequest(
                 f"the query leaves no room for a document: {self.model} takes {self.max_tokens} tokens for both. "
                 "Shorten it",
                 details={"max_tokens": self.max_tokens},
             )
-        rows: list[Sequence[int]] = []
-        truncated: list[int] = []
-        for index, body in enumerate(self._encode([opening + text for text in documents], "document", offset), offset):
-            if len(body) > room:
-                if not truncate:
-                    tokens = len(prefix) + len(body) + len(suffix)
-                    raise too_long(index, tokens, self.max_tokens, model=self.model, noun="document")
-                truncated.append(index)
-                body = body[:room]
-            rows.append([*prefix, *body, *suffix])
-        return Rows(flatten(rows), [len(row) for row in rows], truncated)
+        bodies = [opening + text for text in documents]
+        return self._fitted(bodies, "document", 0, prefix, suffix, truncate=truncate)
 
     def prompt(self, text: str) -> Rows:
         """Return a prompt's row for generation."""
@@ -226,15 +194,40 @@ class TextTokenizer:
                 yield item.ids
                 index += 1
 
-    def _document_room(self, query_ids: Sequence[int], special: int) -> int:
-        room = self.max_tokens - special - len(query_ids)
-        if room < 1:
+    def _query(self, query: str, special: int) -> list[int]:
+        """Return a query's ids, which leave room for a document."""
+        ids = next(self._encode([query], "query", 0))
+        if len(ids) + special >= self.max_tokens:
             raise InvalidRequest(
-                f"the query has {len(query_ids)} tokens and leaves no room for a document: {self.model} takes "
+                f"the query has {len(ids)} tokens and leaves no room for a document: {self.model} takes "
                 f"{self.max_tokens} for both. Shorten it",
-                details={"tokens": len(query_ids), "max_tokens": self.max_tokens},
+                details={"tokens": len(ids), "max_tokens": self.max_tokens},
             )
-        return room
+        return ids
+
+    def _fitted(
+        self,
+        texts: Sequence[str],
+        noun: str,
+        offset: int = 0,
+        before: Sequence[int] = (),
+        after: Sequence[int] = (),
+        *,
+        truncate: bool,
+        taken: int = 0,
+    ) -> Rows:
+        """Return the texts' rows between the ids *before* and *after*; *taken*: ids that the worker adds to each."""
+        taken += len(before) + len(after)
+        rows: list[Sequence[int]] = []
+        truncated: list[int] = []
+        for index, ids in enumerate(self._encode(texts, noun, offset), offset):
+            if taken + len(ids) > self.max_tokens:
+                if not truncate:
+                    raise too_long(index, taken + len(ids), self.max_tokens, model=self.model, noun=noun)
+                truncated.append(index)
+                ids = ids[: self.max_tokens - taken]
+            rows.append((*before, *ids, *after) if before or after else ids)
+        return Rows(flatten(rows), [len(row) for row in rows], truncated)
 
 
 def flatten(rows: Sequence[Sequence[int]]) -> IntArray:
@@ -258,12 +251,6 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         characters += length
     if batch:
         yield batch
-
-
-def compose(frame: Frame, query: Sequence[int], documents: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return one row per document: prefix, query, middle, document, suffix."""
-    head = (*frame.prefix, *query, *frame.middle)
-    return [(*head, *document, *frame.suffix) for document in documents]
 
 
 def _cut(rows: Rows) -> list[list[int]]:
@@ -361,5 +348,6 @@ def pair_frame(bundle: Bundle, tokenizer: TextTokenizer | None) -> Frame:
 
 def compose_ids(frame: Frame, query: IntArray, candidates: Rows) -> Rows:
     """Return composed rows for an owned rerank worker from bare segments of ids."""
-    rows = compose(frame, query.tolist(), _cut(candidates))
+    head = (*frame.prefix, *query.tolist(), *frame.middle)
+    rows = [(*head, *candidate, *frame.suffix) for candidate in _cut(candidates)]
     return Rows(flatten(rows), [len(row) for row in rows], [])
