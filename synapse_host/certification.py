@@ -11,7 +11,6 @@ import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +19,7 @@ from msgspec import UNSET
 
 from synapse_host import certificates, gates, probe_set
 from synapse_host import floor as floors
+from synapse_host.builder import silent
 from synapse_host.config import HostConfig
 from synapse_host.errors import InvalidRequest, SynapseError
 from synapse_host.evidence import EngineFacts, Evidence, Machine, Model, Placement
@@ -30,14 +30,10 @@ from synapse_host.trial import Progress, Trial, single_calls, timed
 if TYPE_CHECKING:
     from synapse_host.assignment import Assignment
     from synapse_host.hardware import HostProfile
-    from synapse_host.matrix import HardwareMatrix
+    from synapse_host.matrix import Engine, HardwareMatrix
 
 FORCED: Final = {"ane": {"compute_units": "cpu_only", "placement": "off"}}
 """LOAD keys that force an engine to the CPU, by its name in the matrix."""
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    """Report nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +66,30 @@ async def certify(
         assignment = host.lane_of(order.model, order.lane)
         run = Trial(host, assignment, progress)
         await run.everything()
-    engine = only.engines[assignment.require().engine_id]
-    placement = run.placement
-    if engine.device_kind == "ane":
-        placement = await _placed(run, only, order, config, plans)
-    precision = gates.precision_of(run.artifact_dtype)
+    engine, model = only.engines[assignment.require().engine_id], _model(assignment)
+    on_ane, placement = engine.device_kind == "ane", run.placement
+    if on_ane and placement is not None:
+        placement = await _placed(run, placement, only, order, config, plans)
+    precision = gates.precision_of(model.dtype)
     return gates.judge(
         Evidence(
             format="synapse-evidence-v1",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             lane=order.lane,
             software=_software(),
-            model=_model(assignment),
-            engine=_engine(assignment, only, run.facts),
-            machine=_machine(host.profile, only, engine.id),
+            model=model,
+            engine=_engine(assignment, engine, run.facts),
+            machine=_machine(host.profile, engine),
             precision=precision,
             thresholds=gates.thresholds(
                 matrix,
                 engine=engine.id,
-                task=assignment.bundle.manifest.task,
+                task=model.task,
                 precision=precision,
-                placement=engine.device_kind == "ane",
+                placement=on_ane,
                 share=order.min_placement_share,
             ),
-            placement_required=engine.device_kind == "ane",
+            placement_required=on_ane,
             fixture=run.fixture,
             tokens=run.tokens,
             generations=run.generations,
@@ -130,20 +126,13 @@ def _single_lane(matrix: HardwareMatrix, order: Order) -> HardwareMatrix:
 
 
 async def _placed(
-    trial: Trial, matrix: HardwareMatrix, order: Order, config: HostConfig, plans: Plans
-) -> Placement | None:
+    trial: Trial, placement: Placement, matrix: HardwareMatrix, order: Order, config: HostConfig, plans: Plans
+) -> Placement:
     """Add where the framework runs each function, and the same rows with the engine forced to the CPU."""
-    if trial.placement is None:
-        return None
     functions, allowed, reason = plans(trial.assignment)
-    forced = await _forced(trial, matrix, order, config)
+    forced, native = await _forced(trial, matrix, order, config), trial.native_ms
     return msgspec.structs.replace(
-        trial.placement,
-        functions=functions,
-        cpu_allowed=allowed,
-        reason=reason,
-        forced_ms=forced,
-        native_ms=trial.native_ms,
+        placement, functions=functions, cpu_allowed=allowed, reason=reason, forced_ms=forced, native_ms=native
     )
 
 
@@ -168,13 +157,8 @@ async def _forced(trial: Trial, matrix: HardwareMatrix, order: Order, config: Ho
 
 
 def _software() -> dict[str, str]:
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for name in ("synapse-workers", "numpy", "tokenizers", "msgspec"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    packages = floors.versions(("synapse-workers", "numpy", "tokenizers", "msgspec"))
+    return {"python": ".".join(map(str, sys.version_info[:3])), **packages}
 
 
 def _model(assignment: Assignment) -> Model:
@@ -198,9 +182,8 @@ def _model(assignment: Assignment) -> Model:
     )
 
 
-def _engine(assignment: Assignment, matrix: HardwareMatrix, facts: dict[str, Any]) -> EngineFacts:
+def _engine(assignment: Assignment, engine: Engine, facts: dict[str, Any]) -> EngineFacts:
     spec = assignment.require()
-    engine = matrix.engines[spec.engine_id]
     return EngineFacts(
         id=spec.engine_id,
         device=spec.device,
@@ -218,8 +201,7 @@ def _engine(assignment: Assignment, matrix: HardwareMatrix, facts: dict[str, Any
     )
 
 
-def _machine(profile: HostProfile, matrix: HardwareMatrix, engine_id: str) -> Machine:
-    engine = matrix.engines[engine_id]
+def _machine(profile: HostProfile, engine: Engine) -> Machine:
     return Machine(
         os=profile.os,
         os_version=profile.os_version,

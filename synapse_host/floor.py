@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -225,8 +225,13 @@ def ask(
 
 def installed(engine: str) -> dict[str, str]:
     """Return the installed versions of what an engine stands on."""
+    return versions(DISTRIBUTIONS.get(engine, ()))
+
+
+def versions(distributions: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those distributions that are installed."""
     found = {}
-    for name in DISTRIBUTIONS.get(engine, ()):
+    for name in distributions:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

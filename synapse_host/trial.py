@@ -89,13 +89,6 @@ class Trial:
         """The model's bundle."""
         return self.assignment.bundle
 
-    @property
-    def artifact_dtype(self) -> str:
-        """The dtype of the artifact that the lane loads."""
-        artifact = self.assignment.placement.artifact
-        assert artifact is not None
-        return artifact.dtype
-
     async def everything(self) -> None:
         """Load, probe, ping; what ends the run early becomes ``fault``."""
         self.assignment.require()

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         )
     console.document(report.to_dict())
     _page(report, console)
-    return EXIT_FAILED if report.worst() == "failure" else EXIT_OK
+    return EXIT_FAILED if report.count("failure") else EXIT_OK
 
 
 def _page(report: Report, console: Console) -> None:
@@ -73,8 +73,7 @@ def _page(report: Report, console: Console) -> None:
         if finding.fix:
             # Not wrapped: it is there to be copied.
             console.line(f"        fix: {finding.fix}")
-    failures = sum(finding.severity == "failure" for finding in report.findings)
-    warnings = sum(finding.severity == "warning" for finding in report.findings)
+    failures, warnings = report.count("failure"), report.count("warning")
     console.line()
     if not failures and not warnings:
         console.line("Nothing to fix.")

@@ -26,28 +26,24 @@ if TYPE_CHECKING:
 __all__ = ["EngineReport", "Finding", "Report", "Severity", "examine"]
 
 WORKERS: Final = 4
+ONNXRUNTIMES: Final = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml")
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """Everything ``synapse doctor`` shows."""
 
-    host: dict[str, Any]
-    engines: list[EngineReport]
     findings: list[Finding]
+    engines: list[EngineReport]
+    host: dict[str, Any]
 
-    def worst(self) -> Severity:
-        """Return the gravest severity."""
-        grave = {finding.severity for finding in self.findings}
-        return "failure" if "failure" in grave else "warning" if "warning" in grave else "info"
+    def count(self, severity: Severity) -> int:
+        """Return how many findings are that grave."""
+        return sum(finding.severity == severity for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON document."""
-        return {
-            "findings": [asdict(finding) for finding in self.findings],
-            "engines": [asdict(engine) for engine in self.engines],
-            "host": self.host,
-        }
+        return asdict(self)
 
 
 def examine(
@@ -84,7 +80,7 @@ def examine(
         *engines.engine_findings(matrix, reports),
         *engines.version_findings(reports, host_version),
         *machine.python_findings(sys.version_info[:2], profile.os),
-        *machine.onnxruntime_findings(machine.installed("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml")),
+        *machine.onnxruntime_findings(floors.versions(ONNXRUNTIMES)),
         *machine.resource_findings(profile.ram_free, machine.free_disk(models_dir), models_dir),
         *machine.descriptor_findings(machine.descriptor_limit()),
         *machine.socket_findings(runtime),
@@ -114,4 +110,4 @@ def examine(
         "descriptor_limit": machine.descriptor_limit(),
         "socket_path_room": SUN_PATH - 1 - machine.socket_length(runtime),
     }
-    return Report(host, reports, findings)
+    return Report(findings, reports, host)

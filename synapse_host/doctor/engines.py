@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from synapse_host import floor as floors
-from synapse_host.doctor.finding import Finding
+from synapse_host.doctor.finding import Finding, Severity
 from synapse_host.floor import Floor
 from synapse_host.placement import floor_text, hardware_reason
 
@@ -64,8 +64,7 @@ def _described(engine: Engine, versions: dict[str, str], profile: HostProfile) -
         return f"worker command {shlex.join(engine.command)}"
     parts = [f"{name} {number}" for name, number in list(versions.items())[:1]]
     if engine.device_kind == "cpu":
-        best = profile.summary().split(", ")[2:]
-        parts += best
+        parts += profile.summary().split(", ")[2:]
         if engine.engine == "cuda":
             parts.append("CPU provider")
         threads = engine.runtime_config.get("threads")
@@ -89,30 +88,21 @@ def foreign_floors(matrix: HardwareMatrix, limit: float) -> dict[str, Floor]:
 
 def engine_findings(matrix: HardwareMatrix, engines: Iterable[EngineReport]) -> Iterator[Finding]:
     """Report engines whose probe failed or that lack something which can be installed."""
+    severity: Severity
     for report in engines:
-        engine = matrix.engines[report.id]
-        floor = report.floor or {}
-        if report.status != "failed":
+        if report.status != "failed" or report.floor is None:
             continue
-        code = str(floor.get("code", ""))
-        if floor.get("status") == "failed":
+        engine = matrix.engines[report.id]
+        code = report.floor["code"].partition(":")[0]
+        broken = report.floor["status"] == "failed"
+        if code == "cpu_unsupported" or (broken and "SIGILL" in report.what and engine.engine == "llama"):
+            severity, fix = "failure", REBUILD
+        elif broken:
             command = shlex.join((*(engine.command or floors.worker_command(engine.engine)), "--probe-floor"))
-            illegal = "SIGILL" in report.what and engine.engine == "llama"
-            yield Finding(
-                f"engine.{report.id}.{code}",
-                "failure",
-                f"{report.id}: {report.what}",
-                REBUILD if illegal else f"see what it says: {command}",
-            )
-        elif code == "cpu_unsupported":
-            yield Finding(f"engine.{report.id}.cpu_unsupported", "failure", f"{report.id}: {report.what}", REBUILD)
+            severity, fix = "failure", f"see what it says: {command}"
         else:
-            yield Finding(
-                f"engine.{report.id}.{code.partition(':')[0]}",
-                "warning",
-                f"{report.id}: {report.what}",
-                _INSTALL[engine.engine],
-            )
+            severity, fix = "warning", _INSTALL[engine.engine]
+        yield Finding(f"engine.{report.id}.{code}", severity, f"{report.id}: {report.what}", fix)
 
 
 def version_findings(engines: Iterable[EngineReport], host_version: str) -> Iterator[Finding]:
@@ -130,13 +120,11 @@ def version_findings(engines: Iterable[EngineReport], host_version: str) -> Iter
 
 def lane_findings(matrix: HardwareMatrix, engines: Iterable[EngineReport]) -> Iterator[Finding]:
     """Report lanes that nothing on this machine can serve."""
-    reports = list(engines)
-    usable = {report.id for report in reports if report.status == "ok"}
-    fixable = {report.id for report in reports if report.status == "failed"}
+    status = {report.id: report.status for report in engines}
     for lane in matrix.lanes.values():
         choices = (lane.pin,) if lane.pin else lane.engines
-        if not usable.intersection(choices):
-            broken = [id for id in choices if id in fixable]
+        if not any(status.get(id) == "ok" for id in choices):
+            broken = [id for id in choices if status.get(id) == "failed"]
             yield Finding(
                 f"lane.{lane.id}.no_engine",
                 "failure",

@@ -8,7 +8,6 @@ import shutil
 import socket
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -130,28 +129,13 @@ def _sockets(runtime: Path) -> Iterator[Path]:
 
 
 def _listening(path: Path) -> bool:
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(0.2)
-        probe.connect(str(path))
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True
-    finally:
-        probe.close()
-    return True
-
-
-def installed(*names: str) -> dict[str, str]:
-    """Return the versions of those distributions that are installed."""
-    found = {}
-    for name in names:
         try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+            probe.connect(str(path))
+        except OSError as exc:
+            return not isinstance(exc, ConnectionRefusedError)
+    return True
 
 
 def free_disk(folder: Path) -> int | None:
