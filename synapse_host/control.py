@@ -9,6 +9,7 @@ without blocking it, and no request is trusted before it is decoded.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import logging
 import os
@@ -18,11 +19,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
+from synapse_host.clients import Clients
 from synapse_host.errors import InvalidRequest, QueueFull, SynapseError, UnknownModel
 from synapse_host.handshake import Peer
 from synapse_host.host import Host
 from synapse_host.listener import peer_of
-from synapse_host.logring import Stream
+from synapse_host.logring import LogRing, Stream
 from synapse_host.operations import LoadModel, Logs, Metrics, Operation, Ping, Ps, UnloadModel, decode
 
 MAX_LINE: Final = 64 * 1024
@@ -55,7 +57,7 @@ class ControlServer:
         self.stopping = False
         """True once the host drains: nothing new is started."""
         self._started = time.monotonic()
-        self._clients: set[asyncio.Task[None]] = set()
+        self._clients = Clients()
         self._busy = 0
         self._news = asyncio.Event()
         self._closed = False
@@ -84,10 +86,7 @@ class ControlServer:
     # --- connections -------------------------------------------------------------------------------------------------
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._clients.add(task)
-        try:
+        async with self._clients.connected(writer):
             peer = _peer(writer)
             if not admits(peer, os.getuid()):
                 _log.warning("another user's connection was refused: uid=%s pid=%s", peer.uid, peer.pid)
@@ -95,17 +94,6 @@ class ControlServer:
                 await _send(writer, _failure(QueueFull(f"{MAX_CLIENTS} clients are connected already")))
             else:
                 await self._serve(reader, writer)
-        except (OSError, TimeoutError):
-            # The client went away, fell silent or doesn't read: its own business.
-            pass
-        except asyncio.CancelledError:
-            # Ours to end here: only `_close` cancels, and the streams' own callback would report it as an error.
-            pass
-        finally:
-            self._clients.discard(task)
-            writer.close()
-            with suppress(OSError, asyncio.CancelledError):
-                await writer.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while not self._closed:
@@ -152,10 +140,7 @@ class ControlServer:
         deadline = time.monotonic() + FLUSH_S
         while self._busy and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        clients = list(self._clients)
-        for task in clients:
-            task.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+        await self._clients.end()
 
     # --- operations --------------------------------------------------------------------------------------------------
 
@@ -233,7 +218,7 @@ class ControlServer:
         wait = _seconds(request.wait) or 0.0
         deadline = time.monotonic() + min(wait, MAX_WAIT_S)
         while True:
-            logs = {lane_id: self._tail(lane_id, request.after.get(lane_id, 0)) for lane_id in named}
+            logs = {lane_id: _tail(self.host.logs[lane_id], request.after.get(lane_id, 0)) for lane_id in named}
             left = deadline - time.monotonic()
             if left <= 0 or self._closed or any(log["segments"] for log in logs.values()):
                 return {"logs": logs}
@@ -241,21 +226,6 @@ class ControlServer:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._news.wait()
-
-    def _tail(self, lane_id: str, after: int) -> dict[str, Any]:
-        ring = self.host.logs[lane_id]
-        runs, missed = ring.since(after)
-        position = ring.written
-        segments: list[tuple[Stream, str]] = []
-        for index, (stream, data) in enumerate(runs):
-            if index == len(runs) - 1:
-                # A character that is only half there comes whole with the next answer.
-                whole = _whole(data)
-                position -= len(data) - len(whole)
-                data = whole
-            if data:
-                segments.append((stream, data.decode("utf-8", "replace")))
-        return {"segments": segments, "position": position, "missed": missed}
 
     def _wake(self) -> None:
         event, self._news = self._news, asyncio.Event()
@@ -298,16 +268,17 @@ def _seconds(value: float | None) -> float | None:
     return value
 
 
-def _whole(data: bytes) -> bytes:
-    """Return *data* without an unfinished UTF-8 sequence at its end."""
-    for back in range(1, min(4, len(data) + 1)):
-        byte = data[-back]
-        if byte >= 0xC0:
-            needed = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2
-            return data[:-back] if back < needed else data
-        if byte < 0x80:
-            break
-    return data
+def _tail(ring: LogRing, after: int) -> dict[str, Any]:
+    runs, missed = ring.since(after)
+    position = ring.written
+    segments: list[tuple[Stream, str]] = []
+    for left, (stream, data) in zip(range(len(runs) - 1, -1, -1), runs, strict=True):
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        if text := decoder.decode(data, final=left > 0):
+            segments.append((stream, text))
+        # A character that is only half there, at the very end, comes whole with the next answer.
+        position -= len(decoder.getstate()[0])
+    return {"segments": segments, "position": position, "missed": missed}
 
 
 def _failure(error: SynapseError) -> dict[str, Any]:

@@ -71,6 +71,8 @@ def probe(
 
     The child gets a worker's reduced environment, with *env* from the matrix: another one could be another answer.
     """
+    from synapse_host.process import signal_name
+
     try:
         answer = _ask(command, name="probe", cwd=cwd, limit=limit, env=env or {})
     except OSError as exc:
@@ -82,7 +84,7 @@ def probe(
     if answer.code is None:
         return Floor("failed", "probe_timeout", why=f"its probe did not answer within {limit:g} s")
     if answer.code < 0:
-        return Floor("failed", "probe_crashed", why=f"its probe was killed by {_signal_name(-answer.code)}{last}")
+        return Floor("failed", "probe_crashed", why=f"its probe was killed by {signal_name(answer.code)}{last}")
     return _parse(answer.out, answer.code, last)
 
 
@@ -163,13 +165,6 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
             child.kill()
     except (ProcessLookupError, PermissionError):
         pass
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _parse(output: bytes, code: int, last: str) -> Floor:

@@ -20,11 +20,17 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Final, Protocol
+from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
 from synapse_host import remains
 from synapse_host.errors import InvalidRequest
 from synapse_host.handshake import Peer
+
+if TYPE_CHECKING:
+    from synapse_host.pipe import PipeListener
+
+Listener: TypeAlias = "UnixListener | PipeListener"
+"""An endpoint made for one worker, before it is spawned."""
 
 SUN_PATH: Final = 104 if sys.platform == "darwin" else 108
 """Bytes of ``sockaddr_un.sun_path``, the final NUL included."""
@@ -60,10 +66,8 @@ class RuntimeDirectory:
             directory._make()
         except OSError as exc:
             directory.close()
-            raise InvalidRequest(
-                f"{directory.path} can't be the runtime directory: {exc.strerror or exc}; choose another --runtime-dir",
-                details={"reason": "runtime_dir", "path": str(directory.path)},
-            ) from exc
+            what = f"can't be the runtime directory: {exc.strerror or exc}; choose another --runtime-dir"
+            raise _unusable(directory.path, "runtime_dir", what) from exc
         except BaseException:
             directory.close()
             raise
@@ -131,11 +135,8 @@ class RuntimeDirectory:
     def listen_control(self) -> UnixListener:
         """Bind and listen for operators, in place of a dead host's socket. InvalidRequest as for :meth:`listen`."""
         if not _fits(self.control_path):
-            raise InvalidRequest(
-                f"{self.control_path} is too long for a socket ({SUN_PATH - 1} bytes fit); choose a shorter "
-                "--runtime-dir",
-                details={"reason": "runtime_dir", "path": str(self.path)},
-            )
+            what = f"is too long for a socket ({SUN_PATH - 1} bytes fit); choose a shorter --runtime-dir"
+            raise _unusable(self.control_path, "runtime_dir", what)
         return self._bind(self.control_path)
 
     def _bind(self, path: Path) -> UnixListener:
@@ -177,32 +178,13 @@ class RuntimeDirectory:
                 path.unlink()
 
 
-class Listener(Protocol):
-    """An endpoint made for one worker, before it is spawned."""
-
-    @property
-    def arguments(self) -> tuple[str, str]:
-        """The worker's command-line option and its value."""
-
-    async def connect(self, protocol: asyncio.BaseProtocol, admit: Callable[[Peer], bool]) -> None:
-        """Give *protocol* the right process's connection."""
-
-    def close(self) -> None:
-        """Stop listening; idempotent."""
-
-
 class UnixListener:
     """One bound socket, for one worker."""
 
     def __init__(self, listener: socket.socket, path: Path, unlink: Callable[[Path], None]) -> None:
-        self._listener = listener
+        self.listening = listener
         self._unlink = unlink
         self.path = path
-
-    @property
-    def listening(self) -> socket.socket:
-        """The listening socket."""
-        return self._listener
 
     @property
     def arguments(self) -> tuple[str, str]:
@@ -224,7 +206,7 @@ class UnixListener:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(self._listener)
+                connection, _ = await loop.sock_accept(self.listening)
             except ConnectionAbortedError:
                 continue
             try:
@@ -240,7 +222,7 @@ class UnixListener:
 
     def close(self) -> None:
         """Stop listening and remove the socket file, if it still is ours; idempotent."""
-        self._listener.close()
+        self.listening.close()
         self._unlink(self.path)
 
 
@@ -262,6 +244,10 @@ def peer_of(connection: socket.socket) -> Peer:
         return Peer(uid, pid)
     else:
         return Peer(None, None)
+
+
+def _unusable(path: Path, reason: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{path} {what}", details={"reason": reason, "path": str(path)})
 
 
 def _fits(path: Path) -> bool:
@@ -309,18 +295,13 @@ def _check_private(path: Path) -> None:
         return
     entry = path.lstat()
     if not stat.S_ISDIR(entry.st_mode):
-        raise InvalidRequest(f"{path} is not a directory", details={"reason": "runtime_dir", "path": str(path)})
+        raise _unusable(path, "runtime_dir", "is not a directory")
     if entry.st_uid != os.geteuid():
-        raise InvalidRequest(
-            f"{path} belongs to uid {entry.st_uid}, not to this user; choose another --runtime-dir",
-            details={"reason": "runtime_dir_owner", "path": str(path)},
-        )
+        what = f"belongs to uid {entry.st_uid}, not to this user; choose another --runtime-dir"
+        raise _unusable(path, "runtime_dir_owner", what)
     if entry.st_mode & 0o077:
-        raise InvalidRequest(
-            f"{path} is open to others (mode {stat.S_IMODE(entry.st_mode):04o}); choose another --runtime-dir, or if "
-            f"nothing else uses it: chmod 700 {path}",
-            details={"reason": "runtime_dir_mode", "path": str(path)},
-        )
+        what = f"is open to others (mode {stat.S_IMODE(entry.st_mode):04o}); choose another --runtime-dir, or if "
+        raise _unusable(path, "runtime_dir_mode", f"{what}nothing else uses it: chmod 700 {path}")
 
 
 def _clear_stale(path: Path) -> None:
@@ -330,10 +311,7 @@ def _clear_stale(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(entry.st_mode):
-        raise InvalidRequest(
-            f"{path} is in the way and is not a socket; move it away",
-            details={"reason": "path_taken", "path": str(path)},
-        )
+        raise _unusable(path, "path_taken", "is in the way and is not a socket; move it away")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

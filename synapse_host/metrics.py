@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from synapse_host.clients import Clients
 from synapse_host.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ class MetricsServer:
     def __init__(self, host: Host, port: int) -> None:
         self._host = host
         self.port = port
-        self._clients: set[asyncio.Task[None]] = set()
+        self._clients = Clients()
 
     @classmethod
     @asynccontextmanager
@@ -199,10 +200,7 @@ class MetricsServer:
             yield metrics
         finally:
             server.close()
-            clients = list(metrics._clients)
-            for task in clients:
-                task.cancel()
-            await asyncio.gather(*clients, return_exceptions=True)
+            await metrics._clients.end()
 
     @property
     def url(self) -> str:
@@ -210,26 +208,12 @@ class MetricsServer:
         return f"http://{LOOPBACK}:{self.port}/metrics"
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._clients.add(task)
-        try:
+        async with self._clients.connected(writer):
             if len(self._clients) <= MAX_CLIENTS:
                 async with asyncio.timeout(READ_S):
                     head = await reader.readuntil(b"\r\n\r\n")
                     writer.write(self._answer(head))
                     await writer.drain()
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            # Not a scraper, or one that went away.
-            pass
-        except asyncio.CancelledError:
-            # Only the end of the server cancels.
-            pass
-        finally:
-            self._clients.discard(task)
-            writer.close()
-            with suppress(OSError, asyncio.CancelledError):
-                await writer.wait_closed()
 
     def _answer(self, head: bytes) -> bytes:
         words = head.split(b"\r\n", 1)[0].split(b" ")

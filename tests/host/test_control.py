@@ -19,6 +19,7 @@ from synapse_host.control import ControlServer, admits
 from synapse_host.errors import InvalidRequest
 from synapse_host.handshake import Peer
 from synapse_host.host import Host
+from synapse_host.logring import LogRing
 from synapse_host.operations import LoadModel, Logs, Ping, Ps, decode
 from tests.support.small_bundle import write_bundle, write_matrix
 
@@ -137,7 +138,11 @@ def test_garbage_is_a_typed_error(line: bytes) -> None:
      ("😀".encode(), "😀".encode()), (b"a" + "😀".encode()[:3], b"a"), (b"\xff" + b"\x80" * 4, b"\xff" + b"\x80" * 4)],
 )  # fmt: skip
 def test_half_a_character_waits(data: bytes, whole: bytes) -> None:
-    assert control._whole(data) == whole
+    ring = LogRing()
+    ring.write("stdout", data)
+    told = control._tail(ring, 0)
+    assert told["position"] == len(whole)
+    assert [text for _, text in told["segments"]] == [whole.decode("utf-8", "replace")] * bool(whole)
 
 
 # --- the socket ------------------------------------------------------------------------------------------------------
