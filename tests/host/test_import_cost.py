@@ -32,6 +32,16 @@ def test_importing_the_host_imports_no_engine_and_no_numerics() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("module", ["supervisor", "builder", "catalogue"])
+def test_neither_a_lane_nor_a_build_needs_numerics_or_an_engine(module: str) -> None:
+    modules = loaded(f"import synapse_host.{module}")
+    assert not modules.intersection({"numpy", "onnx", "gguf", "llama_cpp", "tokenizers"})
+    ours = {name.split(".")[1] for name in modules if name.startswith("engines.")}
+    assert ours <= {"bundle", "protocol", "machine", "finite"}
+    assert module != "supervisor" or "psutil" not in modules
+
+
+@pytest.mark.process
 def test_the_page_of_verbs_needs_no_yaml_and_no_host() -> None:
     modules = loaded("from synapse_host.cli import main\nmain(['--help'])")
     assert not modules.intersection({"numpy", "yaml", "rich", "tokenizers", "psutil", "asyncio"})

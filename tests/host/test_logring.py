@@ -28,13 +28,6 @@ def test_tags_do_not_count():
     assert ring.render() == "[stdout] ab\n[stderr] cd\n[stdout] efgh"
 
 
-def test_a_segment_is_cut_in_its_middle():
-    ring = LogRing(4)
-    ring.write("stdout", b"abc")
-    ring.write("stderr", b"xy")
-    assert ring.segments() == [("stdout", b"bc"), ("stderr", b"xy")]
-
-
 def test_every_line_is_tagged_and_bad_utf8_survives():
     ring = LogRing()
     ring.write("stderr", b"one\ntwo\n\xff")
@@ -90,11 +83,6 @@ def test_what_came_after_a_position(capacity, writes, position):
     assert [(stream, byte) for stream, part in runs for byte in part] == kept
     assert missed + len(kept) == len(everything) - start
     assert ring.since(ring.written) == ([], 0)
-
-
-def test_a_capacity_below_zero_is_refused():
-    with pytest.raises(ValueError, match="negative"):
-        LogRing(-1)
 
 
 def lines(caplog):

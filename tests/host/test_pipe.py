@@ -481,16 +481,6 @@ def test_every_module_imports_where_unix_is_missing() -> None:
     )
 
 
-@pytest.mark.process
-def test_importing_the_supervisor_loads_neither_numpy_nor_an_engine():
-    code = (
-        "import sys, synapse_host.supervisor;"
-        "print([n for n in sys.modules if n.split('.')[0] in ('numpy', 'psutil') or n.startswith('engines.runtime')])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout == "[]\n"
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="what other systems answer")
 def test_windows_parts_say_so_elsewhere():
     with pytest.raises(NotImplementedError, match="Windows"):

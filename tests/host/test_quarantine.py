@@ -94,6 +94,17 @@ def test_the_same_input_twice_is_told():
     assert not idle.same_input
 
 
+def test_strikes_lapse_with_the_cool_down_also_when_a_strike_or_a_question_comes_first():
+    q = catalog()
+    strike(q, 1, 0.0)
+    strike(q, 2, 0.0)
+    assert q.strikes(599.9) == 2
+    assert strike(q, 3, 600.0)
+    assert q.strikes(600.0) == 1 and q.admits(600.0)
+    strike(q, 4, 605.0)
+    assert q.strikes(1205.0) == 0
+
+
 def test_history_holds_the_strikes_in_order():
     q = catalog()
     strike(q, 1, 5.0, POISON)

@@ -87,6 +87,13 @@ def test_the_terminal_header_renews_once():
     assert dog.deadline == 310.0 + INFERENCE
 
 
+def test_progress_of_a_ping_stays_in_its_own_window():
+    dog = Watchdog(DISTINCT)
+    dog.start(Ping, LLAMA_ENGINE, 0.0)
+    dog.progress(Phase.CONTROL, 10.0)
+    assert dog.deadline == 10.0 + PING
+
+
 def test_idle_is_not_silence():
     dog = Watchdog(DISTINCT)
     assert not dog.expired(1e9)

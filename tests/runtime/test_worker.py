@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import struct
 import threading
@@ -52,6 +53,32 @@ def embed(n: int = 2, ref: str = "toy:0") -> EmbedBatch:
 
 def raw(n: int = 2) -> bytes:
     return struct.pack(f"<{n}i", *range(n))
+
+
+def ticking() -> Callable[[], float]:
+    """Return a clock that moves on by a second whenever it is read: nothing is coalesced."""
+    ticks = itertools.count()
+    return lambda: float(next(ticks))
+
+
+class Pause:
+    """A hook that stays in the call until it may leave."""
+
+    def __init__(self) -> None:
+        self.entered, self.leave = threading.Event(), threading.Event()
+
+    def __call__(self, **details: Any) -> None:
+        self.entered.set()
+        assert self.leave.wait(10)
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    """Return a hook that fails."""
+
+    def hook(**details: Any) -> None:
+        raise error
+
+    return hook
 
 
 def engine(hook: Callable[..., Any] | None = None, **kwargs: Any) -> ToyEngine:
@@ -155,10 +182,7 @@ def test_a_raw_frame_of_the_wrong_length_is_drained(size: int) -> None:
 
 
 def test_an_engine_error_leaves_the_worker_alive() -> None:
-    def hook(**details: Any) -> None:
-        raise EngineError(ErrorCode.OOM, "no room")
-
-    with WorkerThread(engine(hook)).ready() as worker:
+    with WorkerThread(engine(raising(EngineError(ErrorCode.OOM, "no room")))).ready() as worker:
         reply = worker.end.call(embed(), raw()).reply
         assert isinstance(reply, Err)
         assert isinstance(worker.end.call(Ping("p")).reply, Pong)
@@ -178,33 +202,23 @@ def test_shutdown_closes_models_and_engine() -> None:
 
 
 def test_shutdown_during_a_request_waits_for_its_reply() -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def hook(**details: Any) -> None:
-        entered.set()
-        assert leave.wait(10)
-
+    hook = Pause()
     with WorkerThread(engine(hook)).ready() as worker:
         worker.end.send(embed(), raw())
-        assert entered.wait(10)
+        assert hook.entered.wait(10)
         worker.end.send(Shutdown())
-        leave.set()
+        hook.leave.set()
         assert isinstance(worker.end.finish().reply, Vectors)
         assert worker.join() == 0
 
 
 def test_a_second_request_before_the_reply_is_served_next() -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def hook(**details: Any) -> None:
-        entered.set()
-        assert leave.wait(10)
-
+    hook = Pause()
     with WorkerThread(engine(hook)).ready() as worker:
         worker.end.send(embed(), raw())
-        assert entered.wait(10)
+        assert hook.entered.wait(10)
         worker.end.socket.sendall(frame(msgspec.json.encode(Ping("p"))))
-        leave.set()
+        hook.leave.set()
         assert isinstance(worker.end.finish().reply, Vectors)
         worker.end.connection.state = State.BUSY
         worker.end.connection._open(Ping("p"))
@@ -266,10 +280,7 @@ def test_a_request_without_its_whole_payload_is_torn(size: int) -> None:
 
 
 def test_a_bug_gets_out_and_closes_the_connection() -> None:
-    def hook(**details: Any) -> None:
-        raise RuntimeError("boom")
-
-    with WorkerThread(engine(hook)).ready() as worker:
+    with WorkerThread(engine(raising(RuntimeError("boom")))).ready() as worker:
         worker.end.send(embed(), raw())
         worker.join()
         assert isinstance(worker.bug, RuntimeError)
@@ -277,49 +288,36 @@ def test_a_bug_gets_out_and_closes_the_connection() -> None:
 
 
 def test_a_lost_device_is_answered_then_ends_the_worker() -> None:
-    def hook(**details: Any) -> None:
-        raise DeviceLost(ErrorCode.INFERENCE_FAILED, "CUDA error 700")
-
-    with WorkerThread(engine(hook)).ready() as worker:
+    with WorkerThread(engine(raising(DeviceLost(ErrorCode.INFERENCE_FAILED, "CUDA error 700")))).ready() as worker:
         assert isinstance(worker.end.call(embed(), raw()).reply, Err)
         assert worker.join() == 1
 
 
 def test_the_host_leaving_during_a_request_ends_the_process_while_the_call_runs() -> None:
-    entered, leave, gone = threading.Event(), threading.Event(), threading.Event()
-
-    def hook(**details: Any) -> None:
-        entered.set()
-        assert leave.wait(10)
-
+    hook, gone = Pause(), threading.Event()
     with WorkerThread(engine(hook)).ready() as worker:
         exits = worker.exits
         worker.worker._watcher._exit = lambda status: (exits.append(status), gone.set())
         worker.end.send(embed(), raw())
-        assert entered.wait(10)
+        assert hook.entered.wait(10)
         worker.end.close()
         assert gone.wait(10)  # while the model still computes
         assert exits == [0]
-        leave.set()
+        hook.leave.set()
 
 
 def test_the_watcher_ignores_waiting_bytes_and_consumes_none() -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def hook(**details: Any) -> None:
-        entered.set()
-        assert leave.wait(10)
-
+    hook = Pause()
     with WorkerThread(engine(hook)).ready() as worker:
         worker.end.send(embed(), raw())
-        assert entered.wait(10)
+        assert hook.entered.wait(10)
         ping = frame(msgspec.json.encode(Ping("p")))
         worker.end.socket.sendall(ping)
         before = time.thread_time_ns()
         assert worker.worker_socket.recv(100, socket.MSG_PEEK) == ping
         assert worker.exits == []
         assert time.thread_time_ns() >= before
-        leave.set()
+        hook.leave.set()
         worker.end.finish()
 
 
@@ -327,45 +325,37 @@ def test_the_watcher_ignores_waiting_bytes_and_consumes_none() -> None:
 
 
 def test_progress_precedes_the_reply_and_rises() -> None:
-    ticks = iter(range(10**9))
 
     def hook(*, progress: ProgressReporter, **details: Any) -> None:
         for _ in range(5):
             progress.advance(2)
 
-    with WorkerThread(engine(hook), clock=lambda: float(next(ticks))).ready() as worker:
+    with WorkerThread(engine(hook), clock=ticking()).ready() as worker:
         outcome = worker.end.call(embed(), raw())
         assert [frame.completed for frame in outcome.progress] == [2, 4, 6, 8, 10]
         assert {frame.phase.value for frame in outcome.progress} == {"inference"}
 
 
 def test_a_sleeping_engine_sends_nothing() -> None:
-    ticks = iter(range(10**9))
-    entered, leave = threading.Event(), threading.Event()
-
-    def hook(*, progress: ProgressReporter, **details: Any) -> None:
-        entered.set()
-        assert leave.wait(10)
-
-    with WorkerThread(engine(hook), clock=lambda: float(next(ticks))).ready() as worker:
+    hook = Pause()
+    with WorkerThread(engine(hook), clock=ticking()).ready() as worker:
         worker.end.send(embed(), raw())
-        assert entered.wait(10)
+        assert hook.entered.wait(10)
         worker.end.socket.settimeout(0.2)
         with pytest.raises(TimeoutError):
             worker.end.socket.recv(1)
         worker.end.socket.settimeout(10)
-        leave.set()
+        hook.leave.set()
         assert worker.end.finish().progress == []
 
 
 def test_progress_after_the_reply_is_swallowed() -> None:
-    ticks = iter(range(10**9))
     kept: list[ProgressReporter] = []
 
     def hook(*, progress: ProgressReporter, **details: Any) -> None:
         kept.append(progress)
 
-    with WorkerThread(engine(hook), clock=lambda: float(next(ticks))).ready() as worker:
+    with WorkerThread(engine(hook), clock=ticking()).ready() as worker:
         worker.end.call(embed(), raw())
         kept[0].advance(1000)
         outcome = worker.end.call(Ping("p"))
@@ -385,14 +375,13 @@ def test_the_cuda_worker_starts_in_setup_and_switches() -> None:
 
 
 def test_a_phase_that_the_exchange_does_not_have_is_a_bug_even_if_a_callback_loses_it() -> None:
-    ticks = iter(range(10**9))
 
     def hook(*, progress: ProgressReporter, **details: Any) -> None:
         progress._phase = "setup"  # type: ignore[assignment]
         with contextlib.suppress(Exception):  # what a native callback does with an exception
             progress.advance()
 
-    with WorkerThread(engine(hook), clock=lambda: float(next(ticks))).ready() as worker:
+    with WorkerThread(engine(hook), clock=ticking()).ready() as worker:
         worker.end.send(embed(), raw())
         worker.join()
         assert "setup" in str(worker.bug)
@@ -400,7 +389,6 @@ def test_a_phase_that_the_exchange_does_not_have_is_a_bug_even_if_a_callback_los
 
 def test_nothing_comes_between_header_and_payload_while_a_thread_reports() -> None:
     """The host's Connection refuses a frame in the wrong place, so finishing is the proof."""
-    ticks = iter(range(10**9))
     stop = threading.Event()
     reporters: list[ProgressReporter] = []
 
@@ -416,7 +404,7 @@ def test_nothing_comes_between_header_and_payload_while_a_thread_reports() -> No
 
     threads = [threading.Thread(target=report) for _ in range(2)]
     frames = 0
-    with WorkerThread(engine(hook, dims=4096), clock=lambda: float(next(ticks))).ready() as worker:
+    with WorkerThread(engine(hook, dims=4096), clock=ticking()).ready() as worker:
         for thread in threads:
             thread.start()
         try:

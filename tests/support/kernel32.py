@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 ACCESS_DENIED = 5
-PIPE_BUSY = 231
 
 
 class Call:

@@ -13,15 +13,11 @@ from engines.bundle.package import profile_of, write_package
 from engines.protocol.messages import Load
 
 
-def write_bundle(
-    checkpoint: Checkpoint, out: Path, *, model_id: str = "toy", dtype: str = "f32", **fields: Any
-) -> Bundle:
-    """Write the package and its manifest into the new folder *out*; *fields* override what the checkpoint says."""
-    out.mkdir(parents=True)
-    file = out / "model.safetensors"
-    size = write_package(checkpoint, file, profile=profile_of(model_id), dtype=dtype)
+def described(checkpoint: Checkpoint, model_id: str) -> dict[str, Any]:
+    """Return the manifest fields that a checkpoint says by itself."""
     known = facts.of_checkpoint(checkpoint)
-    described: dict[str, Any] = {
+    fields = {
+        "manifest_version": 1,
         "model_id": model_id,
         "family": checkpoint.family,
         "task": checkpoint.task,
@@ -34,11 +30,20 @@ def write_bundle(
         "head": known.head,
         "token_types": known.token_types,
         "config": plain_numbers(checkpoint.config),
-        **fields,
     }
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def write_bundle(
+    checkpoint: Checkpoint, out: Path, *, model_id: str = "toy", dtype: str = "f32", **fields: Any
+) -> Bundle:
+    """Write the package and its manifest into the new folder *out*; *fields* override what the checkpoint says."""
+    out.mkdir(parents=True)
+    file = out / "model.safetensors"
+    size = write_package(checkpoint, file, profile=profile_of(model_id), dtype=dtype)
     entry = Artifact("safetensors-package", file.name, PREFIX + file_digest(file), dtype, bytes=size)
-    present = {key: value for key, value in described.items() if value is not None}
-    manifest.write(out, Manifest(manifest_version=1, artifacts=[entry], **present))
+    present = {key: value for key, value in (described(checkpoint, model_id) | fields).items() if value is not None}
+    manifest.write(out, Manifest(artifacts=[entry], **present))
     return manifest.read(out)
 
 

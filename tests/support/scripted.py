@@ -14,7 +14,6 @@ Keys of a script (all optional)
     packed          ``true`` (widths of --packed), or the whole HELLO object
     dims            8; ``buckets`` []; ``placement_share`` null; ``max_models`` null (1 on owned engines)
     vectors         ``hash`` (default) or ``echo`` (a row is its own ids as floats, cut or zero-padded to dims)
-    artifact        ``ignore`` (default) or ``verify`` (open, hash, compare, with progress)
     ignore          list of ``SIGTERM``, ``SIGINT``: signals to ignore;  ``EOF`` to switch the peer watcher off
     parent_death    ``false``: don't die with the parent
     state           a file that counts the spawns (one byte each); with
@@ -29,18 +28,16 @@ Keys of a script (all optional)
 A rule: ``{"on": "EMBED_BATCH" | [..] | "serving" | "*", "nth": n | [n, ..], "from": n, "first_id": id, "do": [..]}``.
 ``nth`` and ``from`` count this process's requests of that type from 1; ``first_id`` is the payload's first token id, so
 a request can choose its fate. The first rule that matches wins. If its actions sent no terminal reply
-(``reply``, ``err``) and didn't say ``no_reply``, the legal answer follows.
+(``reply``, ``err``), the legal answer follows.
 
 Actions (objects of one key)
     sleep S             sleep without the GIL;  ``ccall S``: inside a C call without the GIL;  ``hold_gil S``: inside a
                         C call that keeps it;  ``spin true``: for ever in a C loop that keeps it
     progress {..}       frames ``completed`` [1, 2, ..] or ``from``, ``to``; ``every`` S between; ``phase``, ``req_id``
-    advance N           N units through the real reporter (coalesced)
     reply {..}          the legal answer, bent: ``set`` fields, ``drop`` fields, ``type``; ``raw_bytes`` N (length of
                         the raw frame, cut or padded), ``no_raw``, ``nan`` / ``inf`` index; ``stall`` {after, seconds}
                         inside the payload; ``pause`` S, ``between`` [frames] after the header; ``times`` N
     err {code, msg}     an ERR frame, with any code
-    no_reply true       send no terminal reply
     frame OBJECT        any JSON frame; "$req_id" stands for the running request's id
     raw N               a raw frame of N zero bytes
     bytes HEX           bytes without a frame;  ``text STR``: the same from text
@@ -48,7 +45,7 @@ Actions (objects of one key)
     hello {..}          HELLO with fields replaced (null omits); ``engine`` may be an object
     close true          shut the connection down and go on
     exit N              os._exit;  ``signal "SIGKILL"``: to this process;  ``abort true``;  ``segfault true``
-    raise STR           an exception out of the engine;  ``engine_error {code, msg}``: a typed refusal
+    raise STR           an exception out of the engine
     stderr / stdout     {bytes: N, text: "x", newline: false} or a string (with a newline)
     grandchild {..}     a child that keeps stdout open: ``seconds``, ``new_session``, ``pid_file``
     allocate_mb N       keep N MiB more, touched
@@ -263,10 +260,6 @@ def scripted_engine(script: Script, options: WorkerOptions) -> Engine:
             return Probe(status="ok", code="ok", required={}, observed={})
 
         def load(self, request: Load, *, progress: ProgressReporter) -> Model:
-            if script.get("artifact") == "verify":
-                from engines.runtime.artifact import open_verified
-
-                open_verified(request.artifact_path, request.artifact_digest, progress).close()
             return ScriptedModel(script)
 
     return ScriptedEngine()
@@ -483,10 +476,6 @@ class ScriptedWorker(Actions, Worker):
             req_id = spec.get("req_id", "$req_id")
             self.write_frame({"type": "PROGRESS", "req_id": req_id, "completed": value, "phase": phase})
 
-    def do_advance(self, units: int) -> None:
-        assert self._progress is not None
-        self._progress.advance(units)
-
     def do_reply(self, spec: dict[str, Any]) -> None:
         answer = self._answer()
         header = msgspec.to_builtins(answer.reply)
@@ -528,9 +517,6 @@ class ScriptedWorker(Actions, Worker):
         self.write_frame({"type": "ERR", "req_id": "$req_id", "msg": "scripted", **spec})
         self._over()
 
-    def do_no_reply(self, _: Any) -> None:
-        self._over()
-
     def do_frame(self, frame: Any) -> None:
         self.write_frame(frame)
 
@@ -564,14 +550,6 @@ class ScriptedWorker(Actions, Worker):
         import socket
 
         self.channel.transport._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
-
-    def do_engine_error(self, spec: dict[str, str]) -> None:
-        from engines.protocol.messages import Err
-
-        err = Err(req_id=self._request.req_id, code=ErrorCode(spec["code"]), msg=spec.get("msg", "scripted"))
-        assert self._progress is not None
-        self._replied = True
-        self.finish(self._progress, Answer(err))
 
 
 def _fill(frame: Any, req_id: str) -> Any:

@@ -12,22 +12,7 @@ from engines.bundle.manifest import Artifact, FileRef, Manifest
 from engines.protocol.messages import Pooling
 from tests.support.scripted import command
 
-WORDS = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "a",
-    "b",
-    "c",
-    "d",
-    "e",
-    "f",
-    "query",
-    "probe",
-    "<|im_start|>",
-    "<|im_end|>",
-]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdef", "query", "probe", "<|im_start|>", "<|im_end|>"]
 CLS, SEP = 2, 3
 
 

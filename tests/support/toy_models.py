@@ -18,6 +18,7 @@ from engines.bundle import layout, safetensors
 from engines.bundle.checkpoint import complete_config
 
 BERT_SPECIALS = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+BERT_ROLES = {f"{name.strip('[]').lower()}_token": name for name in BERT_SPECIALS}
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -277,13 +278,7 @@ def write_wordpiece_tokenizer(folder: Path, vocab: int) -> dict[str, int]:
         decoder={"type": "WordPiece", "prefix": "##", "cleanup": True},
         specials=BERT_SPECIALS,
         template=("[CLS]", "[SEP]"),
-        roles={
-            "cls_token": "[CLS]",
-            "sep_token": "[SEP]",
-            "pad_token": "[PAD]",
-            "unk_token": "[UNK]",
-            "mask_token": "[MASK]",
-        },
+        roles=BERT_ROLES,
     )
     return ids
 
@@ -303,13 +298,7 @@ def write_bytelevel_tokenizer(
     names = list(specials)
     roles = {"pad_token": names[0], "eos_token": names[-1]}
     if "[CLS]" in specials:
-        roles = {
-            "cls_token": "[CLS]",
-            "sep_token": "[SEP]",
-            "pad_token": "[PAD]",
-            "unk_token": "[UNK]",
-            "mask_token": "[MASK]",
-        }
+        roles = BERT_ROLES
     _tokenizer_files(
         folder,
         model=model,
@@ -353,18 +342,8 @@ def _tokenizer_files(
             "pair": single + text("B", 1) + special(last, 1),
             "special_tokens": {t: {"id": t, "ids": [specials[t]], "tokens": [t]} for t in template if t},
         }
-    added = [
-        {
-            "id": n,
-            "content": t,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for t, n in specials.items()
-    ]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": n, "content": t, **plain, "special": True} for t, n in specials.items()]
     document = {
         "version": "1.0",
         "truncation": None,
