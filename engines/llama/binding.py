@@ -149,7 +149,7 @@ class NativeModel:
         lib.last_error = ""
         stream = _Stream(descriptor)
         try:
-            self._model = self.api.llama_model_load_from_file_ptr(stream.pointer, params)
+            self._model: Any = self.api.llama_model_load_from_file_ptr(stream.pointer, params)
         finally:
             stream.close()
         if not self._model:
@@ -170,11 +170,11 @@ class NativeModel:
         )
 
     @property
-    def pointer(self) -> int:
+    def pointer(self) -> Any:
         """The native handle."""
         if not self._model:
             raise EngineError(ErrorCode.MODEL_NOT_LOADED, "the model was closed")
-        return int(self._model) if isinstance(self._model, int) else self._model
+        return self._model
 
     def is_end(self, token: int) -> bool:
         """Return whether *token* ends a generation."""

@@ -15,6 +15,7 @@ the worker.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,13 @@ def build(
     architecture = checkpoint.family
     writer = gguf.GGUFWriter(None, architecture, use_temp_file=False)
     writer.add_name(name or checkpoint.folder.name)
+    c = checkpoint.config
+    writer.add_vocab_size(c["vocab_size"] * (2 if known.token_types is True else 1))
+    writer.add_context_length(c["max_position_embeddings"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_head_count(c["num_attention_heads"])
     tensors = list(_bert_tensors(checkpoint) if checkpoint.family == "bert" else _decoder_tensors(checkpoint))
     if checkpoint.family == "bert":
         _bert_metadata(writer, checkpoint, known, pooling)
@@ -117,9 +125,7 @@ def _kind(tensor: GgufTensor, dtype: str) -> str:
 
 
 def _stored_bytes(shape: tuple[int, ...], kind: str) -> int:
-    count = 1
-    for n in shape:
-        count *= n
+    count = math.prod(shape)
     return count // _Q8_BLOCK * (_Q8_BLOCK + 2) if kind == "q8_0" else count * (4 if kind == "f32" else 2)
 
 
@@ -143,20 +149,13 @@ def _encode(array: FloatArray, kind: str) -> Array:
 
 def _bert_metadata(writer: Any, checkpoint: Checkpoint, known: facts.Facts, pooling: str | None) -> None:
     c = checkpoint.config
-    split = known.token_types is True
-    writer.add_vocab_size(c["vocab_size"] * (2 if split else 1))
-    writer.add_context_length(c["max_position_embeddings"])
-    writer.add_embedding_length(c["hidden_size"])
-    writer.add_feed_forward_length(c["intermediate_size"])
-    writer.add_block_count(c["num_hidden_layers"])
-    writer.add_head_count(c["num_attention_heads"])
     writer.add_layer_norm_eps(float(c["layer_norm_eps"]))
     writer.add_causal_attention(False)
     kind = "rank" if checkpoint.task == "rerank" else pooling or known.pooling or "mean"
     writer.add_uint32("bert.pooling_type", _POOLING_TYPES[kind])
     # Required even without a vocabulary: the loader throws on 0.
     writer.add_token_type_count(c["type_vocab_size"])
-    if split:
+    if known.token_types is True:
         writer.add_uint32(TOKEN_TYPE_KEY, c["vocab_size"])
 
 
@@ -196,12 +195,6 @@ def _bert_tensors(checkpoint: Checkpoint) -> Iterator[GgufTensor]:
 
 def _decoder_metadata(writer: Any, checkpoint: Checkpoint, known: facts.Facts, pooling: str | None) -> None:
     c = checkpoint.config
-    writer.add_vocab_size(c["vocab_size"])
-    writer.add_context_length(c["max_position_embeddings"])
-    writer.add_embedding_length(c["hidden_size"])
-    writer.add_feed_forward_length(c["intermediate_size"])
-    writer.add_block_count(c["num_hidden_layers"])
-    writer.add_head_count(c["num_attention_heads"])
     writer.add_head_count_kv(c["num_key_value_heads"])
     writer.add_key_length(c["head_dim"])
     writer.add_value_length(c["head_dim"])

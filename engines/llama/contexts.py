@@ -29,9 +29,6 @@ class ContextPool:
         self.stop = threading.Event()
         """Set it to make watched contexts return early; only on the way out."""
 
-    def __len__(self) -> int:
-        return len(self._contexts)
-
     def get(self, shape: ContextShape, *, lane: int = 0, threads: int = 1, single: str | None = None) -> NativeContext:
         """Return the context of *shape* and *lane*, set to *threads*.
 

@@ -147,13 +147,7 @@ class LlamaEngine(Engine):
             try:
                 from engines.llama.model import LlamaModel
 
-                return LlamaModel(
-                    native,
-                    header,
-                    settings,
-                    typeless=loses_token_types(file.fileno(), header),
-                    accelerated=settings.gpu_layers > 0,
-                )
+                return LlamaModel(native, header, settings, typeless=loses_token_types(file.fileno(), header))
             except BaseException:
                 native.close()
                 raise

@@ -89,7 +89,6 @@ class Header:
     metadata: Mapping[str, Value]
     tensors: Mapping[str, TensorInfo]
     data_offset: int
-    min_file_size: int
 
     @property
     def architecture(self) -> str:
@@ -214,7 +213,7 @@ def read_header(descriptor: int) -> Header:
     smallest = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=cursor.position)
     if cursor.size < smallest:
         refuse(f"truncated: {cursor.size} bytes, its tensors end at byte {smallest}")
-    header = Header(version, metadata, tensors, data_offset, smallest)
+    header = Header(version, metadata, tensors, data_offset)
     parts = header.integer("split.count")
     if parts is not None and parts > 1:
         refuse(f"it is one of {parts} parts: merge them into one file")
@@ -317,10 +316,6 @@ def _value(cursor: _Cursor, key: str) -> Value:
         return cursor.string(what, MAX_STRING_BYTES)
     if kind == _ARRAY:
         return _array(cursor, what)
-    return _scalar(cursor, kind, what)
-
-
-def _scalar(cursor: _Cursor, kind: int, what: str) -> int | float | bool:
     layout = _SCALARS.get(kind)
     if layout is None:
         refuse(f"{what} has the unknown type {kind}")

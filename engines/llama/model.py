@@ -51,9 +51,7 @@ Compute = Callable[[NativeContext, "Chunk"], None]
 class LlamaModel(Model):
     """A loaded GGUF: an encoder (embeds), a cross-encoder (reranks) or a decoder (generates, embeds)."""
 
-    def __init__(
-        self, native: NativeModel, header: Header, config: LlamaConfig, *, typeless: bool, accelerated: bool = False
-    ) -> None:
+    def __init__(self, native: NativeModel, header: Header, config: LlamaConfig, *, typeless: bool) -> None:
         """Take over *native*; *typeless* says the file lost the token types its classifier was trained with.
 
         Raises EngineError ``config_invalid`` for ``forward_pass=encode`` on a model with a cache (U2) and
@@ -63,7 +61,6 @@ class LlamaModel(Model):
         self._header = header
         self._config = config
         self._typeless = typeless
-        self._accelerated = accelerated
         self._contexts = ContextPool(native, header)
         self._pool: ThreadPoolExecutor | None = None
         self._qwen3 = "qwen3" in header.architecture.lower()
@@ -346,7 +343,7 @@ class LlamaModel(Model):
     def _lanes(self) -> int:
         if self._config.contexts:
             return min(self._config.contexts, self._config.threads)  # more would exceed the quota
-        small = self._native.n_params < SMALL_MODEL and not self._accelerated
+        small = self._native.n_params < SMALL_MODEL and not self._config.gpu_layers
         return self._config.threads if small else 1
 
     def _row_shape(self, n_ubatch: int, native_pooling: int, *, long: bool = False) -> ContextShape:

@@ -129,7 +129,7 @@ def test_long_rows_share_one_large_context(load: Any, token_batch: Batch) -> Non
     model = load("bert2048", threads=1)
     for length in (600, 1300, 700, 2048, 900):
         embed(model, token_batch(toy_rows(7, [length, 20])))
-    assert len(model._contexts) == 2, "the usual one and the last large one"
+    assert len(model._contexts._contexts) == 2, "the usual one and the last large one"
 
 
 @pytest.mark.parametrize("pooling", list(Pooling))
@@ -157,7 +157,7 @@ def test_contexts_are_kept(load: Any, token_batch: Batch) -> None:
     kept = next(iter(model._contexts._contexts.values()))
     for length in (1, 64, 30):
         embed(model, token_batch(toy_rows(1, [length] * 20)))
-    assert next(iter(model._contexts._contexts.values())) is kept and len(model._contexts) == 1
+    assert next(iter(model._contexts._contexts.values())) is kept and len(model._contexts._contexts) == 1
 
 
 @pytest.mark.parametrize(
