@@ -23,7 +23,7 @@ from engines.protocol.messages import (
     PackedCapability,
     Request,
 )
-from engines.runtime.engine import OWNED_SERVING, Engine, EngineIdentity, Model, Probe, WorkerOptions
+from engines.runtime.engine import OWNED_SERVING, Engine, EngineIdentity, Model, Probe, WorkerOptions, own_version
 
 if TYPE_CHECKING:
     from engines.ane.backend import Backend
@@ -68,21 +68,12 @@ class AneEngine(Engine):
         except manifest.BundleError as exc:
             return str(exc)
 
-    @property
-    def _version(self) -> str:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            return f"synapse-workers-{version('synapse-workers')}"
-        except PackageNotFoundError:
-            return "synapse-workers-unknown"
-
     def identity(self) -> EngineIdentity:
         """Return what HELLO says, from package metadata, the manifest file and the OS's version file."""
         bundle = None if isinstance(self._bundle, str) else self._bundle
         return EngineIdentity(
             engine=self._backend.engine,
-            version=self._version,
+            version=f"synapse-workers-{own_version()}",
             build_flags={
                 "backend": FORMAT,
                 "device": self._options.device,
@@ -192,7 +183,7 @@ class AneEngine(Engine):
             layers=layers,
             settings=settings,
             bundle_digest=bundle.digest,
-            version=self._version,
+            version=f"synapse-workers-{own_version()}",
             occupancy=Occupancy(),
             plans=self._plans,
             advertised=frozenset(packed.widths if packed is not None else ()),
@@ -206,7 +197,7 @@ def _artifact(artifacts: list[Artifact], digest: str, model_id: str) -> Artifact
 
     wanted = expected_digest(digest)
     for artifact in artifacts:
-        if expected_digest(artifact.digest) == wanted:
+        if artifact.digest == f"sha256:{wanted}":
             return artifact
     raise EngineError(ErrorCode.PACKAGE_DIGEST_MISMATCH, f"sha256:{wanted} is no coreml artifact of {model_id}")
 

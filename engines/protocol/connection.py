@@ -107,7 +107,6 @@ def _steps(role: Role, state: State) -> dict[type[Struct], State]:
 # Read once: an enum's member costs a look-up in its class.
 _BUSY: Final = State.BUSY
 _IDLE: Final = State.IDLE
-_CLOSED: Final = State.CLOSED
 _pack: Final = LENGTH.pack
 
 _STEPS: Final = {role: {state: _steps(role, state) for state in State} for role in Role}
@@ -253,12 +252,9 @@ class Connection:
         """Move on a control frame from the peer."""
         following = self._receiving[self.state].get(kind)
         if following is None:
-            self._out_of_turn(kind)
+            text = f"{type_name(kind)} from the {self._peer.value} while {self.state.value}"
+            raise RemoteProtocolError(text, reason="out_of_turn")
         self.state = following
-
-    def _out_of_turn(self, kind: type[Struct]) -> NoReturn:
-        text = f"{type_name(kind)} from the {self._peer.value} while {self.state.value}"
-        raise RemoteProtocolError(text, reason="out_of_turn")
 
     def _hello(self, hello: Hello) -> Event:
         # Spec: "v is the protocol version BYTE (integer); module accepts only an exact match."
@@ -287,10 +283,7 @@ class Connection:
     def _from_host(self, frame: memoryview) -> Event | None:
         message = decode_from_host(frame)
         kind = type(message)
-        following = self._receiving[self.state].get(kind)
-        if following is None:
-            self._out_of_turn(kind)
-        self.state = following
+        self._advance(kind)
         if kind is Shutdown:
             return ShutdownReceived()
         request: Any = message
@@ -314,10 +307,7 @@ class Connection:
     def _from_worker(self, frame: memoryview) -> Event | None:
         message = decode_from_worker(frame)
         kind = type(message)
-        following = self._receiving[self.state].get(kind)
-        if following is None:
-            self._out_of_turn(kind)
-        self.state = following
+        self._advance(kind)
         if kind is Progress:
             progress: Any = message
             index = self._check_progress(progress, RemoteProtocolError)

@@ -349,7 +349,6 @@ AnyRequest: TypeAlias = (
 AnyReply: TypeAlias = Loaded | Vectors | Scores | Text | Unloaded | Admitted | Evicted | Pong | Err
 FromHost: TypeAlias = AnyRequest | Shutdown
 FromWorker: TypeAlias = AnyReply | Progress
-AnyMessage: TypeAlias = FromHost | FromWorker
 
 REPLY_TO: Final[dict[type[Request], type[Reply]]] = {
     Load: Loaded,

@@ -48,22 +48,10 @@ def hash_artifact(file: BinaryIO, progress: ProgressReporter) -> str:
 
     The last, partial MiB counts as one. The file position is at the end afterwards.
     """
-    import hashlib
+    from engines.bundle.digest import file_digest
 
     file.seek(0)
-    digest = hashlib.sha256()
-    block = memoryview(bytearray(BLOCK_BYTES))
-    filled = 0
-    while count := file.readinto(block[filled:]):  # type: ignore[attr-defined]
-        filled += count
-        if filled == BLOCK_BYTES:
-            digest.update(block)
-            progress.advance()
-            filled = 0
-    if filled:
-        digest.update(block[:filled])
-        progress.advance()
-    return digest.hexdigest()
+    return file_digest(file, lambda done, total: progress.advance())
 
 
 def expected_digest(text: str) -> str:

@@ -79,11 +79,6 @@ class Dispatcher:
         self._next_ref = 0
         self._inference: Inference | None = None
 
-    @property
-    def models(self) -> dict[str, Model]:
-        """The loaded models by ref; read only."""
-        return self._models
-
     def handle(self, request: AnyRequest, payload: memoryview | None, progress: ProgressReporter) -> Answer:
         """Return the terminal reply to *request*. *payload* may be reused after the reply was sent."""
         try:
@@ -121,9 +116,12 @@ class Dispatcher:
         match request:
             case EmbedBatch() | Rerank() | RerankSequences() | Generate():
                 assert payload is not None, "the connection delivers the raw frame with its request"
-                inference = self._inference or self._infer()
-                reply, raw = inference.answer(request, payload, progress, max_frame=self.max_frame)
-                return Answer(reply, raw)
+                if self._inference is None:
+                    # numpy comes with it: now, not before HELLO.
+                    from engines.runtime.inference import Inference
+
+                    self._inference = Inference(self._model, self._check_width)
+                return Answer(*self._inference.answer(request, payload, progress, max_frame=self.max_frame))
             case Ping():
                 return Answer(self._pong(request))
             case Load():
@@ -146,13 +144,6 @@ class Dispatcher:
                 return Answer(Evicted(req_id=request.req_id))
             case _:
                 assert_never(request)
-
-    def _infer(self) -> Inference:
-        """Import numpy now, not before HELLO."""
-        from engines.runtime.inference import Inference
-
-        self._inference = Inference(self._models, self._check_width)
-        return self._inference
 
     # --- models -------------------------------------------------------------------------------------------------------
 

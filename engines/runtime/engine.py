@@ -178,6 +178,16 @@ class Engine(ABC):
         """Release what outlives models; called once before exit 0."""
 
 
+def own_version() -> str:
+    """Return the installed version of this project, ``unknown`` in a bare checkout."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("synapse-workers")
+    except PackageNotFoundError:
+        return "unknown"
+
+
 SEGMENT_SERVING: frozenset[type[Request]] = frozenset({EmbedBatch, Rerank, Generate})
 """What the llama worker serves."""
 OWNED_SERVING: frozenset[type[Request]] = frozenset({EmbedBatch, RerankSequences})

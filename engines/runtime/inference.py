@@ -7,7 +7,7 @@ cheapest exact form that was measured (docs/performance.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, TypeAlias, assert_never
 
@@ -45,10 +45,13 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 
 class Inference:
-    """Answers inference requests with *models* (by ref); *check_width* refuses widths that HELLO didn't advertise."""
+    """Answers inference requests.
 
-    def __init__(self, models: Mapping[str, Model], check_width: Callable[[int], None]) -> None:
-        self._models = models
+    *model* finds one by ref, *check_width* refuses widths that HELLO didn't advertise; both raise EngineError.
+    """
+
+    def __init__(self, model: Callable[[str], Model], check_width: Callable[[int], None]) -> None:
+        self._model = model
         self._check_width = check_width
 
     def answer(
@@ -122,12 +125,6 @@ class Inference:
             finish_reason=result.finish_reason,
             generated_token_ids=list(result.generated_token_ids) or UNSET,
         )
-
-    def _model(self, ref: str) -> Model:
-        model = self._models.get(ref)
-        if model is None:
-            raise EngineError(ErrorCode.MODEL_NOT_LOADED, f"no model {ref[:80]!r} in this worker")
-        return model
 
 
 def ids_of(payload: memoryview) -> IntArray:

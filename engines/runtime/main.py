@@ -17,18 +17,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from engines.protocol.errors import EngineError, RemoteProtocolError
 from engines.protocol.messages import VERSION
-from engines.runtime.engine import Engine, EngineIdentity, WorkerOptions
+from engines.runtime.engine import Engine, EngineIdentity, WorkerOptions, own_version
 from engines.runtime.transport import HANDSHAKE_S, PeerGone, Transport, TransportFailed, connect_socket
 from engines.runtime.worker import DeviceLostExit, Worker
 
 EngineFactory: TypeAlias = Callable[[WorkerOptions], Engine]
-DISTRIBUTION: Final = "synapse-workers"
 PR_SET_PDEATHSIG: Final = 1
 
 
@@ -53,7 +53,7 @@ def parser(program: str, default_device: str) -> argparse.ArgumentParser:
     where.add_argument("--probe-floor", action="store_true", help="print one JSON line: can this machine run it?")
     result.add_argument("--nonce", metavar="HEX16", type=_nonce, help="the spawn's 16 lowercase hex digits")
     result.add_argument("--device", default=default_device, type=_device, help="cpu, cuda[:N], metal or ane")
-    result.add_argument("--manifest", metavar="PATH", help="the bundle's manifest.json (owned workers)")
+    result.add_argument("--manifest", metavar="PATH", type=Path, help="the bundle's manifest.json (owned workers)")
     result.add_argument("--packed", metavar="W,W", type=_widths, help="packed widths the host qualifies")
     return result
 
@@ -96,7 +96,7 @@ def run(
     stdout = _claim_stdout()
     try:
         arguments = parser(program, default_device).parse_args(argv)
-        options = WorkerOptions(device=arguments.device, manifest=_path(arguments.manifest), packed=arguments.packed)
+        options = WorkerOptions(device=arguments.device, manifest=arguments.manifest, packed=arguments.packed)
         if arguments.version:
             _line(stdout, version_line(program, identify(factory(options), options)))
             return 0
@@ -145,7 +145,7 @@ def serve(
     engine = factory(options)
     identity = identify(engine, options)
     worker = kind(connect(arguments.socket, arguments.pipe, deadline=deadline), engine, identity)
-    with worker.channel:
+    with contextlib.closing(worker.channel):
         worker.greet(arguments.nonce)
         # The host is checking HELLO now: a good moment for what isn't needed earlier.
         configure_logging()
@@ -176,12 +176,6 @@ def identify(engine: Engine, options: WorkerOptions) -> EngineIdentity:
 
 def version_line(program: str, identity: EngineIdentity) -> str:
     """Return ``--version``'s line: program, the distribution's version, then key=value pairs."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        ours = version(DISTRIBUTION)
-    except PackageNotFoundError:
-        ours = "unknown"
     pairs = {
         "protocol": str(VERSION),
         "engine": identity.engine,
@@ -190,7 +184,7 @@ def version_line(program: str, identity: EngineIdentity) -> str:
         "kernel_revision": identity.kernel_revision,
         "manifest_digest": identity.manifest_digest,
     }
-    return " ".join([program, ours, *(f"{key}={value}" for key, value in pairs.items() if value is not None)])
+    return " ".join([program, own_version(), *(f"{key}={value}" for key, value in pairs.items() if value is not None)])
 
 
 def die_with_parent() -> None:
@@ -220,11 +214,3 @@ def _line(descriptor: int, text: str) -> None:
     data = text.replace("\n", " ").encode() + b"\n"
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def _path(text: str | None) -> Any:
-    if text is None:
-        return None
-    from pathlib import Path
-
-    return Path(text)

@@ -226,14 +226,6 @@ class Channel:
         """Close the transport."""
         self.transport.close()
 
-    def __enter__(self) -> Channel:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class PeerWatcher:
     """Ends the process when the host is gone while a request is being served, also in the middle of a C call.

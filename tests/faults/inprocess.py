@@ -139,7 +139,7 @@ class ThreadProcess:
             transport.shutdown()
         self.wire = type(self).wrap(transport._socket)
         worker = ScriptedWorker(SocketTransport(self.wire), engine, identity, exit=lambda status: None)
-        with worker.channel:
+        with contextlib.closing(worker.channel):
             worker.greet(options["--nonce"])
             if worker.await_ack():
                 worker.serve()

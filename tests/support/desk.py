@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -53,7 +54,7 @@ class WorkerThread:
             self.bug = exc
 
     def _serve(self) -> None:
-        with self.worker.channel:
+        with contextlib.closing(self.worker.channel):
             self.worker.greet(NONCE)
             if self.worker.await_ack():
                 self.worker.serve()
