@@ -69,8 +69,7 @@ def prepared(root: Path, *, source_digests: Iterable[str], os_build: str, allow_
         found = preparation.read(record)
     except BundleError as exc:
         raise EngineError(ErrorCode.SPECIALIZATION_MISSING, str(exc)) from exc
-    sources = [digest.removeprefix("sha256:") for digest in source_digests]
-    if found.source_digest.removeprefix("sha256:") not in sources:
+    if found.source_digest not in source_digests:
         raise EngineError(
             ErrorCode.PACKAGE_DIGEST_MISMATCH, f"{record}: made from {found.source_digest}, not from this bundle"
         )

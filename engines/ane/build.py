@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
+import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, Final
 
@@ -141,36 +142,16 @@ def _gates(out: Path, names: dict[str, Key], arch: graph.Arch, target: Target) -
             raise ValueError(f"gate: function {name} contains {sorted(alien)}, which this builder never writes")
 
 
-class _quiet:  # noqa: N801 - reads as a word in a with statement
+@contextmanager
+def _quiet() -> Iterator[None]:
     """coremltools logs, warns and draws progress bars; the builder's stdout and stderr belong to its own lines."""
+    from tqdm import tqdm  # type: ignore[import-untyped] # coremltools' own dependency
 
-    def __enter__(self) -> None:
-        from tqdm import tqdm  # type: ignore[import-untyped] # coremltools' own dependency
-
-        logging.getLogger("coremltools").setLevel(logging.ERROR)
-        tqdm.monitor_interval = 0  # else its first bar leaves a thread behind
-        self._warnings = warnings.catch_warnings()
-        self._warnings.__enter__()
+    logging.getLogger("coremltools").setLevel(logging.ERROR)
+    tqdm.monitor_interval = 0  # else its first bar leaves a thread behind
+    with warnings.catch_warnings(), Path(os.devnull).open("w") as sink, redirect_stderr(sink):
         warnings.simplefilter("ignore")
-        self._stderr, sys.stderr = sys.stderr, _Sink()
-
-    def __exit__(self, *exc: object) -> None:
-        sys.stderr = self._stderr
-        self._warnings.__exit__(None, None, None)
-
-
-class _Sink:
-    """Where progress bars go."""
-
-    encoding = "utf-8"
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None: ...
-
-    def isatty(self) -> bool:
-        return False
+        yield
 
 
 def main(argv: Sequence[str] | None = None) -> int:

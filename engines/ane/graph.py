@@ -61,6 +61,8 @@ class Arch:
     theta: float | None = None
     local_theta: float | None = None
     token_types: bool = False
+    mean_pooled: bool = False
+    """A ModernBERT reranker's head reads the mean over real positions, not the first state."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Arch:
@@ -89,6 +91,7 @@ class Arch:
                 local_layers=local,
                 theta=c["global_rope_theta"],
                 local_theta=c["local_rope_theta"],
+                mean_pooled=c["classifier_pooling"] == "mean",
             )
         return cls(**common, epsilon=c["rms_norm_eps"], causal=True, theta=c["rope_theta"])
 
@@ -306,15 +309,13 @@ class _Graph:
         if arch.family == "bert":
             pooled = mb.tanh(x=self.dense(first, "pooler.dense"))
         else:
-            if self.mean_pooled:
+            if arch.mean_pooled:
                 kept = mb.expand_dims(x=mb.cast(x=mask, dtype="fp16"), axes=[1, 2])
                 count = mb.reduce_sum(x=kept, axes=[-1], keep_dims=True)
                 # Divided before it is summed, so that no partial sum outgrows fp16.
                 first = mb.reduce_sum(x=mb.mul(x=x, y=mb.real_div(x=kept, y=count)), axes=[-1], keep_dims=True)
             pooled = self.layer_norm(mb.gelu(x=self.dense(first, "head.dense"), mode="EXACT"), "head.norm")
         return mb.reshape(x=self.dense(pooled, "classifier"), shape=[1], name=SCORE)
-
-    mean_pooled = False
 
 
 def function(checkpoint: Checkpoint, *, width: int, packed: bool, opset: Any) -> Any:
@@ -342,7 +343,6 @@ def function(checkpoint: Checkpoint, *, width: int, packed: bool, opset: Any) ->
             shapes["token_type_ids"] = ((1, width), types.int32)
     placeholders = {name: Builder.placeholder(shape=shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     graph = _Graph(arch, checkpoint.f32, lambda name: name in checkpoint.tensors, width)
-    graph.mean_pooled = checkpoint.config.get("classifier_pooling") == "mean"
     with Function(placeholders, opset_version=opset) as built:
         inputs = built.inputs
         if packed:

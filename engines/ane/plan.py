@@ -60,7 +60,7 @@ def plan(path: Path, manifest_path: Path, *, backend: Backend | None = None, pro
     if not backend.reads_packages:
         digests = [artifact.digest for artifact in artifacts]
         record = files.prepared(path, source_digests=digests, os_build=backend.os_build(), allow_cold=True)
-        artifacts = [a for a in artifacts if _bare(a.digest) == _bare(record.source_digest)]
+        artifacts = [a for a in artifacts if a.digest == record.source_digest]
     if not artifacts or artifacts[0].functions is UNSET:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{manifest_path}: no coreml artifact with functions")
     functions = artifacts[0].functions
@@ -78,7 +78,3 @@ def plan(path: Path, manifest_path: Path, *, backend: Backend | None = None, pro
         tokens = function.packed_width if packed else function.bucket
         rows.append({"name": function.name, "kind": "packed" if packed else "bucket", "tokens": tokens, **told})
     return {"functions": rows, "cpu_allowed": sorted(CPU_STAGES)}
-
-
-def _bare(digest: str) -> str:
-    return digest.lower().removeprefix("sha256:")
