@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -22,6 +23,7 @@ from msgspec import UNSET
 from engines.bundle import digest, facts, manifest
 from engines.bundle.checkpoint import Checkpoint, plain_numbers
 from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Manifest
+from engines.bundle.materialize import sweep
 from engines.bundle.package import profile_of
 from synapse_host.errors import BundleInvalid, InvalidRequest
 
@@ -83,8 +85,12 @@ def staging(target: Path) -> Iterator[Path]:
     """Yield a fresh folder beside *target*; when the block succeeds it becomes *target* by one rename.
 
     An existing *target* is replaced only then; on failure it is left as it was and the staging folder is removed.
+    Before all that goes what a killed build left there a day ago.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
+    sweep(target.parent, pattern=f".{escape(target.name)}.*.building")
+    if target.exists():  # else the last build was killed between two renames, and there lies what was
+        sweep(target.parent, pattern=f".{escape(target.name)}.*.old")
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".building", dir=target.parent))
     try:
         yield folder

@@ -144,11 +144,11 @@ def _opened(target: Path, digest: str, progress: Callable[[int, int], None] | No
     return model
 
 
-def sweep(folder: Path, now: float | None = None) -> list[Path]:
-    """Remove what crashes left more than 24 hours ago (hidden ``*.tmp`` entries); return what was removed."""
+def sweep(folder: Path, now: float | None = None, *, pattern: str = ".*.tmp") -> list[Path]:
+    """Remove what crashes left more than 24 hours ago, entries named like *pattern*; return what was removed."""
     limit = (time.time() if now is None else now) - STALE_S
     removed = []
-    for path in folder.glob(".*.tmp"):
+    for path in folder.glob(pattern):
         with suppress(FileNotFoundError):  # swept by somebody else meanwhile
             if path.lstat().st_mtime < limit:
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final, NamedTuple
@@ -163,18 +165,15 @@ def _open_standard_streams() -> None:
 
     A file or socket that got number 1 or 2 would be written into by whoever prints (``synapse … >&-``).
     """
-    for number, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
+    for number, flag in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
             # The lowest free number is this one: those below are open by now.
-            os.open(os.devnull, mode)
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - as long as the process
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+            os.open(os.devnull, flag)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115 - as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A model writes any character; a terminal or pipe of another encoding shows the rest escaped.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -201,15 +200,36 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         return int(exc.code or 0)
     console.configure(json=args.json, quiet=args.quiet)
     _configure_logging()
-    if name in _LIMITED and args.deadline is not None:
-        from synapse_host.cli.session import limited
+    with _interruptible():
+        if name in _LIMITED and args.deadline is not None:
+            from synapse_host.cli.session import limited
 
-        with limited(args.deadline, f"synapse {name} ran"):
-            code: int = module.run(args, console)
-    else:
-        code = module.run(args, console)
+            with limited(args.deadline, f"synapse {name} ran"):
+                code: int = module.run(args, console)
+        else:
+            code = module.run(args, console)
     sys.stdout.flush()
     return code
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM and a lost terminal end the block in order, as Ctrl-C does; ignored ones stay so."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _configure_logging() -> None:

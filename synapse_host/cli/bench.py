@@ -7,12 +7,8 @@ host's package imports none of it.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -74,14 +70,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def run_suite(command: list[str], root: Path, seconds: float | None) -> int:
     """Run the suite to its end and return its exit code; it is gone when this returns or raises.
 
-    KeyboardInterrupt at Ctrl-C, SIGTERM and SIGHUP, TimeoutExpired after *seconds*; the suite ends in order then.
+    The suite ends in order at an interrupt, and after *seconds* with TimeoutExpired.
     """
     # A group of its own: a terminal's Ctrl-C would reach it twice, from there and from us, and cut its end short.
     group = 0 if os.name == "posix" else None
-    with (
-        _interruptible(),
-        subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, process_group=group) as suite,  # noqa: S603
-    ):
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, process_group=group) as suite:  # noqa: S603
         try:
             return suite.wait(seconds)
         finally:
@@ -99,26 +92,6 @@ def _end(suite: subprocess.Popen[bytes]) -> None:
     finally:
         suite.kill()
         suite.wait()
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGTERM and a lost terminal interrupt the block as Ctrl-C does; ignored ones stay so."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for name in ("SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-                before[number] = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def checkout() -> Path:

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET
+
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
 from synapse_host import builder, catalogue
@@ -73,8 +75,10 @@ def _list(args: argparse.Namespace, console: Console) -> int:
     console.document({"models": models, **({"broken": broken} if broken else {}), "available": missing})
     console.line(f"models in {catalogue.models_dir(args.models_dir)}")
     for name, bundle in found:
-        artifacts = ", ".join(f"{a.format} {a.dtype}" for a in bundle.manifest.artifacts)
-        console.line(f"  {name:<12} {bundle.manifest.task:<9} {bundle.digest[:12]}  {artifacts}")
+        artifacts = bundle.manifest.artifacts
+        size = sum(a.bytes for a in artifacts if a.bytes is not UNSET) / 1e6
+        what = ", ".join(f"{a.format} {a.dtype}" for a in artifacts)
+        console.line(f"  {name:<12} {bundle.manifest.task:<9} {bundle.digest[:12]}  {size:>6.1f} MB  {what}")
     for item in broken:
         console.line(f"  {item['name']:<12} broken    {item['error']}")
     for name in missing:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from synapse_host import catalogue
@@ -49,6 +54,25 @@ def test_build_prints_the_documented_keys(tmp_path: Path, checkpoint: Path, caps
     manifest = json.loads((out / "manifest.json").read_bytes())
     assert (manifest["model_id"], manifest["pooling"], manifest["max_tokens"]) == ("My-Model-v2", "cls", 32)
     assert catalogue.obtain(str(out)).digest == found["manifest_digest"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sends signals to a command and finds its children")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_build_with_its_converter_and_leaves_nothing(
+    tmp_path: Path, checkpoint: Path, number: int
+) -> None:
+    out = tmp_path / "out" / "b"
+    words = [sys.executable, "-m", "synapse_host", "build", str(checkpoint), str(out)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        while not (children := psutil.Process(command.pid).children()):
+            assert command.poll() is None
+            time.sleep(0.002)
+        time.sleep(0.1)  # the command has it in hand by now
+        children[0].suspend()  # it can't be done before the signal is
+        command.send_signal(number)
+        said, err = command.communicate(timeout=60)
+    assert (command.returncode, said, err) == (130, b"", b"synapse: interrupted\n")
+    assert not children[0].is_running() and not list(out.parent.iterdir())
 
 
 def test_build_for_people(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +136,8 @@ def test_models_lists_verifies_and_finds(tmp_path: Path, checkpoint: Path, capsy
     (entry,) = found["models"]
     assert set(entry) == {"name", "task", "path", "manifest_digest", "formats"}
     assert (entry["name"], entry["task"], entry["formats"]) == ("mine", "embed", ["safetensors-package"])
+    size = (models / "mine" / "model-f32.safetensors").stat().st_size / 1e6
+    assert f"  {size:.1f} MB  safetensors-package f32\n" in call(capsys, "models", "--models-dir", models)[1]
     code, out, _ = call(capsys, "models", "path", "mine", "--models-dir", models)
     assert (code, out) == (0, f"{models / 'mine'}\n")
     code, found = document(capsys, "models", "verify", "--models-dir", models)
