@@ -22,7 +22,7 @@ from synapse_host import gates
 from synapse_host.evidence import Evidence, Precision
 
 if TYPE_CHECKING:
-    from engines.bundle.manifest import Artifact, Bundle
+    from engines.bundle.manifest import Artifact
     from synapse_host.hardware import HostProfile
     from synapse_host.matrix import Engine, HardwareMatrix
 
@@ -242,35 +242,6 @@ def _short(value: str | None) -> str:
     if value is None:
         return "none"
     return value if len(value) <= 64 or " " in value else f"{value[:19]}…"
-
-
-class Standing(Struct, frozen=True):
-    """Whether a lane may call itself certified. ``why`` is empty when ``certificate`` holds."""
-
-    certificate: Certificate | None
-    why: str
-
-
-def standing(
-    *,
-    matrix: HardwareMatrix,
-    engine_id: str,
-    bundle: Bundle,
-    artifact: Artifact,
-    profile: HostProfile,
-    identity: Identity,
-    data_dir: Path | None = None,
-) -> Standing:
-    """Say whether this engine and artifact have a certificate here that still holds."""
-    path = path_of(engine_id, bundle.digest, data_dir)
-    if not path.exists():
-        return Standing(None, "it has none on this machine")
-    found = read(path)
-    if found is None:
-        return Standing(None, f"{path} can't be read")
-    now = present(matrix.engines[engine_id], artifact, profile, identity)
-    reasons = [*void_because(found.binding, now), *stricter(found, matrix)]
-    return Standing(found, f"its certificate is void since {'; '.join(reasons)}" if reasons else "")
 
 
 def identities(matrix: HardwareMatrix, engine_ids: set[str]) -> Mapping[str, Identity]:

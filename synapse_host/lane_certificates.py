@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from synapse_host import certificates, rungs
-from synapse_host.certificates import Certificate, Standing
+from synapse_host.certificates import Certificate, Identity
 from synapse_host.errors import NotCertified
 
 if TYPE_CHECKING:
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
     from synapse_host.hardware import HostProfile
     from synapse_host.lane import LaneSpec
     from synapse_host.matrix import HardwareMatrix
+
+
+class Standing(NamedTuple):
+    """Whether a lane may call itself certified. ``why`` is empty when ``certificate`` holds."""
+
+    certificate: Certificate | None
+    why: str
+
+
+NONE: Final = Standing(None, "it has none on this machine")
 
 
 class LaneCertificates:
@@ -44,22 +55,26 @@ class LaneCertificates:
         engines = {spec.engine_id for _, spec in asked}
         identities = await asyncio.to_thread(certificates.identities, self._matrix, engines)
         for item, spec in asked:
-            assert item.placement.artifact is not None
-            self._found[item.lane_id] = certificates.standing(
-                matrix=self._matrix,
-                engine_id=spec.engine_id,
-                bundle=item.bundle,
-                artifact=item.placement.artifact,
-                profile=self._profile,
-                identity=identities[spec.engine_id],
-                data_dir=self._config.data_dir,
-            )
+            self._found[item.lane_id] = self._standing(item, spec, identities[spec.engine_id])
+
+    def _standing(self, assignment: Assignment, spec: LaneSpec, identity: Identity) -> Standing:
+        """Say whether this engine and artifact have a certificate here that still holds."""
+        artifact, path = assignment.placement.artifact, self._path(assignment, spec)
+        assert artifact is not None
+        if not path.exists():
+            return NONE
+        found = certificates.read(path)
+        if found is None:
+            return Standing(None, f"{path} can't be read")
+        now = certificates.present(self._matrix.engines[spec.engine_id], artifact, self._profile, identity)
+        reasons = [*certificates.void_because(found.binding, now), *certificates.stricter(found, self._matrix)]
+        return Standing(found, f"its certificate is void since {'; '.join(reasons)}" if reasons else "")
 
     def certified(self, assignment: Assignment, spec: LaneSpec) -> LaneSpec:
         """Return the spec that may run: NotCertified says why not; a certificate pins the kernel revision it names."""
         if not self._needed(assignment):
             return spec
-        standing = self._found.get(assignment.lane_id, Standing(None, "it has none on this machine"))
+        standing = self._found.get(assignment.lane_id, NONE)
         if standing.why:
             raise NotCertified(
                 f"lane {assignment.lane_id} needs a certificate for {assignment.model} on {spec.engine_id}: "
@@ -97,8 +112,8 @@ class LaneCertificates:
 
     def _packing(self, assignment: Assignment) -> Certificate | None:
         """Return the lane's certificate if it holds and qualifies packed widths; none counts while qualifying."""
-        standing = self._found.get(assignment.lane_id)
-        if self._qualifying or standing is None or standing.why or standing.certificate is None:
+        standing = self._found.get(assignment.lane_id, NONE)
+        if self._qualifying or standing.why or standing.certificate is None:
             return None
         return standing.certificate if standing.certificate.packed_widths else None
 
@@ -110,5 +125,7 @@ class LaneCertificates:
         artifact = assignment.placement.artifact
         if self._qualifying or spec.device_kind != "ane" or artifact is None:
             return False
-        path = certificates.path_of(spec.engine_id, assignment.bundle.digest, self._config.data_dir)
-        return bool(rungs.packed_widths(artifact)) and path.exists()
+        return bool(rungs.packed_widths(artifact)) and self._path(assignment, spec).exists()
+
+    def _path(self, assignment: Assignment, spec: LaneSpec) -> Path:
+        return certificates.path_of(spec.engine_id, assignment.bundle.digest, self._config.data_dir)

@@ -46,9 +46,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     load_matrix(args.matrix)  # Before minutes of downloads, not after.
     _bundles(args, console)
-    document = run_host(
-        args, console, dict(zip(DEFAULT_MODELS.values(), DEFAULT_MODELS.values(), strict=True)), _Demo(console)
-    )
+    document = run_host(args, console, {name: name for name in DEFAULT_MODELS.values()}, _Demo(console))
     console.document(document)
     return EXIT_OK if document["recovery"]["same_answer"] else EXIT_FAILED
 

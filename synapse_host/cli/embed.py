@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.cli.session import DEFAULT_MODELS, OWN_HOST, model_name, run_host, watched
+from synapse_host.cli.session import OWN_HOST, model_name, run_host, served_by, serving_options, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -29,10 +29,7 @@ def configure(parser: Parser) -> None:
     """)
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to embed")
     parser.add_argument("--file", metavar="F.jsonl", help='one JSON string or {"id"?, "text"} a line; - is stdin')
-    parser.add_argument(
-        "--model", default=DEFAULT_MODELS["embed"], metavar="M", help="bundle name or folder (default: minilm)"
-    )
-    parser.add_argument("--lane", metavar="L", help="lane of the matrix (default: embed)")
+    serving_options(parser, "embed")
     parser.add_argument("--out", type=Path, metavar="F.npy", help="write float32 (n, dims) here; resumes after a stop")
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long; what was cut is listed")
 
@@ -58,9 +55,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return await watched(host, console, asked)
 
     result = run_host(args, console, {model: args.model}, work)
-    document = _document(result, n=len(result.vectors), dims=result.vectors.shape[1])
+    n, dims = result.vectors.shape
     if console.json:
-        console.document({**document, "vectors": result.vectors.tolist()})
+        size = {"n": n, "dims": dims, "truncated": result.truncated}
+        console.document({**served_by(result), **size, "vectors": result.vectors.tolist()})
         return EXIT_OK
     for row in result.vectors:
         # One line of numbers per text: what a pipe wants. A person sees the beginning.
@@ -70,7 +68,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             numbers = [*numbers[:shown], "…", numbers[-1]]
         console.line(" ".join(numbers))
     _remarks(result.truncated, console, result.model)
-    console.note(f"{document['n']} x {document['dims']} from {result.model} on {result.engine} (lane {result.lane})")
+    console.note(f"{n} x {dims} from {result.model} on {result.engine} (lane {result.lane})")
     return EXIT_OK
 
 
@@ -100,17 +98,6 @@ def _to_file(args: argparse.Namespace, console: Console) -> int:
         f"{document['texts_per_s']:.0f} texts/s, {document['tokens_per_s']:.0f} tokens/s"
     )
     return EXIT_OK
-
-
-def _document(result: EmbedResult, **more: Any) -> dict[str, Any]:
-    return {
-        "model": result.model,
-        "lane": result.lane,
-        "engine": result.engine,
-        "device": result.device,
-        **more,
-        "truncated": result.truncated,
-    }
 
 
 def _remarks(truncated: list[int], console: Console, model: str) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, count
-from synapse_host.cli.session import DEFAULT_MODELS, OWN_HOST, model_name, run_host, watched
+from synapse_host.cli.session import OWN_HOST, model_name, run_host, served_by, serving_options, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -27,10 +26,7 @@ def configure(parser: Parser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
     parser.add_argument("--chat", action="store_true", help="PROMPT is a message; use the model's chat template")
     parser.add_argument("--max-tokens", type=count, default=128, metavar="N", help="at most this many (default: 128)")
-    parser.add_argument(
-        "--model", default=DEFAULT_MODELS["generate"], metavar="M", help="bundle name or folder (default: smollm2)"
-    )
-    parser.add_argument("--lane", metavar="L", help="lane of the matrix (default: generate)")
+    serving_options(parser, "generate")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -44,9 +40,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return await watched(host, console, asked)
 
     result = run_host(args, console, {model: args.model}, work)
-    fields = asdict(result)
-    keys = ("model", "lane", "engine", "device", "text", "n_prompt", "n_gen", "finish_reason")
-    console.document({key: fields[key] for key in keys})
+    counts = {"n_prompt": result.n_prompt, "n_gen": result.n_gen, "finish_reason": result.finish_reason}
+    console.document({**served_by(result), "text": result.text, **counts})
     console.line(result.text)
     console.note(
         f"{result.n_prompt} tokens in, {result.n_gen} out ({result.finish_reason}) "

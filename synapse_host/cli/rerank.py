@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.cli.session import DEFAULT_MODELS, OWN_HOST, model_name, run_host, watched
+from synapse_host.cli.session import OWN_HOST, model_name, run_host, served_by, serving_options, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -28,10 +28,7 @@ def configure(parser: Parser) -> None:
     parser.add_argument("query", nargs="?", metavar="QUERY", help="the query")
     parser.add_argument("documents", nargs="*", metavar="DOC", help="documents to score")
     parser.add_argument("--file", metavar="F.jsonl", help='one {"query", "docs"} a line; - is stdin')
-    parser.add_argument(
-        "--model", default=DEFAULT_MODELS["rerank"], metavar="M", help="bundle name or folder (default: ms-marco)"
-    )
-    parser.add_argument("--lane", metavar="L", help="lane of the matrix (default: rerank)")
+    serving_options(parser, "rerank")
     parser.add_argument("--raw", action="store_true", help="logits instead of probabilities")
     parser.add_argument(
         "--truncate", action="store_true", help="cut documents that are too long; what was cut is listed"
@@ -52,7 +49,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return await watched(host, console, _score(host, model, args.query, args.documents, args))
 
     result = run_host(args, console, {model: args.model}, work)
-    console.document(_document(result))
+    console.document({**served_by(result), **_scores(result)})
     _page(result, args.documents, console)
     return EXIT_OK
 
@@ -76,9 +73,7 @@ def _file(args: argparse.Namespace, console: Console) -> int:
         return results
 
     results = run_host(args, console, {model: args.model}, work)
-    first = _document(results[0])
-    rows = [{key: row[key] for key in ("scores", "order", "truncated")} for row in map(_document, results)]
-    console.document({**{key: first[key] for key in ("model", "lane", "engine", "device")}, "results": rows})
+    console.document({**served_by(results[0]), "results": list(map(_scores, results))})
     for (query, documents), result in zip(pairs, results, strict=True):
         console.line(console.style(query, "bold"))
         _page(result, documents, console)
@@ -91,16 +86,8 @@ async def _score(host: Host, model: str, query: str, documents: list[str], args:
     )
 
 
-def _document(result: RerankResult) -> dict[str, Any]:
-    return {
-        "model": result.model,
-        "lane": result.lane,
-        "engine": result.engine,
-        "device": result.device,
-        "scores": result.scores.tolist(),
-        "order": result.order,
-        "truncated": result.truncated,
-    }
+def _scores(result: RerankResult) -> dict[str, Any]:
+    return {"scores": result.scores.tolist(), "order": result.order, "truncated": result.truncated}
 
 
 def _page(result: RerankResult, documents: list[str], console: Console) -> None:

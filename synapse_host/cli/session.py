@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from synapse_host.cli.console import Console
+from synapse_host.cli.parser import Parser
 from synapse_host.config import HostConfig
 from synapse_host.errors import DeadlineExceeded
 from synapse_host.matrix import HardwareMatrix
@@ -20,6 +21,7 @@ from synapse_host.matrix import load as load_matrix
 
 if TYPE_CHECKING:
     from synapse_host.host import Host
+    from synapse_host.results import EmbedResult, Generation, RerankResult
 
 DEFAULT_MODELS: Final = {"embed": "minilm", "rerank": "ms-marco", "generate": "smollm2"}
 
@@ -35,6 +37,18 @@ HURRY_S: Final = 10.0
 """Seconds after which another Ctrl-C interrupts the end of a command too."""
 
 T = TypeVar("T")
+
+
+def serving_options(parser: Parser, task: str) -> None:
+    """Add --model and --lane of a verb that serves *task*."""
+    model = DEFAULT_MODELS[task]
+    parser.add_argument("--model", default=model, metavar="M", help=f"bundle name or folder (default: {model})")
+    parser.add_argument("--lane", metavar="L", help=f"lane of the matrix (default: {task})")
+
+
+def served_by(result: EmbedResult | RerankResult | Generation) -> dict[str, Any]:
+    """Return what a document says of a result's maker."""
+    return {"model": result.model, "lane": result.lane, "engine": result.engine, "device": result.device}
 
 
 def config_of(args: argparse.Namespace) -> HostConfig:
