@@ -88,9 +88,9 @@ def staging(target: Path) -> Iterator[Path]:
     Before all that goes what a killed build left there a day ago.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    sweep(target.parent, pattern=f".{escape(target.name)}.*.building")
+    sweep(target.parent, pattern=f".{escape(target.name)}.????????.building")
     if target.exists():  # else the last build was killed between two renames, and there lies what was
-        sweep(target.parent, pattern=f".{escape(target.name)}.*.old")
+        sweep(target.parent, pattern=f".{escape(target.name)}.????????.old")
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".building", dir=target.parent))
     try:
         yield folder

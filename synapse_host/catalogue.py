@@ -175,7 +175,8 @@ def _safe(name: str) -> bool:
 def _sweep(root: Path, name: str) -> None:
     """Remove what a killed installation left; the lock is held, so none of it is in use."""
     for suffix in (".building", ".fetching", ".old"):
-        for left in root.glob(f".{name}.*{suffix}"):
+        # Eight characters of chance: "minilm.v2" is another model, and somebody may be building it.
+        for left in root.glob(f".{name}.????????{suffix}"):
             shutil.rmtree(left, ignore_errors=True)
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from engines.bundle.manifest import Bundle
 from synapse_host.arguments import check_source
@@ -53,6 +53,15 @@ async def encoded(texts: Sequence[str], until: float | None, encode: Callable[[]
     except TypeError:
         small = True  # Not all of them are texts: encode says which.
     return encode() if small else await in_thread(encode, until)
+
+
+async def checked(rows: Any, until: float | None, check: Callable[[], T]) -> T:
+    """Run the *check* of a caller's rows of ids here for few of them, else in a thread: 1,000,000 take seconds."""
+    try:
+        few = len(rows) <= CHUNK
+    except (TypeError, ValueError, OverflowError):
+        few = True  # No list of rows: the check says so.
+    return check() if few else await in_thread(check, until)
 
 
 async def in_thread(encode: Callable[[], T], until: float | None) -> T:

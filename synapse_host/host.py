@@ -202,7 +202,8 @@ class Host:
         """Return the vectors of rows of token ids (special tokens included), float32 (n, dims)."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")
-        return await embedding.embed(self._lanes, assignment, check_rows(rows, assignment), until)
+        checked = await encoding.checked(rows, until, lambda: check_rows(rows, assignment))
+        return await embedding.embed(self._lanes, assignment, checked, until)
 
     async def embed_packed(
         self, model: str, rows: Sequence[Any], width: int, *, lane: str | None = None, deadline: float | None = None
@@ -282,7 +283,7 @@ class Host:
         manifest = assignment.bundle.manifest
         limits: dict[str, Any] = {"max_tokens": manifest.max_tokens, "model": assignment.model}
         query = id_rows([query_ids], **limits, noun="query").ids
-        rows = id_rows(candidates, **limits, noun="candidate")
+        rows = await encoding.checked(candidates, until, lambda: id_rows(candidates, **limits, noun="candidate"))
         if not rows.lengths:
             raise InvalidRequest("candidates is empty: nothing to score")
         frame = pair_frame(assignment.bundle, self._encoders.opened(model)) if owned else None

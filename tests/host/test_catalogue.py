@@ -166,13 +166,14 @@ def test_two_at_once_build_once(toy: Recipe, tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_killed_builder_leaves_nothing_in_the_way(toy: Recipe, tmp_path: Path) -> None:
-    for name in (".toy.abc.building", ".toy.abc.fetching", ".toy.abc.old"):
+    another = ".toy.v2.abcdefgh.building"  # somebody builds it just now
+    for name in (".toy.abcdefgh.building", ".toy.abcdefgh.fetching", ".toy.abcdefgh.old", another):
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").write_bytes(b"x")
     (tmp_path / "toy").mkdir()
     assert catalogue.installed(tmp_path) == {}
     catalogue.install("toy", tmp_path)
-    assert left_over(tmp_path) == ["toy"]
+    assert left_over(tmp_path) == [another, "toy"]
 
 
 def test_a_failing_build_leaves_nothing_and_the_old_bundle_stays(

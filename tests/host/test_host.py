@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from synapse_host import arguments, encoding
 from synapse_host.config import HostConfig
 from synapse_host.errors import (
     BackendMissing,
@@ -96,6 +98,27 @@ def test_many_texts_are_split_and_keep_their_order(bench: Bench) -> None:
     bench.model("toy").run(work, {"rules": []})
     # Replies of at most 1,024 bytes carry 32 rows of 8 floats.
     bench.run(work, config=HostConfig(max_frame=16 * 1024))
+
+
+def test_many_rows_of_ids_are_checked_beside_the_loop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    real = arguments.id_rows
+
+    def noted(rows: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return real(rows, **options)
+
+    monkeypatch.setattr(arguments, "id_rows", noted)
+    rows = [[1 + number % 13, 1 + number // 13] for number in range(encoding.CHUNK + 1)]
+
+    async def work(host: Host) -> None:
+        assert (await host.embed_ids("toy", rows)).tolist() == [vector(row) for row in rows]
+        await host.embed_ids("toy", rows[:3])
+        with pytest.raises(DeadlineExceeded):
+            await host.embed_ids("toy", rows, deadline=0.0)
+
+    bench.model("toy").run(work, {"rules": []})
+    assert threads[:2] == [False, True]
 
 
 def test_a_stream_reads_ahead_but_not_far(bench: Bench) -> None:
