@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -57,7 +58,7 @@ class LaneCounters:
     )
 
     def __init__(self) -> None:
-        self.failures: dict[tuple[str, str], int] = {}
+        self.failures: Counter[tuple[str, str]] = Counter()
         """By operation and outcome: an error code, or ``cancelled``. What callers got, not what workers did."""
         self.durations: dict[str, Histogram] = {}
         """By operation, from the call to its reply, waiting included; answered requests only."""
@@ -68,9 +69,9 @@ class LaneCounters:
         self.last_load_s: float | None = None
         self.gaps: dict[str, float] = {}
         """The longest silence within an exchange, by the window it is measured against; the watchdog writes it."""
-        self.restarts: dict[str, int] = {}
+        self.restarts: Counter[str] = Counter()
         """Workers started in place of one that ended, by how that one ended."""
-        self.rejected: dict[str, int] = {}
+        self.rejected: Counter[str] = Counter()
         """What a worker sent against the rules, by reason."""
         self.abandoned = 0
         """Replies that were drained after their caller had left."""
@@ -98,7 +99,7 @@ class LaneCounters:
             outcome = error.code
         else:
             outcome = CANCELLED if isinstance(error, asyncio.CancelledError) else INTERNAL
-        self.failures[op, outcome] = self.failures.get((op, outcome), 0) + 1
+        self.failures[op, outcome] += 1
 
     @contextmanager
     def call(self, op: str) -> Iterator[None]:
@@ -116,14 +117,6 @@ class LaneCounters:
         self.last_load_s = seconds
         self.loads.add(seconds)
 
-    def ponged(self, seconds: float) -> None:
-        """Count a PING's round trip."""
-        self.ipc.add(seconds)
-
-    def restarted(self, reason: str) -> None:
-        """Count a replacement."""
-        self.restarts[reason] = self.restarts.get(reason, 0) + 1
-
     def reject(self, reason: str) -> None:
         """Count a breach of the protocol."""
-        self.rejected[reason] = self.rejected.get(reason, 0) + 1
+        self.rejected[reason] += 1

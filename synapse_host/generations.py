@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines.protocol.errors import LocalProtocolError
 from engines.protocol.messages import AnyReply, Load, Loaded
@@ -18,8 +18,11 @@ from synapse_host.health import LaneHealth, Refresher, monotonic
 from synapse_host.lane_errors import NOT_READY
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.logring import LineForwarder, LogRing
-from synapse_host.session import Session, Sink
+from synapse_host.session import Session
 from synapse_host.standing import Standing
+
+if TYPE_CHECKING:
+    from synapse_host.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ class Generations:
         *,
         config: HostConfig,
         runtime: RuntimeDirectory,
-        sink: Sink,
+        sink: Supervisor,
         counters: LaneCounters,
         journal: LogRing,
         health: LaneHealth,
@@ -138,7 +141,7 @@ class Generations:
             self._undead = None
         self.number += 1
         if self._ended is not None:
-            self._counters.restarted(self._ended)
+            self._counters.restarts[self._ended] += 1
             self._ended = None
         session = Session(
             self._spec,
@@ -161,8 +164,8 @@ class Generations:
             raise
         self.session = session
         self._health.greeted(hello, monotonic())
-        self._revision = self._health.kernel_revision or self._revision
-        self.advertised = tuple(self._health.packed_widths)
+        self._revision = self._health.hello["kernel_revision"] or self._revision
+        self.advertised = tuple(self._health.hello["packed_widths"])
         self._refresher.start()
         return session
 

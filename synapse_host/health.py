@@ -18,42 +18,25 @@ from engines.protocol.messages import Hello, Pong
 class LaneHealth:
     """The cached facts of one lane's current worker generation. Times are :func:`time.monotonic`."""
 
-    __slots__ = (
-        "age_from",
-        "buckets",
-        "build_flags",
-        "engine",
-        "first_rss_mb",
-        "kernel_revision",
-        "last_fault",
-        "models_loaded",
-        "packed_widths",
-        "placement_share",
-        "resident_packed",
-        "resident_shapes",
-        "rss_mb",
-        "version",
-    )
-
     def __init__(self) -> None:
         self.last_fault: dict[str, Any] | None = None
-        self.kernel_revision: str | None = None
-        self.version: str | None = None
-        self.engine: str | None = None
-        self.build_flags: dict[str, str] = {}
-        self.packed_widths: list[int] = []
+        self.hello: dict[str, Any] = {
+            "kernel_revision": None,
+            "packed_widths": [],
+            "worker_version": None,
+            "worker_engine": None,
+            "build_flags": {},
+        }
+        """What the last HELLO said of the worker."""
         self.forget()
 
     def forget(self) -> None:
         """The worker is gone: what it told is history."""
         self.age_from: float | None = None
-        self.rss_mb: int | None = None
         self.first_rss_mb: int | None = None
-        self.models_loaded: int | None = None
-        self.placement_share: float | None = None
-        self.buckets: list[int] | None = None
-        self.resident_shapes: dict[str, list[int]] | None = None
-        self.resident_packed: dict[str, list[int]] | None = None
+        self._pong: dict[str, Any] = dict.fromkeys(
+            ("rss_mb", "models_loaded", "placement_share", "buckets", "resident_shapes", "resident_packed")
+        )
 
     def struck(self, generation: int, pid: int | None, details: dict[str, Any]) -> None:
         """The worker died; *details* are those of its EngineCrashed."""
@@ -68,23 +51,27 @@ class LaneHealth:
         """A new generation has shaken hands."""
         self.forget()
         self.age_from = now
-        self.version = hello.engine.version
-        self.engine = hello.engine.engine
-        self.build_flags = {} if hello.engine.build_flags is UNSET else dict(hello.engine.build_flags)
-        self.kernel_revision = None if hello.kernel_revision is UNSET else hello.kernel_revision
-        self.packed_widths = [] if hello.packed is UNSET else list(hello.packed.widths)
+        self.hello = {
+            "kernel_revision": _told(hello.kernel_revision),
+            "packed_widths": [] if hello.packed is UNSET else list(hello.packed.widths),
+            "worker_version": hello.engine.version,
+            "worker_engine": hello.engine.engine,
+            "build_flags": dict(_told(hello.engine.build_flags) or {}),
+        }
 
     def pong(self, pong: Pong, now: float) -> None:
         """Stamp what a PONG says; the first RSS of a generation is what growth is measured from."""
         self.age_from = now
-        self.rss_mb = pong.rss_mb
         if self.first_rss_mb is None:
             self.first_rss_mb = pong.rss_mb
-        self.models_loaded = pong.models_loaded
-        self.placement_share = None if pong.placement_share is UNSET else pong.placement_share
-        self.buckets = None if pong.buckets is UNSET else pong.buckets
-        self.resident_shapes = None if pong.ane_resident_shapes is UNSET else pong.ane_resident_shapes
-        self.resident_packed = None if pong.ane_resident_packed is UNSET else pong.ane_resident_packed
+        self._pong = {
+            "rss_mb": pong.rss_mb,
+            "models_loaded": pong.models_loaded,
+            "placement_share": _told(pong.placement_share),
+            "buckets": _told(pong.buckets),
+            "resident_shapes": _told(pong.ane_resident_shapes),
+            "resident_packed": _told(pong.ane_resident_packed),
+        }
 
     def stale(self, now: float, limit: float) -> bool:
         """Return whether nothing was heard for more than *limit* seconds."""
@@ -92,23 +79,17 @@ class LaneHealth:
 
     def fields(self, now: float) -> dict[str, Any]:
         """Return the worker's part of a health record; ages in seconds, sizes in MiB."""
-        age, rss, first = self.age_from, self.rss_mb, self.first_rss_mb
         return {
-            "age_s": None if age is None else now - age,
-            "rss_mb": rss,
-            "rss_growth_mb": None if rss is None or first is None else rss - first,
-            "models_loaded": self.models_loaded,
-            "placement_share": self.placement_share,
-            "kernel_revision": self.kernel_revision,
-            "packed_widths": self.packed_widths,
-            "buckets": self.buckets,
-            "resident_shapes": self.resident_shapes,
-            "resident_packed": self.resident_packed,
-            "worker_version": self.version,
-            "worker_engine": self.engine,
-            "build_flags": self.build_flags,
+            "age_s": None if self.age_from is None else now - self.age_from,
+            "rss_growth_mb": None if self.first_rss_mb is None else self._pong["rss_mb"] - self.first_rss_mb,
+            **self._pong,
+            **self.hello,
             "last_fault": self.last_fault,
         }
+
+
+def _told(value: Any) -> Any:
+    return None if value is UNSET else value
 
 
 class Refresher:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from engines.protocol.connection import (
     Event,
@@ -20,7 +20,7 @@ from engines.protocol.connection import (
     State,
 )
 from engines.protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
-from engines.protocol.messages import LLAMA_ENGINE, AnyReply, Hello, Ping, Shutdown
+from engines.protocol.messages import LLAMA_ENGINE, Hello, Ping, Shutdown
 from synapse_host.birth import Birth
 from synapse_host.channel import Channel
 from synapse_host.config import HostConfig
@@ -36,26 +36,13 @@ from synapse_host.logring import LineForwarder, LogRing, Stream
 from synapse_host.process import DUMP_GRACE, WorkerProcess
 from synapse_host.watchdog import Watchdog
 
+if TYPE_CHECKING:
+    from synapse_host.supervisor import Supervisor
+
 EXIT_GRACE: Final = 0.1
 """Seconds between the end of the stream and the exit that explains it, or the other way round."""
 
 _log = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    """What a session tells its supervisor."""
-
-    def replied(self, session: Session, exchange: Exchange, reply: AnyReply, payload: memoryview | None) -> None:
-        """The exchange is over and drained."""
-
-    def overdue(self, exchange: Exchange) -> None:
-        """The caller's deadline passed; the exchange goes on without it."""
-
-    def alive(self, session: Session) -> None:
-        """The worker sent validated progress."""
-
-    def died(self, session: Session, death: Death, exchange: Exchange | None) -> None:
-        """The generation ended unplanned; it is reaped (or can't be)."""
 
 
 class Session:
@@ -69,7 +56,7 @@ class Session:
         config: HostConfig,
         runtime: RuntimeDirectory,
         forwarder: LineForwarder,
-        sink: Sink,
+        sink: Supervisor,
         revision: str | None,
         counters: LaneCounters,
         journal: LogRing,

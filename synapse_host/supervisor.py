@@ -345,7 +345,7 @@ class Supervisor:
                 self._quarantine.served(session.generation)
             elif type(reply) is Pong:
                 self._health.pong(reply, now)
-                self.counters.ponged(now - session.began)
+                self.counters.ipc.add(now - session.began)
         if left:
             if type(reply) is not Pong:
                 self.counters.abandoned += 1
