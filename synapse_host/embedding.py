@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
+from engines.bundle import tight
 from engines.protocol.messages import ITEM_BYTES, EmbedBatch, Item, Pooling, Vectors
 from synapse_host.ane_lane import RungedLane
 from synapse_host.errors import BundleInvalid, InvalidRequest
@@ -57,6 +58,8 @@ def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float | None)
 
 async def embed_packed(lanes: Lanes, assignment: Assignment, rows: Rows, width: int, until: float | None) -> FloatArray:
     """Return the vectors of rows that share passes of one packed width; InvalidRequest where the lane has none."""
+    if len(rows.lengths) > tight.MAX_ROWS:
+        raise InvalidRequest(f"{len(rows.lengths)} rows to be packed, one exchange takes at most {tight.MAX_ROWS}")
     serving = lanes.serving(assignment)
     if not isinstance(serving, RungedLane):
         raise InvalidRequest(f"lane {assignment.lane_id} has no packed functions: it is not on the Neural Engine")

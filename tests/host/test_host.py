@@ -228,6 +228,8 @@ def test_local_refusals_start_no_worker(bench: Bench) -> None:
         for kind, call in refused:
             with pytest.raises(kind):
                 await call
+        with pytest.raises(InvalidRequest, match="65 rows to be packed, one exchange takes at most 64"):
+            await host.embed_packed("toy", [[1]] * 65, 128)
         lane = host.health()["lanes"]["embed"]
         assert (lane["state"], lane["worker_pid"], lane["generation"]) == ("idle", None, 0)
 
