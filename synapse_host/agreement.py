@@ -23,22 +23,23 @@ this. Rounding moves a cosine or a logit by far less; another text's answer diff
 
 def cosines(one: Array, other: Array) -> Floats:
     """Return the cosine of each row of *one* (n, dims) with the same row of *other*, float64 (n,); 0 for a zero row."""
-    import numpy as np
-
-    a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
-    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    found: Floats = np.divide((a * b).sum(axis=1), norms, out=np.zeros(len(a)), where=norms > 0)
-    return np.clip(found, -1.0, 1.0)
+    found: Floats = (_unit(one) * _unit(other)).sum(axis=1).clip(-1.0, 1.0)
+    return found
 
 
 def similarities(vectors: Array) -> Floats:
     """Return the cosine of every row with every row, float64 (n, n)."""
+    unit = _unit(vectors)
+    found: Floats = unit @ unit.T
+    return found
+
+
+def _unit(rows: Array) -> Floats:
     import numpy as np
 
-    unit = np.asarray(vectors, np.float64)
-    norms = np.linalg.norm(unit, axis=1, keepdims=True)
-    unit = np.divide(unit, norms, out=np.zeros_like(unit), where=norms > 0)
-    found: Floats = unit @ unit.T
+    wide = np.asarray(rows, np.float64)
+    norms = np.linalg.norm(wide, axis=1, keepdims=True)
+    found: Floats = np.divide(wide, norms, out=np.zeros_like(wide), where=norms > 0)
     return found
 
 
@@ -142,11 +143,8 @@ def own_and_best(batch: Array, single: Array) -> tuple[Floats, Floats]:
     """
     import numpy as np
 
-    own = cosines(batch, single)
-    a, b = np.asarray(batch, np.float64), np.asarray(single, np.float64)
-    norms = np.outer(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
-    every = np.divide(a @ b.T, norms, out=np.zeros_like(norms), where=norms > 0)
-    return own, np.maximum(own, np.clip(every.max(axis=1), -1.0, 1.0))
+    own, every = cosines(batch, single), _unit(batch) @ _unit(single).T
+    return own, np.maximum(own, every.max(axis=1).clip(-1.0, 1.0))
 
 
 def misplaced_rows(own: Sequence[float], best: Sequence[float]) -> int:

@@ -12,19 +12,17 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, Struct
 
+from engines.bundle.manifest import Artifact
 from synapse_host import floor as floors
 from synapse_host import gates
 from synapse_host.evidence import Evidence, Precision
-
-if TYPE_CHECKING:
-    from engines.bundle.manifest import Artifact
-    from synapse_host.hardware import HostProfile
-    from synapse_host.matrix import Engine, HardwareMatrix
+from synapse_host.hardware import HostProfile
+from synapse_host.matrix import Engine, HardwareMatrix
 
 
 class Binding(Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,25 +12,23 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET
 
 from synapse_host import certificates, gates, probe_set
 from synapse_host import floor as floors
+from synapse_host.assignment import Assignment
 from synapse_host.builder import silent
 from synapse_host.config import HostConfig
 from synapse_host.errors import InvalidRequest, SynapseError
 from synapse_host.evidence import EngineFacts, Evidence, Machine, Model, Placement
+from synapse_host.hardware import HostProfile
 from synapse_host.host import Host
+from synapse_host.matrix import Engine, HardwareMatrix
 from synapse_host.placements import Plans, plan_tool
 from synapse_host.trial import Progress, Trial, single_calls, timed
-
-if TYPE_CHECKING:
-    from synapse_host.assignment import Assignment
-    from synapse_host.hardware import HostProfile
-    from synapse_host.matrix import Engine, HardwareMatrix
 
 FORCED: Final = {"ane": {"compute_units": "cpu_only", "placement": "off"}}
 """LOAD keys that force an engine to the CPU, by its name in the matrix."""

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from synapse_host import agreement, probe_set
 from synapse_host.errors import SynapseError
 from synapse_host.evidence import DIGITS, EmbedInputs, GenerateInputs, RerankInputs, Series
@@ -33,8 +35,6 @@ async def measure(trial: Trial, probes: Fixtures) -> EmbedInputs | RerankInputs 
 
 async def embed(trial: Trial, probes: Fixtures) -> EmbedInputs:
     """Measure vectors: singles, batches, the same rows in other company, and everything at once."""
-    import numpy as np
-
     rows = probes.rows()
     trial.tokens = [len(row) for row in rows]
 
@@ -94,8 +94,6 @@ async def _throughput(trial: Trial, rows: Sequence[Any]) -> None:
 
 async def rerank(trial: Trial, probes: Fixtures) -> RerankInputs:
     """Measure logits: singles, each query's candidates at once, and the same in another order."""
-    import numpy as np
-
     queries, candidates = probes.rows("query"), probes.rows("candidate")
     of: list[int] = probes.arrays["query_of"].tolist()
     trial.tokens = [len(queries[q]) + len(row) + 3 for q, row in zip(of, candidates, strict=True)]
@@ -199,8 +197,6 @@ def _against(
     batch: dict[int, Any], singles: dict[int, Any], exchanges: Sequence[Sequence[int]], count: int
 ) -> tuple[Series, Series]:
     """Compare each exchange's vectors with the same rows' single answers; rows without either are null."""
-    import numpy as np
-
     owns: dict[int, float] = {}
     bests: dict[int, float] = {}
     for rows in exchanges:

@@ -10,14 +10,17 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
+import numpy as np
 
 from engines.bundle import digest as digests
-from engines.bundle.manifest import FileRef
+from engines.bundle.fixtures import Fixtures
+from engines.bundle.manifest import Bundle, FileRef
 from engines.protocol.errors import ErrorCode
 from synapse_host import measurement, probe_set, qualification
+from synapse_host.assignment import Assignment
 from synapse_host.errors import WORKER_ERRORS, SynapseError
 from synapse_host.evidence import (
     Case,
@@ -30,12 +33,7 @@ from synapse_host.evidence import (
     Placement,
     RerankInputs,
 )
-
-if TYPE_CHECKING:
-    from engines.bundle.fixtures import Fixtures
-    from engines.bundle.manifest import Bundle
-    from synapse_host.assignment import Assignment
-    from synapse_host.host import Host
+from synapse_host.host import Host
 
 TIMED: Final = 16
 """Probes whose single requests are compared with the same engine forced to the CPU."""
@@ -235,8 +233,6 @@ class Trial:
 
     async def differs(self, ask: Ask, rows: Sequence[int], before: dict[int, Any]) -> int:
         """Send an exchange again and return how many rows are not the same bits."""
-        import numpy as np
-
         again = await self.finite(ask, rows)
         return sum(
             n in before and n in again and not np.array_equal(np.asarray(before[n]), np.asarray(again[n])) for n in rows

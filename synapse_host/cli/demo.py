@@ -9,6 +9,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from synapse_host import catalogue
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.session import DEFAULT_MODELS, run_host
@@ -52,8 +53,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _bundles(args: argparse.Namespace, console: Console) -> None:
-    from synapse_host import catalogue
-
     for number, name in enumerate(DEFAULT_MODELS.values()):
         with console.stages(name) as progress:
             bundle = catalogue.obtain(name, args.models_dir, progress=progress)

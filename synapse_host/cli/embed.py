@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from synapse_host.cli.console import Console
+from synapse_host.cli.jsonl import read_texts
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import OWN_HOST, model_name, run_host, served_by, serving_options, watched
 from synapse_host.errors import EXIT_OK
@@ -44,8 +45,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return _to_file(args, console)
     texts: list[str] = args.texts
     if args.file:
-        from synapse_host.cli.jsonl import read_texts
-
         with read_texts(args.file) as lines:
             texts = list(lines)
     model = model_name(args.model)

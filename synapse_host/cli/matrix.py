@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from engines.bundle import manifest
 from engines.bundle.manifest import Bundle
+from synapse_host import catalogue, hardware
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError, nearest
-from synapse_host.cli.session import DEFAULT_MODELS
+from synapse_host.cli.session import DEFAULT_MODELS, bundle_of
 from synapse_host.errors import EXIT_HARDWARE, EXIT_OK, BundleInvalid, SynapseError
 from synapse_host.matrix import HardwareMatrix, Lane
 from synapse_host.matrix import load as load_matrix
@@ -55,8 +57,6 @@ def _listed(lane: Lane) -> dict[str, Any]:
 
 
 def _explain(matrix: HardwareMatrix, lanes: list[Lane], args: argparse.Namespace, console: Console) -> int:
-    from synapse_host import hardware
-
     keys = hardware.floor_keys(matrix, {id for lane in lanes for id in lane.engines})
     profile = hardware.detect(keys)
     documents = []
@@ -83,9 +83,6 @@ def _explain(matrix: HardwareMatrix, lanes: list[Lane], args: argparse.Namespace
 
 def _bundle(lane: Lane, args: argparse.Namespace, console: Console) -> tuple[Bundle | None, str]:
     """Return the bundle to explain for; without one the question is answered for any bundle of a fitting format."""
-    from engines.bundle import manifest
-    from synapse_host.cli.session import bundle_of
-
     if args.model is not None:
         bundle = manifest.read(bundle_of(args.model, args, console))
         if bundle.manifest.task != lane.task:
@@ -96,8 +93,6 @@ def _bundle(lane: Lane, args: argparse.Namespace, console: Console) -> tuple[Bun
             return None, f"{args.model} is not for this task; formats not looked at"
         return bundle, ""
     name = DEFAULT_MODELS[lane.task]
-    from synapse_host import catalogue
-
     path = catalogue.installed(args.models_dir).get(name)
     if path is None:
         return None, f"{name} is not installed; formats not looked at"

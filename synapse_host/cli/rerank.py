@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from synapse_host.cli.console import Console
+from synapse_host.cli.jsonl import lines, opened, pair_of
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import OWN_HOST, model_name, run_host, served_by, serving_options, watched
 from synapse_host.errors import EXIT_OK
@@ -55,8 +56,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _file(args: argparse.Namespace, console: Console) -> int:
-    from synapse_host.cli.jsonl import lines, opened, pair_of
-
     name = "stdin" if args.file == "-" else args.file
     with opened(args.file) as file:
         pairs = [pair_of(value, name, number) for number, value in lines(file, name)]

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from synapse_host import catalogue
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.config import HostConfig
@@ -58,8 +59,6 @@ def config_of(args: argparse.Namespace) -> HostConfig:
 
 def bundle_of(name: str, args: argparse.Namespace, console: Console) -> Path:
     """Return a bundle's folder: a path, or a name in the models directory; a default model is made on first use."""
-    from synapse_host import catalogue
-
     path = catalogue.locate(name, args.models_dir)
     if path is None and name in catalogue.DEFAULTS:
         console.note(f"{name} is not installed yet; making its bundle once (later starts are offline and instant)")

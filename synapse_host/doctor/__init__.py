@@ -11,7 +11,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from synapse_host import certificates, hardware, remains
 from synapse_host import floor as floors
@@ -19,9 +19,7 @@ from synapse_host.doctor import engines, machine, models
 from synapse_host.doctor.engines import EngineReport
 from synapse_host.doctor.finding import Finding, Severity
 from synapse_host.listener import SUN_PATH
-
-if TYPE_CHECKING:
-    from synapse_host.matrix import HardwareMatrix
+from synapse_host.matrix import HardwareMatrix
 
 __all__ = ["EngineReport", "Finding", "Report", "Severity", "examine"]
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from synapse_host import floor as floors
 from synapse_host.doctor.finding import Finding, Severity
 from synapse_host.floor import Floor
+from synapse_host.hardware import HostProfile
+from synapse_host.matrix import Engine, HardwareMatrix
 from synapse_host.placement import floor_text, hardware_reason
-
-if TYPE_CHECKING:
-    from synapse_host.hardware import HostProfile
-    from synapse_host.matrix import Engine, HardwareMatrix
 
 _INSTALL: Final = {
     "llama": "pip install 'synapse-workers[llama]'   (compiles for about 4 minutes on 2 cores)",

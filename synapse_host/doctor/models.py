@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engines.bundle import manifest
-from engines.bundle.manifest import BundleError
-from synapse_host import certificates
+from engines.bundle.manifest import Bundle, BundleError
+from synapse_host import builder, catalogue, certificates
 from synapse_host.doctor.finding import Finding
 from synapse_host.errors import SynapseError
-
-if TYPE_CHECKING:
-    from engines.bundle.manifest import Bundle
-    from synapse_host.hardware import HostProfile
-    from synapse_host.matrix import HardwareMatrix
+from synapse_host.hardware import HostProfile
+from synapse_host.matrix import HardwareMatrix
 
 
 def bundle_findings(models_dir: Path) -> Iterator[Finding]:
     """Re-check every installed bundle: manifest and digests."""
-    from synapse_host import builder, catalogue
-
     try:
         installed = catalogue.installed(models_dir)
     except OSError as exc:
@@ -50,8 +44,6 @@ def certificate_findings(
     data_dir: Path | None = None,
 ) -> Iterator[Finding]:
     """Say of every certificate on this machine whether it still holds, and what voided it. *versions*: worker lines."""
-    from synapse_host import catalogue
-
     bundles: dict[str, tuple[str, Bundle]] = {}
     with suppress(OSError):
         for name, path in catalogue.installed(models_dir).items():
