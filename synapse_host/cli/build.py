@@ -130,18 +130,12 @@ def _possible(checkpoint: Checkpoint) -> list[str]:
 
 
 def _overrides(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if args.max_tokens is not None:
-        found["max_tokens"] = args.max_tokens
-    if args.pooling is not None:
-        if checkpoint.task != "embed":
-            raise InvalidRequest(f"--pooling is for embedding models, this is a {checkpoint.task} checkpoint")
-        found["pooling"] = args.pooling
-    if args.score is not None:
-        if checkpoint.task != "rerank":
-            raise InvalidRequest(f"--score is for rerankers, this is a {checkpoint.task} checkpoint")
-        found["score"] = args.score
-    return found
+    if args.pooling is not None and checkpoint.task != "embed":
+        raise InvalidRequest(f"--pooling is for embedding models, this is a {checkpoint.task} checkpoint")
+    if args.score is not None and checkpoint.task != "rerank":
+        raise InvalidRequest(f"--score is for rerankers, this is a {checkpoint.task} checkpoint")
+    given = {"max_tokens": args.max_tokens, "pooling": args.pooling, "score": args.score}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _check_target(out: Path, *, force: bool) -> None:

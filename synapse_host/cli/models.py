@@ -87,14 +87,6 @@ def _list(args: argparse.Namespace, console: Console) -> int:
     return EXIT_OK
 
 
-def _read(name: str, path: Path) -> Bundle:
-    """Read a bundle's manifest; BundleInvalid names the bundle, which the manifest's own words don't."""
-    try:
-        return manifest.read(path)
-    except BundleError as exc:
-        raise BundleInvalid(f"model {name}: {exc}", details={"model": name, "path": str(path)}) from exc
-
-
 def _path(args: argparse.Namespace, console: Console) -> int:
     entries = []
     for name in args.name:
@@ -103,7 +95,7 @@ def _path(args: argparse.Namespace, console: Console) -> int:
             if name in catalogue.DEFAULTS:
                 raise BundleInvalid(f"model {name} is not made yet. Make it: synapse models install {name}")
             raise catalogue.unknown(name, args.models_dir)
-        entries.append(describe(name, _read(name, path)))
+        entries.append(describe(name, catalogue.read(name, path)))
     console.document({"models": entries})
     for entry in entries:
         console.line(entry["path"])
@@ -130,7 +122,7 @@ def _verify(args: argparse.Namespace, console: Console) -> int:
         path = catalogue.locate(name, args.models_dir)
         if path is None:
             raise catalogue.unknown(name, args.models_dir)
-        bundle = _read(name, path)
+        bundle = catalogue.read(name, path)
         with console.stages(name) as progress:
             wrong = builder.verify(bundle, progress)
         entries.append({**describe(name, bundle), "ok": not wrong, "wrong": wrong})
