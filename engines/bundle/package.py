@@ -48,7 +48,7 @@ def write_package(
 ) -> int:
     """Write the package and return its size; *dtype* defaults to the checkpoint's own.
 
-    Raises CheckpointError for a task that no package is served for or a weight that f16 can't hold.
+    Raises BundleError for a task that no package is served for or a weight that f16 can't hold.
     """
     if checkpoint.task == "generate":
         raise CheckpointError("a safetensors-package serves embedding and reranking; build a generator as gguf")
@@ -63,7 +63,7 @@ def write_package(
         "task": checkpoint.task,
         "dtype": dtype,
     }
-    tensors: Mapping[str, Array] = _Bounded(checkpoint) if dtype == "f16" else checkpoint.tensors
+    tensors: Mapping[str, Array] = checkpoint.tensors
     kind: str | Callable[[str], str] = DTYPES.get(dtype, "")
     if dtype == INT8:
         quantised = Quantised(checkpoint)
@@ -75,22 +75,6 @@ def write_package(
     finally:
         temporary.unlink(missing_ok=True)
     return size
-
-
-class _Bounded(dict[str, "Array"]):
-    """A view of the tensors that refuses a weight beyond f16's range instead of writing infinity."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(dict.fromkeys(checkpoint.tensors))  # type: ignore[arg-type]
-        self._checkpoint = checkpoint
-
-    def __getitem__(self, name: str) -> Array:
-        import numpy as np
-
-        array = self._checkpoint.tensors[name]
-        if array.size and not float(np.abs(array).max()) <= float(np.finfo(np.float16).max):
-            raise CheckpointError(f"tensor {name!r} holds a weight that f16 can't; build with dtype f32 or bf16")
-        return array
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -224,7 +224,7 @@ def write(
         file.write(struct.pack("<Q", len(raw)) + raw)
         done = 0
         for name, kind in plan:
-            data = _encode(tensors[name], kind)
+            data = _encode(name, tensors[name], kind)
             file.write(data)
             done += len(data)
             if progress is not None:
@@ -232,9 +232,12 @@ def write(
     return 8 + len(raw) + position
 
 
-def _encode(array: Array, kind: str) -> memoryview:
+def _encode(name: str, array: Array, kind: str) -> memoryview:
     import numpy as np
 
+    # Beyond 65504 a float16 is infinity without a word.
+    if kind == "F16" and array.size and not float(np.abs(array).max()) <= float(np.finfo(np.float16).max):
+        raise BundleError(f"tensor {name!r} holds a weight that f16 can't; build with dtype f32 or bf16")
     stored = narrow_bf16(array).astype("<u2") if kind == "BF16" else np.ascontiguousarray(array, NUMPY_NAMES[kind])
     return stored.reshape(-1).view(np.uint8).data if stored.size else memoryview(b"")
 
