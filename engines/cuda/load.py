@@ -54,8 +54,7 @@ def load(
     probe: Callable[[], Probe],
     progress: ProgressReporter,
 ) -> OwnedModel:
-    """Verify and load one artifact. Raises EngineError; nothing stays behind then."""
-    check_request(request)
+    """Verify and load one artifact after :func:`check_request`. Raises EngineError; nothing stays behind then."""
     chosen = settings.parse(request.runtime_config, device=device, precision=precision)
     check_manifest(request, bundle)
     verdict = probe()  # before the artifact is opened: a machine without the hardware says so, whatever the file is

@@ -56,8 +56,6 @@ class OwnedModel(Model):
         """Return float32 (rows, dims), request order; a request that contradicts the manifest is refused."""
         if self.facts.task != "embed":
             self._mismatch("embed")
-        if packed_width is not None:
-            raise EngineError(ErrorCode.UNSUPPORTED_PACKED_WIDTH, "this worker advertises no packed widths")
         if pooling.value != self.facts.pooling or normalize != self.facts.normalize:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,

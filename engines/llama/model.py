@@ -97,8 +97,6 @@ class LlamaModel(Model):
 
         if self._header.pooling_type == POOLING_RANK:
             raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model reranks, it does not embed")
-        if packed_width is not None:
-            raise EngineError(ErrorCode.UNSUPPORTED_PACKED_WIDTH, "the llama worker has no packed widths")
         self._check(batch, "item")
         vectors = np.empty((len(batch), self.dims), dtype=np.float32)
         builtin = self._config.pooling_implementation == "builtin" and not self.has_memory  # U5, U6

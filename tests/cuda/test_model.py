@@ -77,7 +77,6 @@ def test_a_request_may_not_contradict_the_manifest(bundles: Bundles, load: Loade
     rows = [[5, 6, 7]]
     refused(model, rows, ErrorCode.INVALID_REQUEST, "contradict", pooling=Pooling.CLS)
     refused(model, rows, ErrorCode.INVALID_REQUEST, "contradict", normalize=False)
-    refused(model, rows, ErrorCode.UNSUPPORTED_PACKED_WIDTH, "no packed widths", packed_width=128)
     refused(model, [[5], [5] * 65], ErrorCode.INVALID_REQUEST, "sequence_too_long: row 1 has 65 tokens, at most 64")
     refused(model, [[5], [6, 128]], ErrorCode.INVALID_REQUEST, "token 2 has id 128, the vocabulary ends at 127")
     with pytest.raises(EngineError) as caught:
