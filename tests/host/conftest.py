@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import inspect
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -108,9 +109,13 @@ def lane(script: Any = None, **changes: Any) -> LaneSpec:
 
 
 class Lanes:
-    """Makes supervisors in one runtime directory; `close` ends them all."""
+    """Makes supervisors in one runtime directory; `close` ends them all, and *others* before them."""
+
+    limit: ClassVar[float | None] = None
+    """How many seconds an async test with these lanes may take."""
 
     def __init__(self, root: Path) -> None:
+        self.others: list[Any] = []
         self.runtime = RuntimeDirectory.open(root)
         self.permits = Permits()
         self.made: list[Supervisor] = []
@@ -124,8 +129,8 @@ class Lanes:
         return supervisor
 
     async def close(self) -> None:
-        for supervisor in self.made:
-            await supervisor.aclose()
+        for one in (*self.others, *self.made):
+            await one.aclose()
         left = list(self.runtime.workers.iterdir())
         self.runtime.close()
         assert left == [], f"socket files left behind: {left}"
@@ -140,20 +145,31 @@ async def lanes_in(root: Path) -> AsyncIterator[Lanes]:
         await made.close()
 
 
-Scenario = Callable[[Lanes], Any]
-
-
 @pytest.fixture
-def lanes(tmp_path: Path) -> Callable[[Scenario], None]:
-    """Run an async scenario with a lane factory in a loop of its own."""
+def make(tmp_path: Path) -> Lanes:
+    """Return a lane factory for an async test; it is closed where the test's loop ends."""
+    return Lanes(tmp_path / "rt")
 
-    def run(scenario: Scenario) -> None:
-        async def main() -> None:
-            async with lanes_in(tmp_path / "rt") as made:
-                await scenario(made)
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            assert not others, f"tasks left behind: {others}"
 
-        asyncio.run(main())
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an async test in a loop of its own, then close its lanes; no task may stay behind."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    lanes: Lanes | None = pyfuncitem.funcargs.get("make")
 
-    return run
+    async def main() -> None:
+        limit = None if lanes is None else lanes.limit
+        try:
+            async with asyncio.timeout(limit):
+                await pyfuncitem.obj(**arguments)
+        finally:
+            if lanes is not None:
+                async with asyncio.timeout(limit):
+                    await lanes.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not others, f"tasks left behind: {others}"
+
+    asyncio.run(main())
+    return True

@@ -85,121 +85,97 @@ def test_the_refresher_stops():
 
 
 @pytest.mark.process
-def test_states_of_a_lane_and_json(lanes, tmp_path):
+async def test_states_of_a_lane_and_json(make, tmp_path):
     go, loaded = tmp_path / "go", tmp_path / "loaded"
-
-    async def scenario(make):
-        lane = make({"rules": [on("LOAD", {"wait_for": str(loaded)}), on("EMBED_BATCH", {"wait_for": str(go)})]})
-        request = asyncio.create_task(serve(lane))
-        assert lane.health()["state"] == "stopped"
-        await until(lambda: lane.health()["state"] == "loading")
-        loaded.touch()
-        await until(lambda: lane.health()["state"] == "serving")
-        go.touch()
-        await request
-        assert lane.health()["state"] == "idle"
-        health = json.loads(json.dumps(lane.health()))
-        wanted = "state engine device worker_pid generation strikes quarantine_remaining_s age_s rss_mb models"
-        assert set(wanted.split()) <= set(health)
-
-    lanes(scenario)
+    lane = make({"rules": [on("LOAD", {"wait_for": str(loaded)}), on("EMBED_BATCH", {"wait_for": str(go)})]})
+    request = asyncio.create_task(serve(lane))
+    assert lane.health()["state"] == "stopped"
+    await until(lambda: lane.health()["state"] == "loading")
+    loaded.touch()
+    await until(lambda: lane.health()["state"] == "serving")
+    go.touch()
+    await request
+    assert lane.health()["state"] == "idle"
+    health = json.loads(json.dumps(lane.health()))
+    wanted = "state engine device worker_pid generation strikes quarantine_remaining_s age_s rss_mb models"
+    assert set(wanted.split()) <= set(health)
 
 
 @pytest.mark.process
-def test_ping_feeds_health_in_the_background(lanes):
-    async def scenario(make):
-        lane = make({"placement_share": 0.5}, config=FREQUENT)
-        await lane.load()
-        await until(lambda: lane.health()["rss_mb"] is not None)
-        health = lane.health()
-        assert health["rss_mb"] > 0 and health["models_loaded"] == 1 and health["placement_share"] == 0.5
-        assert health["strikes"] == 0 and lane.late_replies == 0
-
-    lanes(scenario)
+async def test_ping_feeds_health_in_the_background(make):
+    lane = make({"placement_share": 0.5}, config=FREQUENT)
+    await lane.load()
+    await until(lambda: lane.health()["rss_mb"] is not None)
+    health = lane.health()
+    assert health["rss_mb"] > 0 and health["models_loaded"] == 1 and health["placement_share"] == 0.5
+    assert health["strikes"] == 0 and lane.late_replies == 0
 
 
 @pytest.mark.process
-def test_ping_never_queues_behind_inference_and_never_spawns(lanes, tmp_path):
+async def test_ping_never_queues_behind_inference_and_never_spawns(make, tmp_path):
     go, pinged = tmp_path / "go", tmp_path / "pinged"
-
-    async def scenario(make):
-        rules = [on("PING", {"touch": str(pinged)}), on("EMBED_BATCH", {"wait_for": str(go)})]
-        lane = make({"rules": rules}, config=FREQUENT)
-        await asyncio.sleep(0.2)
-        assert lane.health()["generation"] == 0
-        await lane.load()
-        await until(pinged.exists)
-        request = asyncio.create_task(serve(lane))
-        await until(lambda: lane.health()["state"] == "serving")
-        pinged.unlink()
-        await asyncio.sleep(0.3)
-        assert lane.health()["waiting"] == 0 and not pinged.exists()
-        go.touch()
-        await request
-        await until(pinged.exists)
-        os.kill(lane.health()["worker_pid"], signal.SIGKILL)
-        await until(lambda: lane.health()["worker_pid"] is None)
-        await asyncio.sleep(0.2)
-        assert lane.health()["generation"] == 1
-
-    lanes(scenario)
+    rules = [on("PING", {"touch": str(pinged)}), on("EMBED_BATCH", {"wait_for": str(go)})]
+    lane = make({"rules": rules}, config=FREQUENT)
+    await asyncio.sleep(0.2)
+    assert lane.health()["generation"] == 0
+    await lane.load()
+    await until(pinged.exists)
+    request = asyncio.create_task(serve(lane))
+    await until(lambda: lane.health()["state"] == "serving")
+    pinged.unlink()
+    await asyncio.sleep(0.3)
+    assert lane.health()["waiting"] == 0 and not pinged.exists()
+    go.touch()
+    await request
+    await until(pinged.exists)
+    os.kill(lane.health()["worker_pid"], signal.SIGKILL)
+    await until(lambda: lane.health()["worker_pid"] is None)
+    await asyncio.sleep(0.2)
+    assert lane.health()["generation"] == 1
 
 
 @pytest.mark.process
-def test_health_goes_unknown_without_news_and_serving_does_not(lanes, tmp_path):
+async def test_health_goes_unknown_without_news_and_serving_does_not(make, tmp_path):
     go = tmp_path / "go"
-
-    async def scenario(make):
-        config = dataclasses.replace(FAST, health_stale=0.1)
-        lane = make({"rules": [{"on": "EMBED_BATCH", "do": [{"wait_for": str(go)}]}]}, config=config)
-        await lane.load()
-        await until(lambda: lane.health()["state"] == "unknown")
-        request = asyncio.create_task(serve(lane))
-        await asyncio.sleep(0.3)
-        assert lane.health()["state"] == "serving" and lane.health()["age_s"] > 0.1
-        go.touch()
-        await request
-        assert lane.health()["state"] == "idle"
-        assert (await lane.ping())["state"] == "idle"
-
-    lanes(scenario)
+    config = dataclasses.replace(FAST, health_stale=0.1)
+    lane = make({"rules": [{"on": "EMBED_BATCH", "do": [{"wait_for": str(go)}]}]}, config=config)
+    await lane.load()
+    await until(lambda: lane.health()["state"] == "unknown")
+    request = asyncio.create_task(serve(lane))
+    await asyncio.sleep(0.3)
+    assert lane.health()["state"] == "serving" and lane.health()["age_s"] > 0.1
+    go.touch()
+    await request
+    assert lane.health()["state"] == "idle"
+    assert (await lane.ping())["state"] == "idle"
 
 
 @pytest.mark.process
-def test_a_worker_that_hangs_while_idle_is_unknown_then_struck(lanes):
-    async def scenario(make):
-        windows = Windows(setup=20.0, control=20.0, ping=1.0, inference=20.0)
-        lane = make(config=dataclasses.replace(FREQUENT, windows=windows, health_stale=0.3))
-        await lane.load()
-        os.kill(lane.health()["worker_pid"], signal.SIGSTOP)
-        await until(lambda: lane.health()["state"] == "unknown")
-        await until(lambda: lane.health()["strikes"] == 1)
-        assert lane.health()["last_fault"]["cause"] == "silence" and lane.health()["last_fault"]["stage"] == "ping"
-        await serve(lane)
-
-    lanes(scenario)
+async def test_a_worker_that_hangs_while_idle_is_unknown_then_struck(make):
+    windows = Windows(setup=20.0, control=20.0, ping=1.0, inference=20.0)
+    lane = make(config=dataclasses.replace(FREQUENT, windows=windows, health_stale=0.3))
+    await lane.load()
+    os.kill(lane.health()["worker_pid"], signal.SIGSTOP)
+    await until(lambda: lane.health()["state"] == "unknown")
+    await until(lambda: lane.health()["strikes"] == 1)
+    assert lane.health()["last_fault"]["cause"] == "silence" and lane.health()["last_fault"]["stage"] == "ping"
+    await serve(lane)
 
 
 @pytest.mark.process
-def test_a_request_behind_a_ping_is_served(lanes):
-    async def scenario(make):
-        lane = make({"rules": [{"on": "PING", "do": [{"sleep": 0.05}]}]}, config=FREQUENT)
-        for n in range(1, 20):
-            await serve(lane, n)
-            await asyncio.sleep(0.01)
-        assert lane.health()["generation"] == 1
-        await lane.unload()
-
-    lanes(scenario)
+async def test_a_request_behind_a_ping_is_served(make):
+    lane = make({"rules": [{"on": "PING", "do": [{"sleep": 0.05}]}]}, config=FREQUENT)
+    for n in range(1, 20):
+        await serve(lane, n)
+        await asyncio.sleep(0.01)
+    assert lane.health()["generation"] == 1
+    await lane.unload()
 
 
 @pytest.mark.process
-def test_a_wrong_pong_is_a_protocol_fault(lanes):
-    async def scenario(make):
-        lane = make({"rules": [{"on": "PING", "do": [{"reply": {"set": {"req_id": "other"}}}, {"sleep": 600}]}]})
-        await lane.load()
-        with pytest.raises(EngineCrashed) as caught:
-            await lane.ping()
-        assert caught.value.details["cause"] == "protocol" and caught.value.details["stage"] == "ping"
-
-    lanes(scenario)
+async def test_a_wrong_pong_is_a_protocol_fault(make):
+    lane = make({"rules": [{"on": "PING", "do": [{"reply": {"set": {"req_id": "other"}}}, {"sleep": 600}]}]})
+    await lane.load()
+    with pytest.raises(EngineCrashed) as caught:
+        await lane.ping()
+    assert caught.value.details["cause"] == "protocol" and caught.value.details["stage"] == "ping"

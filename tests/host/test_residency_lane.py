@@ -27,7 +27,7 @@ from synapse_host.errors import (
 from synapse_host.lane_lock import LaneLock
 from synapse_host.rungs import Costs, Part, charge, parts
 from synapse_host.slots import Key, Limits, Model
-from tests.host.conftest import FAST, Lanes, Scenario, embed, on, soon, until
+from tests.host.conftest import FAST, Lanes, embed, on, soon, until
 from tests.host.residency_world import charged, resident
 
 pytestmark = pytest.mark.process
@@ -46,7 +46,6 @@ ARTIFACT = Artifact(
 COSTS = Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 4.0})
 ECHO = {"engine": ANE_ENGINE, "vectors": "echo", "dims": 2}
 SPEC: dict[str, Any] = {"expected_engine": ANE_ENGINE, "device": "ane"}
-Body = Callable[[AneFleet, Any, Any], Any]
 
 
 def shapes(*tokens: int) -> set[Key]:
@@ -54,49 +53,33 @@ def shapes(*tokens: int) -> set[Key]:
 
 
 @pytest.fixture
-def ane(lanes: Callable[[Scenario], None]) -> Callable[..., None]:
-    """Run a body with (fleet, supervisor, lane) of a worker that echoes ids and was started with these widths."""
+def ane(make: Lanes) -> Callable[..., Any]:
+    """Return what makes (fleet, supervisor, lane) of a worker that echoes ids and was started with these widths."""
 
-    def run(
-        body: Body,
+    def start(
         script: dict[str, Any] | None = None,
         *,
         limits: Limits | None = None,
         costs: Costs | None = COSTS,
         widths: tuple[int, ...] = (256,),
         config: HostConfig = FAST,
-    ) -> None:
-        async def scenario(made: Lanes) -> None:
-            one = AneFleet(limits)
-            supervisor = made({**ECHO, **(script or {})}, lane_id="ane", packed_widths=widths, config=config, **SPEC)
-            lane = one.add(supervisor, ARTIFACT, costs=costs)
-            try:
-                await body(one, supervisor, lane)
-            finally:
-                await one.aclose()
+    ) -> tuple[AneFleet, Any, Any]:
+        one = AneFleet(limits)
+        make.others.append(one)
+        supervisor = make({**ECHO, **(script or {})}, lane_id="ane", packed_widths=widths, config=config, **SPEC)
+        return one, supervisor, one.add(supervisor, ARTIFACT, costs=costs)
 
-        lanes(scenario)
-
-    return run
+    return start
 
 
-@pytest.fixture
-def two_lanes(lanes: Callable[[Scenario], None]) -> Callable[..., None]:
-    """Run a body with (fleet, lane ``one``, lane ``two``); the script is the first one's."""
-
-    def run(body: Body, script: dict[str, Any] | None = None, *, limits: Limits | None = None) -> None:
-        async def scenario(made: Lanes) -> None:
-            one = AneFleet(limits)
-            first = one.add(made({**ECHO, **(script or {})}, lane_id="one", **SPEC), ARTIFACT)
-            second = one.add(made(ECHO, lane_id="two", **SPEC), ARTIFACT)
-            try:
-                await body(one, first, second)
-            finally:
-                await one.aclose()
-
-        lanes(scenario)
-
-    return run
+def two_lanes(
+    make: Lanes, script: dict[str, Any] | None = None, *, limits: Limits | None = None
+) -> tuple[AneFleet, Any, Any]:
+    """Return (fleet, lane ``one``, lane ``two``); the script is the first one's."""
+    one = AneFleet(limits)
+    make.others.append(one)
+    first = one.add(make({**ECHO, **(script or {})}, lane_id="one", **SPEC), ARTIFACT)
+    return one, first, one.add(make(ECHO, lane_id="two", **SPEC), ARTIFACT)
 
 
 def test_rungs_ascend_and_a_row_beyond_the_ladder_is_named() -> None:
@@ -129,121 +112,105 @@ def test_an_artifact_without_layers_or_buckets_cannot_be_charged() -> None:
             charge(artifact)
 
 
-def test_rungs_are_admitted_once_and_served(ane: Callable[..., None]) -> None:
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        replies = [await one.serve("ane", bucket, embed([7, 8])) for bucket in (128, 256, 256, 512)]
-        assert len({bytes(memoryview(raw)) for _, raw in replies}) == 1
-        assert resident(one.shell.core, "ane") == shapes(128, 256, 512)
-        assert supervisor.generation == 1
-
-    ane(body)
+async def test_rungs_are_admitted_once_and_served(ane: Callable[..., Any]) -> None:
+    one, supervisor, _ = ane()
+    replies = [await one.serve("ane", bucket, embed([7, 8])) for bucket in (128, 256, 256, 512)]
+    assert len({bytes(memoryview(raw)) for _, raw in replies}) == 1
+    assert resident(one.shell.core, "ane") == shapes(128, 256, 512)
+    assert supervisor.generation == 1
 
 
 @pytest.mark.parametrize("way", ["cancellation", "deadline"])
-def test_a_caller_who_leaves_keeps_permit_and_lease_until_the_reply_drains(ane: Callable[..., None], way: str) -> None:
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        await one.serve("ane", 128, embed([1]))
-        deadline = soon(0.1 if way == "deadline" else 60)
-        caller = asyncio.ensure_future(one.serve("ane", 128, embed([66]), deadline=deadline))
-        await asyncio.sleep(0.1)
-        if way == "cancellation":
-            caller.cancel()
-        (left,) = await asyncio.gather(caller, return_exceptions=True)
-        assert isinstance(left, DeadlineExceeded if way == "deadline" else asyncio.CancelledError)
-        slot = next(iter(one.shell.core.slots.values()))
-        assert slot.leases == 1, "still leased: its reply is on the way"
-        assert supervisor.health()["state"] == "serving"
-        _, raw = await one.serve("ane", 128, embed([7, 8]))
-        assert list(raw) == [7, 8] and supervisor.generation == 1, "the next reply belongs to the next request"
-        await until(lambda: not slot.leases)
+async def test_a_caller_who_leaves_keeps_permit_and_lease_until_the_reply_drains(
+    ane: Callable[..., Any], way: str
+) -> None:
+    one, supervisor, _ = ane({"rules": [on("EMBED_BATCH", {"sleep": 0.4}, first_id=66)]})
+    await one.serve("ane", 128, embed([1]))
+    deadline = soon(0.1 if way == "deadline" else 60)
+    caller = asyncio.ensure_future(one.serve("ane", 128, embed([66]), deadline=deadline))
+    await asyncio.sleep(0.1)
+    if way == "cancellation":
+        caller.cancel()
+    (left,) = await asyncio.gather(caller, return_exceptions=True)
+    assert isinstance(left, DeadlineExceeded if way == "deadline" else asyncio.CancelledError)
+    slot = next(iter(one.shell.core.slots.values()))
+    assert slot.leases == 1, "still leased: its reply is on the way"
+    assert supervisor.health()["state"] == "serving"
+    _, raw = await one.serve("ane", 128, embed([7, 8]))
+    assert list(raw) == [7, 8] and supervisor.generation == 1, "the next reply belongs to the next request"
+    await until(lambda: not slot.leases)
 
-    ane(body, {"rules": [on("EMBED_BATCH", {"sleep": 0.4}, first_id=66)]})
 
-
-def test_direct_ane_cold_admission_after_absolute_deadline_is_drained_without_inference(
-    ane: Callable[..., None], tmp_path: Any
+async def test_direct_ane_cold_admission_after_absolute_deadline_is_drained_without_inference(
+    ane: Callable[..., Any], tmp_path: Any
 ) -> None:
     mark = tmp_path / "embedded"
-
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        await one.serve("ane", 128, embed([1]))
-        with pytest.raises(ShapeCompiling) as late:
-            await one.serve("ane", 256, embed([66]), deadline=soon(0.1))
-        assert late.value.details["shape"] == 256
-        await one.serve("ane", 256, embed([5]))
-        assert not mark.exists(), "the late request never reached inference"
-        assert Key("ane", "shape", 256) in resident(one.shell.core, "ane") and supervisor.generation == 1
-
     rules = [on("ANE_ADMIT_SHAPE", {"sleep": 0.4}), on("EMBED_BATCH", {"touch": str(mark)}, first_id=66)]
-    ane(body, {"rules": rules})
+    one, supervisor, _ = ane({"rules": rules})
+    await one.serve("ane", 128, embed([1]))
+    with pytest.raises(ShapeCompiling) as late:
+        await one.serve("ane", 256, embed([66]), deadline=soon(0.1))
+    assert late.value.details["shape"] == 256
+    await one.serve("ane", 256, embed([5]))
+    assert not mark.exists(), "the late request never reached inference"
+    assert Key("ane", "shape", 256) in resident(one.shell.core, "ane") and supervisor.generation == 1
 
 
-def test_a_worker_that_dies_while_serving_is_restarted_once_and_serves_again(ane: Callable[..., None]) -> None:
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        await one.serve("ane", 256, embed([1]))
-        with pytest.raises(EngineCrashed):
-            await one.serve("ane", 256, embed([66]))
-        _, raw = await one.serve("ane", 256, embed([7]))
-        assert raw is not None and supervisor.generation == 2
-        assert one.shell.generation("ane") == 2
-
-    ane(body, {"rules": [on("EMBED_BATCH", {"signal": "SIGKILL"}, first_id=66)]})
+async def test_a_worker_that_dies_while_serving_is_restarted_once_and_serves_again(ane: Callable[..., Any]) -> None:
+    one, supervisor, _ = ane({"rules": [on("EMBED_BATCH", {"signal": "SIGKILL"}, first_id=66)]})
+    await one.serve("ane", 256, embed([1]))
+    with pytest.raises(EngineCrashed):
+        await one.serve("ane", 256, embed([66]))
+    _, raw = await one.serve("ane", 256, embed([7]))
+    assert raw is not None and supervisor.generation == 2
+    assert one.shell.generation("ane") == 2
 
 
-def test_err_ack_restarts_the_worker_drops_its_shapes_and_resumes_waiters(
-    ane: Callable[..., None], tmp_path: Path
+async def test_err_ack_restarts_the_worker_drops_its_shapes_and_resumes_waiters(
+    ane: Callable[..., Any], tmp_path: Path
 ) -> None:
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        await one.serve("ane", 256, embed([1]))
-        with pytest.raises(Exception) as refused:
-            await one.serve("ane", 512, embed([1]))
-        assert refused.value.code == "invalid_placement"  # type: ignore[attr-defined]
-        await one.serve("ane", 256, embed([1]))
-        assert supervisor.generation == 2
-        assert resident(one.shell.core, "ane") == shapes(128, 256)
-
     err = on("ANE_ADMIT_SHAPE", {"err": {"code": "invalid_placement", "msg": "matmul on the CPU"}}, nth=2)
-    ane(body, {"state": str(tmp_path / "spawns"), "generations": [{"rules": [err]}, {}]})
+    one, supervisor, _ = ane({"state": str(tmp_path / "spawns"), "generations": [{"rules": [err]}, {}]})
+    await one.serve("ane", 256, embed([1]))
+    with pytest.raises(Exception) as refused:
+        await one.serve("ane", 512, embed([1]))
+    assert refused.value.code == "invalid_placement"  # type: ignore[attr-defined]
+    await one.serve("ane", 256, embed([1]))
+    assert supervisor.generation == 2
+    assert resident(one.shell.core, "ane") == shapes(128, 256)
 
 
-def test_a_silent_admission_ends_with_its_process_and_is_refunded_then(
-    ane: Callable[..., None], tmp_path: Path
+async def test_a_silent_admission_ends_with_its_process_and_is_refunded_then(
+    ane: Callable[..., Any], tmp_path: Path
 ) -> None:
     silent = on("ANE_ADMIT_SHAPE", {"sleep": 30})
     windows = Windows(setup=1.0, control=20.0, ping=20.0, inference=20.0)
-
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        with pytest.raises(EngineCrashed) as crashed:
-            await one.serve("ane", 256, embed([1]))
-        assert crashed.value.details["cause"] == "silence"
-        await one.serve("ane", 256, embed([1]))
-        assert supervisor.generation == 2 and charged(one.shell.core)[0] == 2
-
     script = {"state": str(tmp_path / "spawns"), "generations": [{"rules": [silent]}, {}]}
-    ane(body, script, config=dataclasses.replace(FAST, windows=windows))
+    one, supervisor, _ = ane(script, config=dataclasses.replace(FAST, windows=windows))
+    with pytest.raises(EngineCrashed) as crashed:
+        await one.serve("ane", 256, embed([1]))
+    assert crashed.value.details["cause"] == "silence"
+    await one.serve("ane", 256, embed([1]))
+    assert supervisor.generation == 2 and charged(one.shell.core)[0] == 2
 
 
-def test_identical_models_in_two_lanes_compile_independently(two_lanes: Callable[..., None]) -> None:
-    async def body(one: AneFleet, slow: Any, quick: Any) -> None:
-        compiling = asyncio.ensure_future(one.serve("one", 256, embed([1])))
-        await one.serve("two", 256, embed([1]))
-        assert not compiling.done(), "compilation holds no permit: the other lane serves meanwhile"
-        await compiling
-
-    two_lanes(body, {"rules": [on("ANE_ADMIT_SHAPE", {"sleep": 0.5})]})
+async def test_identical_models_in_two_lanes_compile_independently(make: Lanes) -> None:
+    one, _, _ = two_lanes(make, {"rules": [on("ANE_ADMIT_SHAPE", {"sleep": 0.5})]})
+    compiling = asyncio.ensure_future(one.serve("one", 256, embed([1])))
+    await one.serve("two", 256, embed([1]))
+    assert not compiling.done(), "compilation holds no permit: the other lane serves meanwhile"
+    await compiling
 
 
-def test_unload_takes_the_worker_down_and_the_next_request_brings_it_back(ane: Callable[..., None]) -> None:
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        assert supervisor.generation == 0, "nothing starts before the first request"
-        await lane.submit(embed([1] * 200), stage="embed")
-        await lane.unload()
-        await until(lambda: charged(one.shell.core) == (0, 0, 0))
-        await lane.submit(embed([1] * 200), stage="embed")
-        assert supervisor.generation == 2
-        assert resident(one.shell.core, "ane") == shapes(128, 256)
-
-    ane(body)
+async def test_unload_takes_the_worker_down_and_the_next_request_brings_it_back(ane: Callable[..., Any]) -> None:
+    one, supervisor, lane = ane()
+    assert supervisor.generation == 0, "nothing starts before the first request"
+    await lane.submit(embed([1] * 200), stage="embed")
+    await lane.unload()
+    await until(lambda: charged(one.shell.core) == (0, 0, 0))
+    await lane.submit(embed([1] * 200), stage="embed")
+    assert supervisor.generation == 2
+    assert resident(one.shell.core, "ane") == shapes(128, 256)
 
 
 def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,192 +282,163 @@ def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, mon
         ({"packed": {"layout": "tight-v1", "widths": [128], "max_rows": 64}}, (256,), COSTS, False),
     ],
 )
-def test_rows_are_packed_only_where_advertised_measured_and_cheaper(
+async def test_rows_are_packed_only_where_advertised_measured_and_cheaper(
     script: dict[str, Any],
     widths: tuple[int, ...],
     costs: Costs | None,
     packed: bool,
-    ane: Callable[..., None],
+    ane: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
     mark = tmp_path / "packed"
     rules = [on("ANE_ADMIT_PACKED", {"touch": str(mark)})]
-
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        rows = [[9] * 300, [1, 2], [7] * 100, [3, 4], [5, 6]]
-        reply, raw = await lane.submit(embed(*rows), stage="embed")
-        assert reply.n == 5 and list(raw) == [9, 9, 1, 2, 7, 7, 3, 4, 5, 6]
-        assert mark.exists() is packed and supervisor.generation == 1
-        assert (Key("ane", "packed", 256) in resident(one.shell.core, "ane")) is packed
-        if packed:
-            assert Key("ane", "shape", 512) in resident(one.shell.core, "ane"), "the long row ran on its rung"
-            assert not any(slot.leases for slot in one.shell.core.slots.values())
-
-    ane(body, {"rules": rules, **script}, widths=widths, costs=costs)
+    one, supervisor, lane = ane({"rules": rules, **script}, widths=widths, costs=costs)
+    rows = [[9] * 300, [1, 2], [7] * 100, [3, 4], [5, 6]]
+    reply, raw = await lane.submit(embed(*rows), stage="embed")
+    assert reply.n == 5 and list(raw) == [9, 9, 1, 2, 7, 7, 3, 4, 5, 6]
+    assert mark.exists() is packed and supervisor.generation == 1
+    assert (Key("ane", "packed", 256) in resident(one.shell.core, "ane")) is packed
+    if packed:
+        assert Key("ane", "shape", 512) in resident(one.shell.core, "ane"), "the long row ran on its rung"
+        assert not any(slot.leases for slot in one.shell.core.slots.values())
 
 
-def test_a_row_alone_is_never_packed(ane: Callable[..., None]) -> None:
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        await lane.submit(embed([1, 2]), stage="embed")
-        assert resident(one.shell.core, "ane") == shapes(128)
-
-    ane(body, {"packed": True}, costs=Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 0.1}))
+async def test_a_row_alone_is_never_packed(ane: Callable[..., Any]) -> None:
+    one, _, lane = ane({"packed": True}, costs=Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 0.1}))
+    await lane.submit(embed([1, 2]), stage="embed")
+    assert resident(one.shell.core, "ane") == shapes(128)
 
 
-def test_a_packed_exchange_takes_at_most_64_rows(ane: Callable[..., None], tmp_path: Path) -> None:
+async def test_a_packed_exchange_takes_at_most_64_rows(ane: Callable[..., Any], tmp_path: Path) -> None:
     """200 rows of 2 tokens: passes of 64 rows, one an exchange, and nobody is lost or doubled."""
-
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        rows = [[n, n + 1] for n in range(200)]
-        _, raw = await lane.submit(embed(*rows), stage="embed")
-        assert list(raw) == [value for row in rows for value in row]
-        assert supervisor.counters.requests["embed", "ok"] == 4
-
     plan = parts([2] * 200, [128, 256, 512], costs=COSTS, widths=[256])
     assert [len(part.rows) for part in plan] == [64, 64, 64, 8] and all(part.kind == "packed" for part in plan)
-    ane(body, {"packed": True})
+    _, supervisor, lane = ane({"packed": True})
+    rows = [[n, n + 1] for n in range(200)]
+    _, raw = await lane.submit(embed(*rows), stage="embed")
+    assert list(raw) == [value for row in rows for value in row]
+    assert supervisor.counters.requests["embed", "ok"] == 4
 
 
-def test_an_unadvertised_width_is_refused_before_anything_is_sent(ane: Callable[..., None]) -> None:
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        with pytest.raises(SynapseError) as refused:
-            await lane.submit_packed(128, embed([1], [2]), stage="embed")
-        assert refused.value.code == "unsupported_packed_width" and supervisor.generation == 1
-        _, raw = await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
-        assert list(raw) == [1, 2, 3, 4]
-
-    ane(body, {"packed": True})
+async def test_an_unadvertised_width_is_refused_before_anything_is_sent(ane: Callable[..., Any]) -> None:
+    _, supervisor, lane = ane({"packed": True})
+    with pytest.raises(SynapseError) as refused:
+        await lane.submit_packed(128, embed([1], [2]), stage="embed")
+    assert refused.value.code == "unsupported_packed_width" and supervisor.generation == 1
+    _, raw = await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
+    assert list(raw) == [1, 2, 3, 4]
 
 
-def test_a_packed_width_shares_the_model_s_four_places(ane: Callable[..., None]) -> None:
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        one.shell.core.limits = Limits(per_model=2)
-        await lane.submit(embed([9] * 300), stage="embed")
-        await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
-        kept = resident(one.shell.core, "ane")
-        assert kept == {Key("ane", "shape", 128), Key("ane", "packed", 256)}, "the smallest rung stays"
-
-    ane(body, {"packed": True})
+async def test_a_packed_width_shares_the_model_s_four_places(ane: Callable[..., Any]) -> None:
+    one, _, lane = ane({"packed": True})
+    one.shell.core.limits = Limits(per_model=2)
+    await lane.submit(embed([9] * 300), stage="embed")
+    await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
+    kept = resident(one.shell.core, "ane")
+    assert kept == {Key("ane", "shape", 128), Key("ane", "packed", 256)}, "the smallest rung stays"
 
 
 # --- the books -------------------------------------------------------------------------------------------------------
 
 
-def test_load_goes_through_the_books_and_a_request_finds_it(ane: Callable[..., None]) -> None:
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        await lane.load()
-        assert charged(one.shell.core) == (1, 22, 1000)
-        assert resident(one.shell.core, "ane") == shapes(128)
-        await lane.submit(embed([1, 2]), stage="embed")
-        await lane.load()
-        assert supervisor.generation == 1 and charged(one.shell.core)[0] == 1
-
-    ane(body, {})
+async def test_load_goes_through_the_books_and_a_request_finds_it(ane: Callable[..., Any]) -> None:
+    one, supervisor, lane = ane({})
+    await lane.load()
+    assert charged(one.shell.core) == (1, 22, 1000)
+    assert resident(one.shell.core, "ane") == shapes(128)
+    await lane.submit(embed([1, 2]), stage="embed")
+    await lane.load()
+    assert supervisor.generation == 1 and charged(one.shell.core)[0] == 1
 
 
 @pytest.mark.parametrize("limits", [Limits(nbytes=999), Limits(executables=21)])
-def test_a_model_larger_than_the_budget_is_refused_typed_and_starts_nothing(
-    limits: Limits, ane: Callable[..., None]
+async def test_a_model_larger_than_the_budget_is_refused_typed_and_starts_nothing(
+    limits: Limits, ane: Callable[..., Any]
 ) -> None:
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        for call in (lane.load(), lane.submit(embed([1, 2]), stage="embed")):
-            with pytest.raises(SynapseError) as refused:
-                await call
-            assert refused.value.code == "ane_residency_limit" and not refused.value.transient
-            assert refused.value.details["lane_id"] == "ane"
-        assert supervisor.generation == 0 and charged(one.shell.core) == (0, 0, 0)
-
-    ane(body, limits=limits)
+    one, supervisor, lane = ane(limits=limits)
+    for call in (lane.load(), lane.submit(embed([1, 2]), stage="embed")):
+        with pytest.raises(SynapseError) as refused:
+            await call
+        assert refused.value.code == "ane_residency_limit" and not refused.value.transient
+        assert refused.value.details["lane_id"] == "ane"
+    assert supervisor.generation == 0 and charged(one.shell.core) == (0, 0, 0)
 
 
-def test_a_full_budget_is_a_transient_refusal_and_nothing_stays_behind(two_lanes: Callable[..., None]) -> None:
-    async def body(one: AneFleet, first: Any, second: Any) -> None:
-        await first.load()
-        async with one.shell.lease(Key("one", "shape", 128)):
-            waiting = asyncio.ensure_future(second.load())
-            while len(one.shell.core.tickets) < 2:
-                await asyncio.sleep(0)
-            one.shell.core.expire(1e12)
-            one.shell._act()
-            with pytest.raises(SynapseError) as refused:
-                await waiting
-        assert (refused.value.code, refused.value.transient) == ("ane_resources_exhausted", True)
-        assert (refused.value.retry_after_ms, refused.value.safe_to_retry) == (250, True)
-
-    two_lanes(body, limits=Limits(nbytes=1500))
+async def test_a_full_budget_is_a_transient_refusal_and_nothing_stays_behind(make: Lanes) -> None:
+    one, first, second = two_lanes(make, limits=Limits(nbytes=1500))
+    await first.load()
+    async with one.shell.lease(Key("one", "shape", 128)):
+        waiting = asyncio.ensure_future(second.load())
+        while len(one.shell.core.tickets) < 2:
+            await asyncio.sleep(0)
+        one.shell.core.expire(1e12)
+        one.shell._act()
+        with pytest.raises(SynapseError) as refused:
+            await waiting
+    assert (refused.value.code, refused.value.transient) == ("ane_resources_exhausted", True)
+    assert (refused.value.retry_after_ms, refused.value.safe_to_retry) == (250, True)
 
 
-def test_an_idle_death_reaches_the_books_and_the_next_request_is_served(
-    ane: Callable[..., None], tmp_path: Path
+async def test_an_idle_death_reaches_the_books_and_the_next_request_is_served(
+    ane: Callable[..., Any], tmp_path: Path
 ) -> None:
     dying = {"background": [{"wait_for": str(tmp_path / "die")}, {"signal": "SIGKILL"}]}
     script = {"state": str(tmp_path / "spawns"), "generations": [dying, {}]}
-
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        await lane.submit(embed([1] * 200), stage="embed")
-        assert charged(one.shell.core)[0] == 2
-        (tmp_path / "die").touch()
-        await until(lambda: charged(one.shell.core) == (0, 0, 0))
-        assert supervisor.generation == 1, "nobody asked: nothing is started"
-        _, raw = await lane.submit(embed([1] * 200), stage="embed")
-        assert list(raw) == [1, 1] and supervisor.generation == 2
-
-    ane(body, script)
+    one, supervisor, lane = ane(script)
+    await lane.submit(embed([1] * 200), stage="embed")
+    assert charged(one.shell.core)[0] == 2
+    (tmp_path / "die").touch()
+    await until(lambda: charged(one.shell.core) == (0, 0, 0))
+    assert supervisor.generation == 1, "nobody asked: nothing is started"
+    _, raw = await lane.submit(embed([1] * 200), stage="embed")
+    assert list(raw) == [1, 1] and supervisor.generation == 2
 
 
-def test_a_late_load_is_deadline_exceeded_and_goes_on_for_the_next_caller(ane: Callable[..., None]) -> None:
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        with pytest.raises(DeadlineExceeded):
-            await lane.submit(embed([1, 2]), deadline=soon(0.1), stage="embed")
-        await lane.submit(embed([1, 2]), stage="embed")
-        assert supervisor.generation == 1
-
-    ane(body, {"rules": [on("LOAD", {"sleep": 0.5})]})
+async def test_a_late_load_is_deadline_exceeded_and_goes_on_for_the_next_caller(ane: Callable[..., Any]) -> None:
+    _, supervisor, lane = ane({"rules": [on("LOAD", {"sleep": 0.5})]})
+    with pytest.raises(DeadlineExceeded):
+        await lane.submit(embed([1, 2]), deadline=soon(0.1), stage="embed")
+    await lane.submit(embed([1, 2]), stage="embed")
+    assert supervisor.generation == 1
 
 
-def test_self_check_waits_for_drains_and_blocks_new_serving(ane: Callable[..., None], tmp_path: Path) -> None:
+async def test_self_check_waits_for_drains_and_blocks_new_serving(ane: Callable[..., Any], tmp_path: Path) -> None:
     """The probe of a lane is its self-check: a fresh worker proves itself behind what drains, before what comes."""
     go = tmp_path / "go"
     rules = [on("EMBED_BATCH", {"wait_for": str(go)}, first_id=66)]
-
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        await lane.load()
-        caller = asyncio.ensure_future(lane.submit(embed([66]), stage="embed"))
-        await until(lambda: supervisor.health()["state"] == "serving")
-        caller.cancel()
-        check = asyncio.ensure_future(lane.probe(embed([7])))
-        later = asyncio.ensure_future(lane.submit(embed([8, 8]), stage="embed"))
-        await asyncio.sleep(0.2)
-        assert not check.done() and not later.done() and supervisor.generation == 1, "the reply isn't drained yet"
-        go.touch()
-        await check
-        assert supervisor.generation == 2, "the check is a fresh worker's"
-        _, raw = await later
-        assert list(raw) == [8, 8] and supervisor.generation == 2
-        assert charged(one.shell.core)[0] == 1
-
-    ane(body, {"rules": rules})
+    one, supervisor, lane = ane({"rules": rules})
+    await lane.load()
+    caller = asyncio.ensure_future(lane.submit(embed([66]), stage="embed"))
+    await until(lambda: supervisor.health()["state"] == "serving")
+    caller.cancel()
+    check = asyncio.ensure_future(lane.probe(embed([7])))
+    later = asyncio.ensure_future(lane.submit(embed([8, 8]), stage="embed"))
+    await asyncio.sleep(0.2)
+    assert not check.done() and not later.done() and supervisor.generation == 1, "the reply isn't drained yet"
+    go.touch()
+    await check
+    assert supervisor.generation == 2, "the check is a fresh worker's"
+    _, raw = await later
+    assert list(raw) == [8, 8] and supervisor.generation == 2
+    assert charged(one.shell.core)[0] == 1
 
 
-def test_cancelled_exchange_faults_channel_before_a_later_request_reads_stale_reply(
-    ane: Callable[..., None], tmp_path: Path
+async def test_cancelled_exchange_faults_channel_before_a_later_request_reads_stale_reply(
+    ane: Callable[..., Any], tmp_path: Path
 ) -> None:
     """A worker that answers a cancelled request twice: the second answer breaks the channel and reaches nobody."""
     twice = {"rules": [on("EMBED_BATCH", {"sleep": 0.2}, {"reply": {"times": 2}}, first_id=66)]}
     script = {"state": str(tmp_path / "spawns"), "generations": [twice, {}]}
-
-    async def body(one: AneFleet, supervisor: Any, lane: Any) -> None:
-        await lane.load()
-        caller = asyncio.ensure_future(lane.submit(embed([66, 66]), stage="embed"))
-        await asyncio.sleep(0.1)
-        caller.cancel()
-        while True:
-            try:
-                _, raw = await lane.submit(embed([7, 8]), stage="embed")
-                break
-            except EngineCrashed as exc:
-                assert exc.details["cause"] in ("protocol", "exit")
-        assert list(raw) == [7, 8], "its own answer, never the stale one"
-        assert supervisor.generation == 2
-
-    ane(body, script)
+    _, supervisor, lane = ane(script)
+    await lane.load()
+    caller = asyncio.ensure_future(lane.submit(embed([66, 66]), stage="embed"))
+    await asyncio.sleep(0.1)
+    caller.cancel()
+    while True:
+        try:
+            _, raw = await lane.submit(embed([7, 8]), stage="embed")
+            break
+        except EngineCrashed as exc:
+            assert exc.details["cause"] in ("protocol", "exit")
+    assert list(raw) == [7, 8], "its own answer, never the stale one"
+    assert supervisor.generation == 2

@@ -132,34 +132,30 @@ def test_names_of_variables_are_exact():
 
 @pytest.mark.process
 @posix
-def test_a_worker_gets_its_socket_and_its_streams_and_nothing_else(lanes, tmp_path, monkeypatch):
+async def test_a_worker_gets_its_socket_and_its_streams_and_nothing_else(make, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
     monkeypatch.setenv("LD_PRELOAD", "")
     report = tmp_path / "report"
-
-    async def scenario(make):
-        pairs = [os.pipe() for _ in range(20)]
-        server = socket.create_server(("127.0.0.1", 0))
-        try:
-            for fd in [fd for pair in pairs for fd in pair] + [server.fileno()]:
-                os.set_inheritable(fd, True)
-            lane = make({"ready": [{"report": str(report)}]})
-            await serve(lane)
-        finally:
-            server.close()
-            for fd in [fd for pair in pairs for fd in pair]:
-                os.close(fd)
-        told = json.loads(report.read_text())
-        # 0, 1, 2, the connection, the script's own copy of stdout, and the listing itself.
-        assert len(told["descriptors"]) <= 6, told["descriptors"]
-        allowed = re.compile("|".join(name.replace("*", ".*") for name in re.findall(r"[A-Z_]+\*?", LISTED)))
-        # Python itself may add LC_CTYPE (PEP 538).
-        assert all(allowed.fullmatch(name) for name in told["environment"]), sorted(told["environment"])
-        assert told["environment"]["SYNAPSE_WORKER_ID"] == "toy-1"
-        assert told["session"] == told["pid"], "a worker leads its own session"
-
-    lanes(scenario)
+    pairs = [os.pipe() for _ in range(20)]
+    server = socket.create_server(("127.0.0.1", 0))
+    try:
+        for fd in [fd for pair in pairs for fd in pair] + [server.fileno()]:
+            os.set_inheritable(fd, True)
+        lane = make({"ready": [{"report": str(report)}]})
+        await serve(lane)
+    finally:
+        server.close()
+        for fd in [fd for pair in pairs for fd in pair]:
+            os.close(fd)
+    told = json.loads(report.read_text())
+    # 0, 1, 2, the connection, the script's own copy of stdout, and the listing itself.
+    assert len(told["descriptors"]) <= 6, told["descriptors"]
+    allowed = re.compile("|".join(name.replace("*", ".*") for name in re.findall(r"[A-Z_]+\*?", LISTED)))
+    # Python itself may add LC_CTYPE (PEP 538).
+    assert all(allowed.fullmatch(name) for name in told["environment"]), sorted(told["environment"])
+    assert told["environment"]["SYNAPSE_WORKER_ID"] == "toy-1"
+    assert told["session"] == told["pid"], "a worker leads its own session"
 
 
 CLOEXEC = """
@@ -222,38 +218,30 @@ def test_a_probe_sees_what_a_worker_would_see(tmp_path, monkeypatch):
 
 
 @pytest.mark.process
-def test_the_nonce_is_new_for_each_spawn_and_never_told(lanes, tmp_path, caplog):
+async def test_the_nonce_is_new_for_each_spawn_and_never_told(make, tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     report = tmp_path / "report"
-
-    async def scenario(make):
-        dies = {"rules": [on("EMBED_BATCH", {"stderr": "bye"}, {"signal": "SIGKILL"})]}
-        lane = make({**dies, "ready": [{"report": str(report)}]})
-        nonces, told = [], []
-        for _ in range(2):
-            error = await crash(lane)
-            argv = json.loads(report.read_text())["argv"]
-            nonces.append(argv[argv.index("--nonce") + 1])
-            told.append(json.dumps(error.to_dict()))
-        told.append(json.dumps(lane.health()))
-        assert len(set(nonces)) == 2 and all(re.fullmatch("[0-9a-f]{16}", nonce) for nonce in nonces)
-        everything = "\n".join([*told, caplog.text])
-        assert not any(nonce in everything for nonce in nonces)
-
-    lanes(scenario)
+    dies = {"rules": [on("EMBED_BATCH", {"stderr": "bye"}, {"signal": "SIGKILL"})]}
+    lane = make({**dies, "ready": [{"report": str(report)}]})
+    nonces, told = [], []
+    for _ in range(2):
+        error = await crash(lane)
+        argv = json.loads(report.read_text())["argv"]
+        nonces.append(argv[argv.index("--nonce") + 1])
+        told.append(json.dumps(error.to_dict()))
+    told.append(json.dumps(lane.health()))
+    assert len(set(nonces)) == 2 and all(re.fullmatch("[0-9a-f]{16}", nonce) for nonce in nonces)
+    everything = "\n".join([*told, caplog.text])
+    assert not any(nonce in everything for nonce in nonces)
 
 
 @pytest.mark.process
-def test_a_wrong_nonce_isn_t_echoed(lanes, caplog):
+async def test_a_wrong_nonce_isn_t_echoed(make, caplog):
     caplog.set_level(logging.DEBUG)
-
-    async def scenario(make):
-        lane = make({"hello": [{"hello": {"nonce": "feedfacefeedface"}}]})
-        error = await crash(lane)
-        assert "nonce" in error.message
-        assert "feedface" not in json.dumps(error.to_dict()) + caplog.text
-
-    lanes(scenario)
+    lane = make({"hello": [{"hello": {"nonce": "feedfacefeedface"}}]})
+    error = await crash(lane)
+    assert "nonce" in error.message
+    assert "feedface" not in json.dumps(error.to_dict()) + caplog.text
 
 
 def test_nonces_are_compared_in_constant_time(monkeypatch):
@@ -292,7 +280,7 @@ def test_the_frame_limit_before_the_ack():
 
 @pytest.mark.process
 @posix
-def test_another_user_s_process_is_turned_away(lanes, tmp_path, monkeypatch):
+async def test_another_user_s_process_is_turned_away(make, tmp_path, monkeypatch):
     """The peer's uid is the kernel's word; here it is another one for the first two connections."""
     from synapse_host import listener
 
@@ -305,18 +293,14 @@ def test_another_user_s_process_is_turned_away(lanes, tmp_path, monkeypatch):
 
     monkeypatch.setattr(listener, "peer_of", peer_of)
     start = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); print(s.recv(1))"
-
-    async def scenario(make):
-        # Its first connection comes from "another user"; the worker itself connects afterwards.
-        wrapper = tmp_path / "wrapper.py"
-        wrapper.write_text(
-            "import os, subprocess, sys\n"
-            "at = sys.argv.index('--socket')\n"
-            f"subprocess.run([sys.executable, '-c', {start!r}, sys.argv[at + 1]], check=True)\n"
-            "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
-        )
-        lane = make(command=(sys.executable, str(wrapper), *scripted.command({})[1:]))
-        await serve(lane)
-        assert len(asked) == 2 and lane.health()["strikes"] == 0
-
-    lanes(scenario)
+    # Its first connection comes from "another user"; the worker itself connects afterwards.
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(
+        "import os, subprocess, sys\n"
+        "at = sys.argv.index('--socket')\n"
+        f"subprocess.run([sys.executable, '-c', {start!r}, sys.argv[at + 1]], check=True)\n"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+    )
+    lane = make(command=(sys.executable, str(wrapper), *scripted.command({})[1:]))
+    await serve(lane)
+    assert len(asked) == 2 and lane.health()["strikes"] == 0

@@ -58,56 +58,46 @@ SENT = 1.0
 # --- serving ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_kind_of_request(lanes):
+async def test_every_kind_of_request(make):
     ids = struct.pack("<4i", 1, 2, 3, 4)
-
-    async def scenario(make):
-        llama = make()
-        reply, scores = await llama.submit(
-            lambda req_id, ref: (Rerank(req_id, ref, 2, [Segment(1), Segment(1)]), ids), stage="rerank"
-        )
-        assert scores.tolist() == [scripted.expected_score([1, 2], [3]), scripted.expected_score([1, 2], [4])]
-        reply, nothing = await llama.submit(lambda req_id, ref: (Generate(req_id, ref, 3), ids), stage="generate")
-        assert nothing is None and reply.text == scripted.expected_text([1, 2, 3, 4], 3)[0]
-        owned = make({"engine": "owned-cuda"}, **CUDA)
-        _, scores = await owned.submit(
-            lambda req_id, ref: (RerankSequences(req_id, ref, [Segment(3), Segment(1)]), ids), stage="rerank_sequences"
-        )
-        assert scores.tolist() == [
-            scripted.expected_sequence_score([1, 2, 3]),
-            scripted.expected_sequence_score([4]),
-        ]
-
-    lanes(scenario)
+    llama = make()
+    reply, scores = await llama.submit(
+        lambda req_id, ref: (Rerank(req_id, ref, 2, [Segment(1), Segment(1)]), ids), stage="rerank"
+    )
+    assert scores.tolist() == [scripted.expected_score([1, 2], [3]), scripted.expected_score([1, 2], [4])]
+    reply, nothing = await llama.submit(lambda req_id, ref: (Generate(req_id, ref, 3), ids), stage="generate")
+    assert nothing is None and reply.text == scripted.expected_text([1, 2, 3, 4], 3)[0]
+    owned = make({"engine": "owned-cuda"}, **CUDA)
+    _, scores = await owned.submit(
+        lambda req_id, ref: (RerankSequences(req_id, ref, [Segment(3), Segment(1)]), ids), stage="rerank_sequences"
+    )
+    assert scores.tolist() == [
+        scripted.expected_sequence_score([1, 2, 3]),
+        scripted.expected_sequence_score([4]),
+    ]
 
 
-def test_concurrent_requests_are_served_in_order_by_one_worker(lanes):
-    async def scenario(make):
-        lane, order = make(), []
+async def test_concurrent_requests_are_served_in_order_by_one_worker(make):
+    lane, order = make(), []
 
-        async def one(n):
-            await serve(lane, n)
-            order.append(n)
+    async def one(n):
+        await serve(lane, n)
+        order.append(n)
 
-        await asyncio.gather(*(one(n) for n in range(100)))
-        assert order == list(range(100))
-        health = lane.health()
-        assert (health["generation"], health["strikes"], health["state"]) == (1, 0, "idle")
-
-    lanes(scenario)
+    await asyncio.gather(*(one(n) for n in range(100)))
+    assert order == list(range(100))
+    health = lane.health()
+    assert (health["generation"], health["strikes"], health["state"]) == (1, 0, "idle")
 
 
-def test_a_request_that_breaks_the_rules_is_refused_here(lanes):
-    async def scenario(make):
-        lane = make()
-        with pytest.raises(InvalidRequest):
-            await lane.submit(lambda req_id, ref: (embed([1, 2])(req_id, ref)[0], b"\0" * 4), stage=EMBED)
-        with pytest.raises(ZeroDivisionError):
-            await lane.submit(lambda req_id, ref: 1 // 0, stage=EMBED)
-        await serve(lane)
-        assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
-
-    lanes(scenario)
+async def test_a_request_that_breaks_the_rules_is_refused_here(make):
+    lane = make()
+    with pytest.raises(InvalidRequest):
+        await lane.submit(lambda req_id, ref: (embed([1, 2])(req_id, ref)[0], b"\0" * 4), stage=EMBED)
+    with pytest.raises(ZeroDivisionError):
+        await lane.submit(lambda req_id, ref: 1 // 0, stage=EMBED)
+    await serve(lane)
+    assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
 
 
 # --- crashes ---------------------------------------------------------------------------------------------------------
@@ -125,76 +115,60 @@ def test_a_request_that_breaks_the_rules_is_refused_here(lanes):
         ({"raise": "a bug"}, 1, None),
     ],
 )
-def test_death_in_a_request_is_typed_with_its_cause(lanes, action, status, name):
-    async def scenario(make):
-        lane = make(poison({"stderr": "last words"}, action))
-        error = await crash(lane)
-        assert error.transient and error.safe_to_retry and error.retry_after_ms == 250 and error.exit_code == 1
-        details = error.details
-        assert (details["lane_id"], details["stage"], details["cause"]) == ("toy", EMBED, "exit")
-        assert (details["exit_status"], details["signal"], details["quarantined"]) == (status, name, False)
-        assert details["log_tail"].startswith("[stderr] last words")
-        if name:
-            assert name in error.message
+async def test_death_in_a_request_is_typed_with_its_cause(make, action, status, name):
+    lane = make(poison({"stderr": "last words"}, action))
+    error = await crash(lane)
+    assert error.transient and error.safe_to_retry and error.retry_after_ms == 250 and error.exit_code == 1
+    details = error.details
+    assert (details["lane_id"], details["stage"], details["cause"]) == ("toy", EMBED, "exit")
+    assert (details["exit_status"], details["signal"], details["quarantined"]) == (status, name, False)
+    assert details["log_tail"].startswith("[stderr] last words")
+    if name:
+        assert name in error.message
+    await serve(lane)
+    assert lane.health()["generation"] == 2 and lane.health()["strikes"] == 0
+
+
+async def test_a_closed_connection_of_a_living_worker_is_eof(make):
+    lane = make(poison({"close": True}, {"sleep": 600}, ignore=["EOF"]))
+    error = await crash(lane)
+    assert error.details["cause"] == "eof" and error.details["signal"] is None
+    assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
+
+
+async def test_an_answer_before_a_death_still_counts(make):
+    lane = make(poison({"reply": {}}, {"exit": 1}))
+    await serve(lane, POISON)
+    await until(lambda: lane.health()["strikes"] == 1)
+
+
+async def test_a_request_at_the_moment_of_an_idle_death_has_one_outcome(make):
+    lane = make()
+    for _ in range(10):
+        await lane.load()
+        os.kill(lane.health()["worker_pid"], signal.SIGKILL)
+        outcome = await asyncio.gather(serve(lane), return_exceptions=True)
+        assert outcome == [None] or isinstance(outcome[0], EngineCrashed)
         await serve(lane)
-        assert lane.health()["generation"] == 2 and lane.health()["strikes"] == 0
-
-    lanes(scenario)
+        assert lane.health()["strikes"] == 0
 
 
-def test_a_closed_connection_of_a_living_worker_is_eof(lanes):
-    async def scenario(make):
-        lane = make(poison({"close": True}, {"sleep": 600}, ignore=["EOF"]))
-        error = await crash(lane)
-        assert error.details["cause"] == "eof" and error.details["signal"] is None
-        assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
-
-    lanes(scenario)
-
-
-def test_an_answer_before_a_death_still_counts(lanes):
-    async def scenario(make):
-        lane = make(poison({"reply": {}}, {"exit": 1}))
-        await serve(lane, POISON)
-        await until(lambda: lane.health()["strikes"] == 1)
-
-    lanes(scenario)
-
-
-def test_a_request_at_the_moment_of_an_idle_death_has_one_outcome(lanes):
-    async def scenario(make):
-        lane = make()
-        for _ in range(10):
-            await lane.load()
-            os.kill(lane.health()["worker_pid"], signal.SIGKILL)
-            outcome = await asyncio.gather(serve(lane), return_exceptions=True)
-            assert outcome == [None] or isinstance(outcome[0], EngineCrashed)
-            await serve(lane)
-            assert lane.health()["strikes"] == 0
-
-    lanes(scenario)
-
-
-def test_a_request_for_one_worker_never_reaches_another_and_starts_none(lanes, tmp_path):
+async def test_a_request_for_one_worker_never_reaches_another_and_starts_none(make, tmp_path):
     state = tmp_path / "state"
-
-    async def scenario(make):
-        lane = make({**KILLS, "state": str(state)})
-        await serve(lane)
-        await serve(lane, generation=lane.generation)
-        with pytest.raises(EngineCrashed):
-            await serve(lane, POISON, generation=1)
-        with pytest.raises(EngineCrashed, match="what this request needs is gone") as caught:
-            await serve(lane, generation=1)
-        assert caught.value.details["cause"] == "exit" and not caught.value.quarantined
-        assert spawns(state) == 1
-        await serve(lane)
-        with pytest.raises(EngineCrashed, match="what this request needs is gone"):
-            await serve(lane, generation=1)
-        await serve(lane, generation=2)
-        assert spawns(state) == 2 and lane.health()["strikes"] == 0
-
-    lanes(scenario)
+    lane = make({**KILLS, "state": str(state)})
+    await serve(lane)
+    await serve(lane, generation=lane.generation)
+    with pytest.raises(EngineCrashed):
+        await serve(lane, POISON, generation=1)
+    with pytest.raises(EngineCrashed, match="what this request needs is gone") as caught:
+        await serve(lane, generation=1)
+    assert caught.value.details["cause"] == "exit" and not caught.value.quarantined
+    assert spawns(state) == 1
+    await serve(lane)
+    with pytest.raises(EngineCrashed, match="what this request needs is gone"):
+        await serve(lane, generation=1)
+    await serve(lane, generation=2)
+    assert spawns(state) == 2 and lane.health()["strikes"] == 0
 
 
 # --- protocol faults -------------------------------------------------------------------------------------------------
@@ -225,99 +199,84 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_a_protocol_fault_is_one_strike_and_the_end_of_the_worker(lanes, case):
-    async def scenario(make):
-        lane = make(poison(*FAULTS[case], {"sleep": 600}))
-        if case == "two replies":
-            # The first reply was good; what follows it condemns the worker.
-            await serve(lane, POISON)
-            await until(lambda: lane.health()["last_fault"] is not None)
-        else:
-            error = await crash(lane)
-            assert error.details["quarantined"] is False and error.details["fingerprint"] is not None
-        health = lane.health()
-        assert health["last_fault"]["cause"] == "protocol" and health["strikes"] == 1
-        await serve(lane)
-        assert lane.health()["generation"] == 2
-
-    lanes(scenario)
+async def test_a_protocol_fault_is_one_strike_and_the_end_of_the_worker(make, case):
+    lane = make(poison(*FAULTS[case], {"sleep": 600}))
+    if case == "two replies":
+        # The first reply was good; what follows it condemns the worker.
+        await serve(lane, POISON)
+        await until(lambda: lane.health()["last_fault"] is not None)
+    else:
+        error = await crash(lane)
+        assert error.details["quarantined"] is False and error.details["fingerprint"] is not None
+    health = lane.health()
+    assert health["last_fault"]["cause"] == "protocol" and health["strikes"] == 1
+    await serve(lane)
+    assert lane.health()["generation"] == 2
 
 
-def test_cuda_never_goes_back_to_setup(lanes):
-    async def scenario(make):
-        back = {"progress": {"completed": [2], "phase": "setup"}}
-        lane = make(
-            {
-                "engine": "owned-cuda",
-                "rules": [
-                    on("EMBED_BATCH", {"progress": {"completed": [1], "phase": "inference"}}, back, first_id=POISON),
-                    on("EMBED_BATCH", {"progress": {"completed": [1], "phase": "setup"}}),
-                ],
-            },
-            **CUDA,
-        )
-        assert (await crash(lane)).details["cause"] == "protocol"
-        await serve(lane)
-
-    lanes(scenario)
-
-
-def test_a_frame_while_idle_is_a_fault(lanes):
-    async def scenario(make):
-        pong = {"type": "PONG", "req_id": "1", "rss_mb": 1, "models_loaded": 0}
-        lane = make({"rules": [on("EMBED_BATCH", {"reply": {}}, {"sleep": 0.1}, {"frame": pong}, {"sleep": 600})]})
-        await serve(lane)
-        await until(lambda: lane.health()["strikes"] == 1)
-        assert lane.health()["last_fault"]["cause"] == "protocol"
-
-    lanes(scenario)
-
-
-def test_err_is_neither_a_strike_nor_forgiveness(lanes):
-    async def scenario(make):
-        lane = make(
-            {
-                "rules": [
-                    on("EMBED_BATCH", {"err": {"code": "inference_failed", "msg": "no luck"}}, first_id=1),
-                    on("EMBED_BATCH", {"err": {"code": "oom"}}, first_id=2),
-                    on("EMBED_BATCH", {"signal": "SIGKILL"}, first_id=POISON),
-                ]
-            }
-        )
-        with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED], match="no luck") as caught:
-            await serve(lane, 1)
-        assert not caught.value.transient and caught.value.details["stage"] == EMBED
-        with pytest.raises(WORKER_ERRORS[ErrorCode.OOM]) as caught:
-            await serve(lane, 2)
-        assert caught.value.transient and caught.value.retry_after_ms == 250
-        assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
-        await crash(lane)
-        with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED]):
-            await serve(lane, 1)
-        assert lane.health()["strikes"] == 1
-
-    lanes(scenario)
-
-
-@pytest.mark.parametrize("what", ["nan", "inf"])
-def test_a_reply_that_is_not_finite_is_refused_without_a_strike_or_forgiveness(lanes, what):
-    async def scenario(make):
-        script = {
+async def test_cuda_never_goes_back_to_setup(make):
+    back = {"progress": {"completed": [2], "phase": "setup"}}
+    lane = make(
+        {
+            "engine": "owned-cuda",
             "rules": [
-                on("EMBED_BATCH", {"reply": {what: 5}}, first_id=1),
+                on("EMBED_BATCH", {"progress": {"completed": [1], "phase": "inference"}}, back, first_id=POISON),
+                on("EMBED_BATCH", {"progress": {"completed": [1], "phase": "setup"}}),
+            ],
+        },
+        **CUDA,
+    )
+    assert (await crash(lane)).details["cause"] == "protocol"
+    await serve(lane)
+
+
+async def test_a_frame_while_idle_is_a_fault(make):
+    pong = {"type": "PONG", "req_id": "1", "rss_mb": 1, "models_loaded": 0}
+    lane = make({"rules": [on("EMBED_BATCH", {"reply": {}}, {"sleep": 0.1}, {"frame": pong}, {"sleep": 600})]})
+    await serve(lane)
+    await until(lambda: lane.health()["strikes"] == 1)
+    assert lane.health()["last_fault"]["cause"] == "protocol"
+
+
+async def test_err_is_neither_a_strike_nor_forgiveness(make):
+    lane = make(
+        {
+            "rules": [
+                on("EMBED_BATCH", {"err": {"code": "inference_failed", "msg": "no luck"}}, first_id=1),
+                on("EMBED_BATCH", {"err": {"code": "oom"}}, first_id=2),
                 on("EMBED_BATCH", {"signal": "SIGKILL"}, first_id=POISON),
             ]
         }
-        lane = make(script)
-        await crash(lane)
-        with pytest.raises(WORKER_ERRORS[ErrorCode.NONFINITE_OUTPUT]) as caught:
-            await serve(lane, 1)
-        assert caught.value.code == "nonfinite_output" and not caught.value.transient
-        assert lane.health()["strikes"] == 1
-        await serve(lane)
-        assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 2
+    )
+    with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED], match="no luck") as caught:
+        await serve(lane, 1)
+    assert not caught.value.transient and caught.value.details["stage"] == EMBED
+    with pytest.raises(WORKER_ERRORS[ErrorCode.OOM]) as caught:
+        await serve(lane, 2)
+    assert caught.value.transient and caught.value.retry_after_ms == 250
+    assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
+    await crash(lane)
+    with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED]):
+        await serve(lane, 1)
+    assert lane.health()["strikes"] == 1
 
-    lanes(scenario)
+
+@pytest.mark.parametrize("what", ["nan", "inf"])
+async def test_a_reply_that_is_not_finite_is_refused_without_a_strike_or_forgiveness(make, what):
+    script = {
+        "rules": [
+            on("EMBED_BATCH", {"reply": {what: 5}}, first_id=1),
+            on("EMBED_BATCH", {"signal": "SIGKILL"}, first_id=POISON),
+        ]
+    }
+    lane = make(script)
+    await crash(lane)
+    with pytest.raises(WORKER_ERRORS[ErrorCode.NONFINITE_OUTPUT]) as caught:
+        await serve(lane, 1)
+    assert caught.value.code == "nonfinite_output" and not caught.value.transient
+    assert lane.health()["strikes"] == 1
+    await serve(lane)
+    assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 2
 
 
 # --- silence ---------------------------------------------------------------------------------------------------------
@@ -333,80 +292,61 @@ HANGS = {
 
 
 @pytest.mark.parametrize("case", HANGS)
-def test_silence_past_the_window_is_one_strike(lanes, case):
-    async def scenario(make):
-        lane = make(poison(*HANGS[case]), config=SHORT)
-        await lane.load()
-        error = await crash(lane)
-        assert error.details["cause"] == "silence" and "no completed work for 0.4 s" in error.message
-        assert (error.details["signal"], error.details["exit_status"]) == (None, None)
-        assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
-
-    lanes(scenario)
+async def test_silence_past_the_window_is_one_strike(make, case):
+    lane = make(poison(*HANGS[case]), config=SHORT)
+    await lane.load()
+    error = await crash(lane)
+    assert error.details["cause"] == "silence" and "no completed work for 0.4 s" in error.message
+    assert (error.details["signal"], error.details["exit_status"]) == (None, None)
+    assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
 
 
-def test_a_silent_foreign_worker_is_not_asked_for_its_stacks(lanes):
-    async def scenario(make):
-        foreign = make(poison({"sleep": 600}), config=SHORT, own_worker=False)
-        assert (await crash(foreign)).details["log_tail"] == ""
-
-    lanes(scenario)
+async def test_a_silent_foreign_worker_is_not_asked_for_its_stacks(make):
+    foreign = make(poison({"sleep": 600}), config=SHORT, own_worker=False)
+    assert (await crash(foreign)).details["log_tail"] == ""
 
 
-def test_bytes_alone_never_renew(lanes):
-    async def scenario(make):
-        drip = [action for _ in range(100) for action in ({"text": "{"}, {"sleep": 0.05})]
-        lane = make(poison({"bytes": "ff000000"}, *drip, {"sleep": 600}), config=SHORT)
-        assert (await crash(lane)).details["cause"] == "silence"
-
-    lanes(scenario)
+async def test_bytes_alone_never_renew(make):
+    drip = [action for _ in range(100) for action in ({"text": "{"}, {"sleep": 0.05})]
+    lane = make(poison({"bytes": "ff000000"}, *drip, {"sleep": 600}), config=SHORT)
+    assert (await crash(lane)).details["cause"] == "silence"
 
 
-def test_the_windows_of_cuda(lanes):
+async def test_the_windows_of_cuda(make):
     """Setup has the long window; the switch to inference starts the short one."""
-
-    async def scenario(make):
-        script = {
-            "engine": "owned-cuda",
-            "rules": [
-                on(
-                    "EMBED_BATCH",
-                    {"progress": {"completed": [1], "phase": "inference"}},
-                    {"sleep": 600},
-                    first_id=POISON,
-                ),
-                on("EMBED_BATCH", {"sleep": 1.0}),
-            ],
-        }
-        lane = make(script, config=SHORT, **CUDA)
-        await serve(lane)
-        error = await crash(lane)
-        assert error.details["cause"] == "silence" and "0.4 s" in error.message
-
-    lanes(scenario)
+    script = {
+        "engine": "owned-cuda",
+        "rules": [
+            on(
+                "EMBED_BATCH",
+                {"progress": {"completed": [1], "phase": "inference"}},
+                {"sleep": 600},
+                first_id=POISON,
+            ),
+            on("EMBED_BATCH", {"sleep": 1.0}),
+        ],
+    }
+    lane = make(script, config=SHORT, **CUDA)
+    await serve(lane)
+    error = await crash(lane)
+    assert error.details["cause"] == "silence" and "0.4 s" in error.message
 
 
-def test_load_does_not_have_the_short_window(lanes):
-    async def scenario(make):
-        slow = make({"rules": [on("LOAD", {"sleep": 1.0})]}, config=SHORT)
-        await slow.load()
-
-    lanes(scenario)
+async def test_load_does_not_have_the_short_window(make):
+    slow = make({"rules": [on("LOAD", {"sleep": 1.0})]}, config=SHORT)
+    await slow.load()
 
 
-def test_no_watchdog_while_waiting_for_the_stream_or_the_permit(lanes):
-    async def scenario(make):
-        make.permits = Permits({"cpu": 1})
-        busy = make(poison({"progress": {"from": 1, "to": 9, "every": 0.5}}), config=PATIENT)
-        other = make(config=PATIENT)
-        await asyncio.gather(busy.load(), other.load())
-        first = asyncio.create_task(serve(busy, POISON))
-        await until(lambda: busy.health()["state"] == "serving")
-        # One waits for the stream, the other for the permit, both longer than a window.
-        await asyncio.gather(first, serve(busy), serve(other))
-        assert busy.health()["strikes"] == other.health()["strikes"] == 0
-
-    lanes(scenario)
+async def test_no_watchdog_while_waiting_for_the_stream_or_the_permit(make):
+    make.permits = Permits({"cpu": 1})
+    busy = make(poison({"progress": {"from": 1, "to": 9, "every": 0.5}}), config=PATIENT)
+    other = make(config=PATIENT)
+    await asyncio.gather(busy.load(), other.load())
+    first = asyncio.create_task(serve(busy, POISON))
+    await until(lambda: busy.health()["state"] == "serving")
+    # One waits for the stream, the other for the permit, both longer than a window.
+    await asyncio.gather(first, serve(busy), serve(other))
+    assert busy.health()["strikes"] == other.health()["strikes"] == 0
 
 
 # --- the caller leaves -----------------------------------------------------------------------------------------------
@@ -418,501 +358,404 @@ def held(tmp_path: Path) -> tuple[dict, Path]:
 
 
 @pytest.mark.parametrize("way", ["deadline", "cancellation"])
-def test_a_caller_who_leaves_harms_nobody(lanes, tmp_path, way):
+async def test_a_caller_who_leaves_harms_nobody(make, tmp_path, way):
     script, go = held(tmp_path)
-
-    async def scenario(make):
-        lane = make(script)
-        await lane.load()
-        pid = lane.health()["worker_pid"]
-        if way == "deadline":
-            with pytest.raises(DeadlineExceeded) as caught:
-                await serve(lane, POISON, deadline=soon(SENT))
-            assert caught.value.exit_code == 5 and caught.value.details["stage"] == EMBED
-        else:
-            request = asyncio.create_task(serve(lane, POISON))
-            await until(lambda: lane.health()["state"] == "serving")
-            request.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await request
-        # The abandoned reply isn't drained yet: the lane is busy, the model in use, the next request waits.
-        assert lane.health()["state"] == "serving"
-        with pytest.raises(ModelInUse):
-            await lane.unload()
-        with pytest.raises(DeadlineExceeded):
-            await serve(lane, deadline=soon(0.05))
-        following = asyncio.create_task(serve(lane))
-        await asyncio.sleep(0)
-        go.touch()
-        await following
-        health = lane.health()
-        assert (health["worker_pid"], health["strikes"], lane.late_replies) == (pid, 0, 1)
-
-    lanes(scenario)
-
-
-def test_an_abandoned_exchange_that_hangs_is_still_killed_and_struck(lanes):
-    async def scenario(make):
-        lane = make(poison({"sleep": 600}), config=PATIENT)
-        await lane.load()
-        abandoned = asyncio.create_task(serve(lane, POISON))
+    lane = make(script)
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+    if way == "deadline":
+        with pytest.raises(DeadlineExceeded) as caught:
+            await serve(lane, POISON, deadline=soon(SENT))
+        assert caught.value.exit_code == 5 and caught.value.details["stage"] == EMBED
+    else:
+        request = asyncio.create_task(serve(lane, POISON))
         await until(lambda: lane.health()["state"] == "serving")
-        abandoned.cancel()
-        await until(lambda: lane.health()["strikes"] == 1)
-        assert abandoned.cancelled() and lane.health()["last_fault"]["cause"] == "silence"
-        await lane.load()
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+    # The abandoned reply isn't drained yet: the lane is busy, the model in use, the next request waits.
+    assert lane.health()["state"] == "serving"
+    with pytest.raises(ModelInUse):
+        await lane.unload()
+    with pytest.raises(DeadlineExceeded):
+        await serve(lane, deadline=soon(0.05))
+    following = asyncio.create_task(serve(lane))
+    await asyncio.sleep(0)
+    go.touch()
+    await following
+    health = lane.health()
+    assert (health["worker_pid"], health["strikes"], lane.late_replies) == (pid, 0, 1)
 
-    lanes(scenario)
+
+async def test_an_abandoned_exchange_that_hangs_is_still_killed_and_struck(make):
+    lane = make(poison({"sleep": 600}), config=PATIENT)
+    await lane.load()
+    abandoned = asyncio.create_task(serve(lane, POISON))
+    await until(lambda: lane.health()["state"] == "serving")
+    abandoned.cancel()
+    await until(lambda: lane.health()["strikes"] == 1)
+    assert abandoned.cancelled() and lane.health()["last_fault"]["cause"] == "silence"
+    await lane.load()
 
 
-def test_an_abandoned_success_clears_strikes(lanes, tmp_path):
+async def test_an_abandoned_success_clears_strikes(make, tmp_path):
     go = tmp_path / "go"
-
-    async def scenario(make):
-        lane = make(
-            {"rules": [on("EMBED_BATCH", {"exit": 1}, first_id=POISON), on("EMBED_BATCH", {"wait_for": str(go)})]}
-        )
-        await crash(lane)
-        await lane.load()
-        with pytest.raises(DeadlineExceeded):
-            await serve(lane, deadline=soon(SENT))
-        assert lane.health()["strikes"] == 1
-        go.touch()
-        await until(lambda: lane.health()["strikes"] == 0)
-
-    lanes(scenario)
+    lane = make({"rules": [on("EMBED_BATCH", {"exit": 1}, first_id=POISON), on("EMBED_BATCH", {"wait_for": str(go)})]})
+    await crash(lane)
+    await lane.load()
+    with pytest.raises(DeadlineExceeded):
+        await serve(lane, deadline=soon(SENT))
+    assert lane.health()["strikes"] == 1
+    go.touch()
+    await until(lambda: lane.health()["strikes"] == 0)
 
 
-def test_a_deadline_in_the_past_writes_and_spawns_nothing(lanes, tmp_path):
+async def test_a_deadline_in_the_past_writes_and_spawns_nothing(make, tmp_path):
     state = tmp_path / "state"
+    lane = make({"state": str(state)})
+    with pytest.raises(DeadlineExceeded):
+        await serve(lane, deadline=soon(-1))
+    await asyncio.sleep(0.05)
+    assert spawns(state) == 0 and lane.health()["state"] == "stopped"
+    await lane.load()
 
-    async def scenario(make):
-        lane = make({"state": str(state)})
-        with pytest.raises(DeadlineExceeded):
-            await serve(lane, deadline=soon(-1))
-        await asyncio.sleep(0.05)
-        assert spawns(state) == 0 and lane.health()["state"] == "stopped"
-        await lane.load()
+    def never(req_id, ref):
+        built.append(req_id)
+        return embed([1])(req_id, ref)
 
-        def never(req_id, ref):
-            built.append(req_id)
-            return embed([1])(req_id, ref)
-
-        built = []
-        with pytest.raises(DeadlineExceeded):
-            await lane.submit(never, deadline=soon(-1), stage=EMBED)
-        assert lane.late_replies == 0
-        await serve(lane)
-
-    lanes(scenario)
+    built = []
+    with pytest.raises(DeadlineExceeded):
+        await lane.submit(never, deadline=soon(-1), stage=EMBED)
+    assert lane.late_replies == 0
+    await serve(lane)
 
 
-def test_a_deadline_during_load_leaves_the_load_to_the_next_caller(lanes, tmp_path):
+async def test_a_deadline_during_load_leaves_the_load_to_the_next_caller(make, tmp_path):
     go, state = tmp_path / "go", tmp_path / "state"
-
-    async def scenario(make):
-        lane = make({"state": str(state), "rules": [on("LOAD", {"wait_for": str(go)})]})
-        for _ in range(2):
-            with pytest.raises(DeadlineExceeded, match="during embed_batch, before its worker was ready"):
-                await serve(lane, deadline=soon(0.3))
-        with pytest.raises(ModelInUse):
-            await lane.unload()
-        go.touch()
-        await serve(lane)
-        assert spawns(state) == 1 and lane.health()["strikes"] == 0
-
-    lanes(scenario)
+    lane = make({"state": str(state), "rules": [on("LOAD", {"wait_for": str(go)})]})
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded, match="during embed_batch, before its worker was ready"):
+            await serve(lane, deadline=soon(0.3))
+    with pytest.raises(ModelInUse):
+        await lane.unload()
+    go.touch()
+    await serve(lane)
+    assert spawns(state) == 1 and lane.health()["strikes"] == 0
 
 
 # --- permits ---------------------------------------------------------------------------------------------------------
 
 
-def test_loading_takes_no_permit_and_inference_waits_for_one(lanes, tmp_path):
+async def test_loading_takes_no_permit_and_inference_waits_for_one(make, tmp_path):
     script, go = held(tmp_path)
-
-    async def scenario(make):
-        make.permits = Permits({"cpu": 1})
-        busy, other = make(script), make()
-        first = asyncio.create_task(serve(busy, POISON))
-        await until(lambda: make.permits.in_use("cpu") == 1)
-        await other.load()
-        await other.ping()
-        waiting = asyncio.create_task(serve(other))
-        with pytest.raises(DeadlineExceeded):
-            await serve(other, deadline=soon(0.05))
-        assert not waiting.done()
-        go.touch()
-        await asyncio.gather(first, waiting)
-        assert make.permits.in_use("cpu") == 0
-
-    lanes(scenario)
+    make.permits = Permits({"cpu": 1})
+    busy, other = make(script), make()
+    first = asyncio.create_task(serve(busy, POISON))
+    await until(lambda: make.permits.in_use("cpu") == 1)
+    await other.load()
+    await other.ping()
+    waiting = asyncio.create_task(serve(other))
+    with pytest.raises(DeadlineExceeded):
+        await serve(other, deadline=soon(0.05))
+    assert not waiting.done()
+    go.touch()
+    await asyncio.gather(first, waiting)
+    assert make.permits.in_use("cpu") == 0
 
 
-def test_an_abandoned_exchange_keeps_its_permit_until_it_is_drained(lanes, tmp_path):
+async def test_an_abandoned_exchange_keeps_its_permit_until_it_is_drained(make, tmp_path):
     script, go = held(tmp_path)
-
-    async def scenario(make):
-        make.permits = Permits({"cpu": 1})
-        busy, other = make(script), make()
-        await asyncio.gather(busy.load(), other.load())
-        with pytest.raises(DeadlineExceeded):
-            await serve(busy, POISON, deadline=soon(SENT))
-        assert make.permits.in_use("cpu") == 1
-        with pytest.raises(DeadlineExceeded):
-            await serve(other, deadline=soon(0.05))
-        go.touch()
-        await serve(other)
-        await until(lambda: make.permits.in_use("cpu") == 0)
-
-    lanes(scenario)
+    make.permits = Permits({"cpu": 1})
+    busy, other = make(script), make()
+    await asyncio.gather(busy.load(), other.load())
+    with pytest.raises(DeadlineExceeded):
+        await serve(busy, POISON, deadline=soon(SENT))
+    assert make.permits.in_use("cpu") == 1
+    with pytest.raises(DeadlineExceeded):
+        await serve(other, deadline=soon(0.05))
+    go.touch()
+    await serve(other)
+    await until(lambda: make.permits.in_use("cpu") == 0)
 
 
-def test_a_crash_gives_its_permit_back(lanes):
-    async def scenario(make):
-        make.permits = Permits({"cpu": 1})
-        ill, well = make(KILLS), make()
-        await asyncio.gather(crash(ill), serve(well))
-        assert make.permits.in_use("cpu") == 0
-
-    lanes(scenario)
+async def test_a_crash_gives_its_permit_back(make):
+    make.permits = Permits({"cpu": 1})
+    ill, well = make(KILLS), make()
+    await asyncio.gather(crash(ill), serve(well))
+    assert make.permits.in_use("cpu") == 0
 
 
-def test_a_worker_that_dies_while_its_request_waits_for_a_permit(lanes, tmp_path):
+async def test_a_worker_that_dies_while_its_request_waits_for_a_permit(make, tmp_path):
     script, go = held(tmp_path)
-
-    async def scenario(make):
-        make.permits = Permits({"cpu": 1})
-        busy, other = make(script), make()
-        await asyncio.gather(busy.load(), other.load())
-        first = asyncio.create_task(serve(busy, POISON))
-        await until(lambda: make.permits.in_use("cpu") == 1)
-        waiting = asyncio.create_task(serve(other))
-        await asyncio.sleep(0.02)
-        os.kill(other.health()["worker_pid"], signal.SIGKILL)
-        await until(lambda: other.health()["strikes"] == 1)
-        go.touch()
-        # Nothing had been sent, so the request goes to the next worker.
-        await asyncio.gather(first, waiting)
-        assert other.health()["generation"] == 2 and make.permits.in_use("cpu") == 0
-
-    lanes(scenario)
+    make.permits = Permits({"cpu": 1})
+    busy, other = make(script), make()
+    await asyncio.gather(busy.load(), other.load())
+    first = asyncio.create_task(serve(busy, POISON))
+    await until(lambda: make.permits.in_use("cpu") == 1)
+    waiting = asyncio.create_task(serve(other))
+    await asyncio.sleep(0.02)
+    os.kill(other.health()["worker_pid"], signal.SIGKILL)
+    await until(lambda: other.health()["strikes"] == 1)
+    go.touch()
+    # Nothing had been sent, so the request goes to the next worker.
+    await asyncio.gather(first, waiting)
+    assert other.health()["generation"] == 2 and make.permits.in_use("cpu") == 0
 
 
 # --- strikes and quarantine ------------------------------------------------------------------------------------------
 
 
-def test_load_and_ping_between_crashes_forgive_nothing(lanes):
-    async def scenario(make):
-        lane = make(KILLS)
-        await crash(lane)
-        await lane.load()
-        await lane.ping()
-        assert lane.health()["strikes"] == 1
-        second = await crash(lane)
-        assert second.details["quarantined"] and second.details["same_input"]
-        assert second.retry_after_ms is not None and second.retry_after_ms > 250 and second.exit_code == 3
-
-    lanes(scenario)
+async def test_load_and_ping_between_crashes_forgive_nothing(make):
+    lane = make(KILLS)
+    await crash(lane)
+    await lane.load()
+    await lane.ping()
+    assert lane.health()["strikes"] == 1
+    second = await crash(lane)
+    assert second.details["quarantined"] and second.details["same_input"]
+    assert second.retry_after_ms is not None and second.retry_after_ms > 250 and second.exit_code == 3
 
 
-def test_a_quarantined_catalog_lane(lanes, tmp_path):
+async def test_a_quarantined_catalog_lane(make, tmp_path):
     state = tmp_path / "state"
-
-    async def scenario(make):
-        lane = make({**KILLS, "state": str(state)})
-        await crash(lane)
-        await crash(lane)
-        first = await crash(lane, FINE)
-        assert first.details == {"lane_id": "toy", "quarantined": True}
-        assert first.transient and first.exit_code == 3
-        assert re.fullmatch(
-            r"lane toy is quarantined for another \d+ s: its worker died twice in a row \(last, embed_batch: the "
-            r"worker's process ended during a request \(SIGKILL\); the same input both times, fingerprint "
-            r"[0-9a-f]{4}…\)\. "
-            r"See: synapse logs toy\. Clear it: synapse unload m\.",
-            first.message,
-        ), first.message
-        assert first.retry_after_ms is not None and 0 < first.retry_after_ms <= 60_000
-        await asyncio.sleep(0.01)
-        second = await crash(lane, FINE)
-        assert second.retry_after_ms < first.retry_after_ms
-        health = lane.health()
-        assert (health["state"], health["worker_pid"], health["strikes"]) == ("quarantined", None, 2)
-        assert 0 < health["quarantine_remaining_s"] <= 60
-        assert spawns(state) == 2
-
-    lanes(scenario)
+    lane = make({**KILLS, "state": str(state)})
+    await crash(lane)
+    await crash(lane)
+    first = await crash(lane, FINE)
+    assert first.details == {"lane_id": "toy", "quarantined": True}
+    assert first.transient and first.exit_code == 3
+    assert re.fullmatch(
+        r"lane toy is quarantined for another \d+ s: its worker died twice in a row \(last, embed_batch: the "
+        r"worker's process ended during a request \(SIGKILL\); the same input both times, fingerprint "
+        r"[0-9a-f]{4}…\)\. "
+        r"See: synapse logs toy\. Clear it: synapse unload m\.",
+        first.message,
+    ), first.message
+    assert first.retry_after_ms is not None and 0 < first.retry_after_ms <= 60_000
+    await asyncio.sleep(0.01)
+    second = await crash(lane, FINE)
+    assert second.retry_after_ms < first.retry_after_ms
+    health = lane.health()
+    assert (health["state"], health["worker_pid"], health["strikes"]) == ("quarantined", None, 2)
+    assert 0 < health["quarantine_remaining_s"] <= 60
+    assert spawns(state) == 2
 
 
-def test_the_cool_down_ends_with_a_fresh_worker_and_no_strikes(lanes):
-    async def scenario(make):
-        lane = make(KILLS, config=dataclasses.replace(FAST, cool_down=3.0))
-        await crash(lane)
-        await crash(lane)
-        assert (await crash(lane, FINE)).details["quarantined"]
-        await until(lambda: lane.health()["state"] != "quarantined")
-        assert lane.health()["strikes"] == 0
-        await serve(lane)
-        assert lane.health()["generation"] == 3
-
-    lanes(scenario)
+async def test_the_cool_down_ends_with_a_fresh_worker_and_no_strikes(make):
+    lane = make(KILLS, config=dataclasses.replace(FAST, cool_down=3.0))
+    await crash(lane)
+    await crash(lane)
+    assert (await crash(lane, FINE)).details["quarantined"]
+    await until(lambda: lane.health()["state"] != "quarantined")
+    assert lane.health()["strikes"] == 0
+    await serve(lane)
+    assert lane.health()["generation"] == 3
 
 
 @pytest.mark.parametrize("way", ["unload", "load"])
-def test_unload_and_reload_clear_quarantine_at_once(lanes, way):
-    async def scenario(make):
-        lane = make(KILLS)
-        await crash(lane)
-        await crash(lane)
-        await (lane.unload() if way == "unload" else lane.load())
-        assert lane.health()["strikes"] == 0
-        await serve(lane)
-
-    lanes(scenario)
+async def test_unload_and_reload_clear_quarantine_at_once(make, way):
+    lane = make(KILLS)
+    await crash(lane)
+    await crash(lane)
+    await (lane.unload() if way == "unload" else lane.load())
+    assert lane.health()["strikes"] == 0
+    await serve(lane)
 
 
-def test_queued_requests_get_the_quarantine_answer(lanes, tmp_path):
+async def test_queued_requests_get_the_quarantine_answer(make, tmp_path):
     state = tmp_path / "state"
-
-    async def scenario(make):
-        lane = make({**KILLS, "state": str(state)})
-        await lane.load()
-        errors = await asyncio.gather(*(crash(lane) for _ in range(8)))
-        # Two spawns, two crashes; nobody else's request was sent anywhere.
-        assert spawns(state) == 2
-        assert [error.details.get("cause") for error in errors] == ["exit", "exit", *[None] * 6]
-        assert all(error.details["quarantined"] for error in errors[1:])
-
-    lanes(scenario)
+    lane = make({**KILLS, "state": str(state)})
+    await lane.load()
+    errors = await asyncio.gather(*(crash(lane) for _ in range(8)))
+    # Two spawns, two crashes; nobody else's request was sent anywhere.
+    assert spawns(state) == 2
+    assert [error.details.get("cause") for error in errors] == ["exit", "exit", *[None] * 6]
+    assert all(error.details["quarantined"] for error in errors[1:])
 
 
-def test_a_legacy_lane_needs_a_probe(lanes, tmp_path):
+async def test_a_legacy_lane_needs_a_probe(make, tmp_path):
     state = tmp_path / "state"
     script = {"state": str(state), "generations": [KILLS, KILLS, KILLS, {"rules": []}]}
-
-    async def scenario(make):
-        lane = make(script, kind="legacy", config=dataclasses.replace(FAST, cool_down=0.05))
-        await crash(lane)
-        await crash(lane)
-        await asyncio.sleep(0.1)
-        for clear in (None, lane.unload):
-            if clear:
-                await clear()
-            with pytest.raises(ProbeRequired) as caught:
-                await serve(lane)
-            assert not caught.value.transient and caught.value.exit_code == 3
-            assert "until it is probed" in caught.value.message and "synapse logs toy" in caught.value.message
-        assert lane.health()["quarantine_remaining_s"] is None and lane.health()["state"] == "quarantined"
-        # A probe that crashes opens nothing.
-        with pytest.raises(EngineCrashed):
-            await lane.probe(embed([POISON]))
-        with pytest.raises(ProbeRequired):
+    lane = make(script, kind="legacy", config=dataclasses.replace(FAST, cool_down=0.05))
+    await crash(lane)
+    await crash(lane)
+    await asyncio.sleep(0.1)
+    for clear in (None, lane.unload):
+        if clear:
+            await clear()
+        with pytest.raises(ProbeRequired) as caught:
             await serve(lane)
-        await lane.probe(embed([1]))
-        assert lane.health()["strikes"] == 0
+        assert not caught.value.transient and caught.value.exit_code == 3
+        assert "until it is probed" in caught.value.message and "synapse logs toy" in caught.value.message
+    assert lane.health()["quarantine_remaining_s"] is None and lane.health()["state"] == "quarantined"
+    # A probe that crashes opens nothing.
+    with pytest.raises(EngineCrashed):
+        await lane.probe(embed([POISON]))
+    with pytest.raises(ProbeRequired):
         await serve(lane)
-
-    lanes(scenario)
+    await lane.probe(embed([1]))
+    assert lane.health()["strikes"] == 0
+    await serve(lane)
 
 
 @pytest.mark.parametrize("left", ["probe", "recycle"])
-def test_whoever_leaves_while_a_worker_is_taken_down_leaves_no_worker_and_holds_up_nobody(lanes, left, tmp_path):
+async def test_whoever_leaves_while_a_worker_is_taken_down_leaves_no_worker_and_holds_up_nobody(make, left, tmp_path):
     began = tmp_path / "began"
     script = {
         "state": str(tmp_path / "spawns"),
         "generations": [{"shutdown": [{"touch": str(began)}, {"sleep": 60}]}, {}],
     }
-
-    async def scenario(make):
-        lane = make(script, config=dataclasses.replace(FAST, shutdown_grace=1.0))
-        await lane.load()
-        pid = lane.health()["worker_pid"]
-        leaving = asyncio.create_task(lane.probe(embed([1])) if left == "probe" else lane.recycle())
-        await until(began.exists)
-        leaving.cancel()
-        await asyncio.wait({leaving})
-        assert leaving.cancelled()
-        # One that spins here would hold up the loop, and every timeout with it.
-        await serve(lane)
-        assert lane.health()["generation"] == 2 and lane.health()["worker_pid"] != pid
-        assert not psutil.pid_exists(pid), "two workers of one lane"
-
-    lanes(scenario)
+    lane = make(script, config=dataclasses.replace(FAST, shutdown_grace=1.0))
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+    leaving = asyncio.create_task(lane.probe(embed([1])) if left == "probe" else lane.recycle())
+    await until(began.exists)
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    assert leaving.cancelled()
+    # One that spins here would hold up the loop, and every timeout with it.
+    await serve(lane)
+    assert lane.health()["generation"] == 2 and lane.health()["worker_pid"] != pid
+    assert not psutil.pid_exists(pid), "two workers of one lane"
 
 
-def test_a_lane_closed_while_a_left_probe_takes_its_worker_down_leaves_no_process(lanes, tmp_path):
+async def test_a_lane_closed_while_a_left_probe_takes_its_worker_down_leaves_no_process(make, tmp_path):
     began = tmp_path / "began"
-
-    async def scenario(make):
-        lane = make(
-            {"shutdown": [{"touch": str(began)}, {"sleep": 60}]}, config=dataclasses.replace(FAST, shutdown_grace=0.5)
-        )
-        await lane.load()
-        pid = lane.health()["worker_pid"]
-        leaving = asyncio.create_task(lane.probe(embed([1])))
-        await until(began.exists)
-        leaving.cancel()
-        await asyncio.wait({leaving})
-        await lane.aclose()
-        assert not psutil.pid_exists(pid)
-
-    lanes(scenario)
+    lane = make(
+        {"shutdown": [{"touch": str(began)}, {"sleep": 60}]}, config=dataclasses.replace(FAST, shutdown_grace=0.5)
+    )
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+    leaving = asyncio.create_task(lane.probe(embed([1])))
+    await until(began.exists)
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    await lane.aclose()
+    assert not psutil.pid_exists(pid)
 
 
-def test_the_fingerprint_names_operation_model_and_ids(lanes):
+async def test_the_fingerprint_names_operation_model_and_ids(make):
     import hashlib
 
-    async def scenario(make):
-        lane = make(KILLS)
-        fingerprint = (await crash(lane)).details["fingerprint"]
-        ids = hashlib.sha256(struct.pack("<2i", POISON, 1)).hexdigest()
-        assert fingerprint == {"operation": "EMBED_BATCH", "model": "m", "ids_sha256": ids}
-
-    lanes(scenario)
+    lane = make(KILLS)
+    fingerprint = (await crash(lane)).details["fingerprint"]
+    ids = hashlib.sha256(struct.pack("<2i", POISON, 1)).hexdigest()
+    assert fingerprint == {"operation": "EMBED_BATCH", "model": "m", "ids_sha256": ids}
 
 
 # --- load and unload -------------------------------------------------------------------------------------------------
 
 
-def test_load_is_idempotent_and_lost_models_come_back(lanes):
-    async def scenario(make):
-        lane = make({"dims": 5, **KILLS})
-        assert await lane.load() == await lane.load() == 5
-        assert lane.health()["models"] == ["m"]
-        await crash(lane)
-        assert lane.health()["models"] == []
-        _, payload = await lane.submit(embed([1]), stage=EMBED)
-        assert payload.shape == (5,) and lane.health()["models"] == ["m"]
-
-    lanes(scenario)
+async def test_load_is_idempotent_and_lost_models_come_back(make):
+    lane = make({"dims": 5, **KILLS})
+    assert await lane.load() == await lane.load() == 5
+    assert lane.health()["models"] == ["m"]
+    await crash(lane)
+    assert lane.health()["models"] == []
+    _, payload = await lane.submit(embed([1]), stage=EMBED)
+    assert payload.shape == (5,) and lane.health()["models"] == ["m"]
 
 
-def test_a_refused_load_is_no_strike_and_not_remembered(lanes):
-    async def scenario(make):
-        lane = make({"rules": [on("LOAD", {"err": {"code": "artifact_invalid", "msg": "bad digest"}}, nth=[1, 2])]})
-        for _ in range(2):
-            with pytest.raises(WORKER_ERRORS[ErrorCode.ARTIFACT_INVALID], match="bad digest"):
-                await serve(lane)
-        assert lane.health()["strikes"] == 0 and lane.health()["models"] == []
-        await serve(lane)
-        assert lane.health()["generation"] == 1
-
-    lanes(scenario)
+async def test_a_refused_load_is_no_strike_and_not_remembered(make):
+    lane = make({"rules": [on("LOAD", {"err": {"code": "artifact_invalid", "msg": "bad digest"}}, nth=[1, 2])]})
+    for _ in range(2):
+        with pytest.raises(WORKER_ERRORS[ErrorCode.ARTIFACT_INVALID], match="bad digest"):
+            await serve(lane)
+    assert lane.health()["strikes"] == 0 and lane.health()["models"] == []
+    await serve(lane)
+    assert lane.health()["generation"] == 1
 
 
-def test_unload_forgets_and_the_next_request_loads_again(lanes):
-    async def scenario(make):
-        lane = make()
-        await serve(lane)
-        pid = lane.health()["worker_pid"]
-        await lane.unload()
-        await lane.unload()
-        assert lane.health()["models"] == [] and lane.health()["worker_pid"] == pid
-        await serve(lane)
-        assert lane.health()["models"] == ["m"]
-
-    lanes(scenario)
+async def test_unload_forgets_and_the_next_request_loads_again(make):
+    lane = make()
+    await serve(lane)
+    pid = lane.health()["worker_pid"]
+    await lane.unload()
+    await lane.unload()
+    assert lane.health()["models"] == [] and lane.health()["worker_pid"] == pid
+    await serve(lane)
+    assert lane.health()["models"] == ["m"]
 
 
 @pytest.mark.parametrize("code", ["model_not_loaded", "inference_failed"])
-def test_a_refused_unload(lanes, code):
-    async def scenario(make):
-        lane = make({"rules": [on("UNLOAD", {"err": {"code": code}})]})
-        await lane.load()
-        if code == "model_not_loaded":
+async def test_a_refused_unload(make, code):
+    lane = make({"rules": [on("UNLOAD", {"err": {"code": code}})]})
+    await lane.load()
+    if code == "model_not_loaded":
+        await lane.unload()
+    else:
+        with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED]):
             await lane.unload()
-        else:
-            with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED]):
-                await lane.unload()
-        assert lane.health()["strikes"] == 0
-        await serve(lane)
-
-    lanes(scenario)
+    assert lane.health()["strikes"] == 0
+    await serve(lane)
 
 
 # --- a process that can't be killed ----------------------------------------------------------------------------------
 
 
-def test_a_deadline_holds_while_a_worker_is_being_buried(lanes, monkeypatch):
-    async def scenario(make):
-        lane = make(poison({"sleep": 600}, ignore=["EOF"]), config=SHORT, own_worker=False)
-        await lane.load()
-        pid = lane.health()["worker_pid"]
-        with monkeypatch.context() as patch:
-            patch.setattr(process_module, "REAP_LIMIT", 600)
-            patch.setattr(WorkerProcess, "kill", lambda self: None)
-            # The window ends first; then nothing moves until the deadline.
-            with pytest.raises(DeadlineExceeded):
-                await serve(lane, POISON, deadline=soon(3.0))
-        os.kill(pid, signal.SIGKILL)
-        await lane.load()
-
-    lanes(scenario)
+async def test_a_deadline_holds_while_a_worker_is_being_buried(make, monkeypatch):
+    lane = make(poison({"sleep": 600}, ignore=["EOF"]), config=SHORT, own_worker=False)
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+    with monkeypatch.context() as patch:
+        patch.setattr(process_module, "REAP_LIMIT", 600)
+        patch.setattr(WorkerProcess, "kill", lambda self: None)
+        # The window ends first; then nothing moves until the deadline.
+        with pytest.raises(DeadlineExceeded):
+            await serve(lane, POISON, deadline=soon(3.0))
+    os.kill(pid, signal.SIGKILL)
+    await lane.load()
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_idle_worker_is_asked_to_leave(lanes, tmp_path):
+async def test_an_idle_worker_is_asked_to_leave(make, tmp_path):
     bye = tmp_path / "bye"
-
-    async def scenario(make):
-        lane = make({"shutdown": [{"touch": str(bye)}]})
-        await lane.load()
-        pid = lane.health()["worker_pid"]
-        await lane.aclose()
-        assert bye.exists() and not Path(f"/proc/{pid}").exists()
-        assert lane.health()["state"] == "stopped" and lane.health()["strikes"] == 0
-        with pytest.raises(QueueFull, match="stopping"):
-            await serve(lane)
-
-    lanes(scenario)
+    lane = make({"shutdown": [{"touch": str(bye)}]})
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+    await lane.aclose()
+    assert bye.exists() and not Path(f"/proc/{pid}").exists()
+    assert lane.health()["state"] == "stopped" and lane.health()["strikes"] == 0
+    with pytest.raises(QueueFull, match="stopping"):
+        await serve(lane)
 
 
 @pytest.mark.parametrize("first", [0.0, 600.0])
-def test_a_drain_that_is_over_or_hurried_ends_the_running_request(lanes, first):
-    async def scenario(make):
-        lane = make(poison({"sleep": 600}))
-        running = asyncio.create_task(crash(lane))
-        await until(lambda: lane.health()["state"] == "serving")
-        closing = asyncio.create_task(lane.aclose(drain=first))
-        await asyncio.sleep(0.01)
-        if first:
-            assert not closing.done()
-            await lane.aclose(drain=0.0)
-        await closing
-        error = await running
-        assert error.details["reason"] == "stopping" and error.details["quarantined"] is False
-        assert lane.health()["strikes"] == 0
-
-    lanes(scenario)
+async def test_a_drain_that_is_over_or_hurried_ends_the_running_request(make, first):
+    lane = make(poison({"sleep": 600}))
+    running = asyncio.create_task(crash(lane))
+    await until(lambda: lane.health()["state"] == "serving")
+    closing = asyncio.create_task(lane.aclose(drain=first))
+    await asyncio.sleep(0.01)
+    if first:
+        assert not closing.done()
+        await lane.aclose(drain=0.0)
+    await closing
+    error = await running
+    assert error.details["reason"] == "stopping" and error.details["quarantined"] is False
+    assert lane.health()["strikes"] == 0
 
 
 @pytest.mark.parametrize("script", [{"start": [{"sleep": 600}]}, {"rules": [on("LOAD", {"sleep": 600})]}])
-def test_closing_during_the_start(lanes, script):
-    async def scenario(make):
-        lane = make(script)
-        waiting = asyncio.create_task(serve(lane))
-        await until(lambda: lane.health()["state"] == "loading" and (lane.health()["generation"] == 1))
-        await asyncio.sleep(0.3)
-        await lane.aclose()
-        with pytest.raises(QueueFull):
-            await waiting
-
-    lanes(scenario)
+async def test_closing_during_the_start(make, script):
+    lane = make(script)
+    waiting = asyncio.create_task(serve(lane))
+    await until(lambda: lane.health()["state"] == "loading" and (lane.health()["generation"] == 1))
+    await asyncio.sleep(0.3)
+    await lane.aclose()
+    with pytest.raises(QueueFull):
+        await waiting
 
 
-def test_closing_during_a_death(lanes, tmp_path):
+async def test_closing_during_a_death(make, tmp_path):
     go = tmp_path / "go"
-
-    async def scenario(make):
-        lane = make(poison({"wait_for": str(go)}, {"signal": "SIGKILL"}))
-        await lane.load()
-        dying = asyncio.create_task(crash(lane))
-        await until(lambda: lane.health()["state"] == "serving")
-        go.touch()
-        await asyncio.sleep(0.005)
-        await lane.aclose()
-        assert (await dying).code == "engine_crashed"
-
-    lanes(scenario)
+    lane = make(poison({"wait_for": str(go)}, {"signal": "SIGKILL"}))
+    await lane.load()
+    dying = asyncio.create_task(crash(lane))
+    await until(lambda: lane.health()["state"] == "serving")
+    go.touch()
+    await asyncio.sleep(0.005)
+    await lane.aclose()
+    assert (await dying).code == "engine_crashed"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.faults.reports.trial import Scenario, run_lanes
+from tests.faults.reports.trial import ReportLanes
+from tests.host.conftest import pytest_pyfunc_call
+
+__all__ = ["pytest_pyfunc_call"]
 
 
 @pytest.fixture
-def lanes(tmp_path: Path) -> Callable[[Scenario], None]:
-    """Run an async scenario with a lane factory in a loop of its own."""
-    return lambda scenario: run_lanes(tmp_path / "rt", scenario)
+def make(tmp_path: Path) -> ReportLanes:
+    """Return a lane factory for an async test, with workers of this tree."""
+    return ReportLanes(tmp_path / "rt")

@@ -592,7 +592,9 @@ def _reports() -> Iterator[Report]:
     """Find the tests of the reports; a test without a guard has none."""
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and (name := re.match(r"test_report_(\d\d)_", node.name)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (
+                name := re.match(r"test_report_(\d\d)_", node.name)
+            ):
                 source = re.match(r"[\w.-]+/[\w.-]+#\d+", ast.get_docstring(node) or "")
                 test = f"{path.relative_to(ROOT).as_posix()}::{node.name}"
                 number = int(name[1])

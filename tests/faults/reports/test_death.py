@@ -29,132 +29,102 @@ from tests.support.toy_engine import ToyEngine
 pytestmark = [pytest.mark.process, pytest.mark.fault]
 
 
-def test_report_01_one_input_stops_the_server(lanes):
+async def test_report_01_one_input_stops_the_server(make):
     """huggingface/text-embeddings-inference#694: one input hung a whole server; here it costs one lane one window."""
-
-    async def scenario(make):
-        ill, well = make(poison({"sleep": 600}), config=SHORT), make()
-        await asyncio.gather(ill.load(), well.load())
-        stuck = asyncio.create_task(crash(ill))
-        served = 0
-        while not stuck.done():
-            await serve(well)
-            served += 1
-        assert (await stuck).details["cause"] == "silence" and served > 10
-        assert well.health()["generation"] == 1 and well.health()["strikes"] == 0
-        await serve(ill)
-
-    lanes(scenario)
+    ill, well = make(poison({"sleep": 600}), config=SHORT), make()
+    await asyncio.gather(ill.load(), well.load())
+    stuck = asyncio.create_task(crash(ill))
+    served = 0
+    while not stuck.done():
+        await serve(well)
+        served += 1
+    assert (await stuck).details["cause"] == "silence" and served > 10
+    assert well.health()["generation"] == 1 and well.health()["strikes"] == 0
+    await serve(ill)
 
 
-def test_report_02_death_by_the_kernel(lanes):
+async def test_report_02_death_by_the_kernel(make):
     """triton-inference-server/server#5381: the kernel's SIGKILL in LOAD and in mid-frame ends in a typed crash."""
-
-    async def scenario(make):
-        loading = make({"rules": [on("LOAD", {"signal": "SIGKILL"})]})
-        with pytest.raises(EngineCrashed) as caught:
-            await loading.load()
-        assert caught.value.details["stage"] == "load" and caught.value.details["signal"] == "SIGKILL"
-        header = {"frame": {"type": "VECTORS", "req_id": "$req_id", "dims": 8, "n": 1}}
-        answering = make(poison(header, {"torn": {"length": 32, "send": 5}}, {"signal": "SIGKILL"}))
-        error = await crash(answering)
-        assert error.details["signal"] == "SIGKILL" and "inside a frame" in error.message
-        await serve(answering)
-
-    lanes(scenario)
+    loading = make({"rules": [on("LOAD", {"signal": "SIGKILL"})]})
+    with pytest.raises(EngineCrashed) as caught:
+        await loading.load()
+    assert caught.value.details["stage"] == "load" and caught.value.details["signal"] == "SIGKILL"
+    header = {"frame": {"type": "VECTORS", "req_id": "$req_id", "dims": 8, "n": 1}}
+    answering = make(poison(header, {"torn": {"length": 32, "send": 5}}, {"signal": "SIGKILL"}))
+    error = await crash(answering)
+    assert error.details["signal"] == "SIGKILL" and "inside a frame" in error.message
+    await serve(answering)
 
 
-def test_report_03_zombie_and_good_health(lanes):
+async def test_report_03_zombie_and_good_health(make):
     """triton-inference-server/server#7230: a dead stub stayed a zombie while health said 200; reaped and told here."""
-
-    async def scenario(make):
-        made = [make() for _ in range(3)]
-        await asyncio.gather(*(lane.load() for lane in made))
-        pids = [lane.health()["worker_pid"] for lane in made]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        await until(lambda: all(lane.health()["worker_pid"] is None for lane in made))
-        assert not any(map(exists, pids)), "a zombie is left"
-        assert [lane.health()["state"] for lane in made] == ["stopped"] * 3
-
-    lanes(scenario)
+    made = [make() for _ in range(3)]
+    await asyncio.gather(*(lane.load() for lane in made))
+    pids = [lane.health()["worker_pid"] for lane in made]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: all(lane.health()["worker_pid"] is None for lane in made))
+    assert not any(map(exists, pids)), "a zombie is left"
+    assert [lane.health()["state"] for lane in made] == ["stopped"] * 3
 
 
-def test_report_04_an_abort_is_counted(lanes):
+async def test_report_04_an_abort_is_counted(make):
     """triton-inference-server/server#8841: an abort nobody counted; here a strike, and every request has its end."""
-
-    async def scenario(make):
-        lane = make(poison({"abort": True}))
-        firsts = [*range(20, 39), POISON]
-        outcomes = await asyncio.gather(
-            *(lane.submit(embed([n, 1]), stage=EMBED) for n in firsts), return_exceptions=True
-        )
-        crashed = [outcome for outcome in outcomes if isinstance(outcome, EngineCrashed)]
-        served = [outcome for outcome in outcomes if isinstance(outcome, tuple)]
-        assert (len(served), len(crashed)) == (19, 1)
-        health = lane.health()
-        assert health["strikes"] == 1 and health["last_fault"]["signal"] == "SIGABRT"
-
-    lanes(scenario)
+    lane = make(poison({"abort": True}))
+    firsts = [*range(20, 39), POISON]
+    outcomes = await asyncio.gather(*(lane.submit(embed([n, 1]), stage=EMBED) for n in firsts), return_exceptions=True)
+    crashed = [outcome for outcome in outcomes if isinstance(outcome, EngineCrashed)]
+    served = [outcome for outcome in outcomes if isinstance(outcome, tuple)]
+    assert (len(served), len(crashed)) == (19, 1)
+    health = lane.health()
+    assert health["strikes"] == 1 and health["last_fault"]["signal"] == "SIGABRT"
 
 
-def test_report_05_a_death_with_500_requests_queued(lanes, tmp_path):
+async def test_report_05_a_death_with_500_requests_queued(make, tmp_path):
     """triton-inference-server/server#8448: a stub's death at high concurrency hung everything that waited."""
     go = tmp_path / "go"
-
-    async def scenario(make):
-        lane = make(
-            poison({"wait_for": str(go)}, {"signal": "SIGKILL"}), config=dataclasses.replace(FAST, queue_limit=1000)
-        )
-        await lane.load()
-        pid = lane.health()["worker_pid"]
-        dying = asyncio.create_task(crash(lane))
-        queued = [asyncio.create_task(serve(lane, 100 + n)) for n in range(500)]
-        await until(lambda: lane.health()["waiting"] == 500)
-        go.touch()
-        await asyncio.gather(dying, *queued)
-        assert not exists(pid) and lane.health()["generation"] == 2
-
-    lanes(scenario)
+    lane = make(
+        poison({"wait_for": str(go)}, {"signal": "SIGKILL"}), config=dataclasses.replace(FAST, queue_limit=1000)
+    )
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+    dying = asyncio.create_task(crash(lane))
+    queued = [asyncio.create_task(serve(lane, 100 + n)) for n in range(500)]
+    await until(lambda: lane.health()["waiting"] == 500)
+    go.touch()
+    await asyncio.gather(dying, *queued)
+    assert not exists(pid) and lane.health()["generation"] == 2
 
 
-def test_report_06_one_of_three_is_stopped(lanes):
+async def test_report_06_one_of_three_is_stopped(make):
     """vllm-project/vllm#41530: one stuck worker took the engine with it; a stopped one is killed at its window."""
-
-    async def scenario(make):
-        ill, *well = make(poison({"signal": "SIGSTOP"}), config=SHORT), make(), make()
-        await asyncio.gather(*(lane.load() for lane in [ill, *well]))
-        pid = ill.health()["worker_pid"]
-        try:
-            error = await crash(ill)
-            assert error.details["cause"] == "silence" and not exists(pid), "a stopped process takes no polite signal"
-            for lane in well:
-                await serve(lane)
-                assert lane.health()["generation"] == 1
-            await serve(ill)
-        finally:
-            end(pid)
-
-    lanes(scenario)
+    ill, *well = make(poison({"signal": "SIGSTOP"}), config=SHORT), make(), make()
+    await asyncio.gather(*(lane.load() for lane in [ill, *well]))
+    pid = ill.health()["worker_pid"]
+    try:
+        error = await crash(ill)
+        assert error.details["cause"] == "silence" and not exists(pid), "a stopped process takes no polite signal"
+        for lane in well:
+            await serve(lane)
+            assert lane.health()["generation"] == 1
+        await serve(ill)
+    finally:
+        end(pid)
 
 
-def test_report_07_ten_waiters_of_a_dead_worker(lanes, tmp_path):
+async def test_report_07_ten_waiters_of_a_dead_worker(make, tmp_path):
     """vllm-project/vllm#2050: one worker died and later requests were stuck without an error."""
     go = tmp_path / "go"
-
-    async def scenario(make):
-        lane = make(poison({"wait_for": str(go)}, {"signal": "SIGKILL"}))
-        await lane.load()
-        running = asyncio.create_task(lane.submit(embed([POISON]), stage=EMBED))
-        waiting = [asyncio.create_task(serve(lane, 20 + n)) for n in range(10)]
-        await until(lambda: lane.health()["waiting"] == 10)
-        go.touch()
-        outcomes = await asyncio.gather(running, *waiting, return_exceptions=True)
-        assert isinstance(outcomes[0], EngineCrashed) and outcomes[0].details["signal"] == "SIGKILL"
-        # The broken request was not replayed: one death, one new worker.
-        assert outcomes[1:] == [None] * 10 and lane.health()["generation"] == 2
-
-    lanes(scenario)
+    lane = make(poison({"wait_for": str(go)}, {"signal": "SIGKILL"}))
+    await lane.load()
+    running = asyncio.create_task(lane.submit(embed([POISON]), stage=EMBED))
+    waiting = [asyncio.create_task(serve(lane, 20 + n)) for n in range(10)]
+    await until(lambda: lane.health()["waiting"] == 10)
+    go.touch()
+    outcomes = await asyncio.gather(running, *waiting, return_exceptions=True)
+    assert isinstance(outcomes[0], EngineCrashed) and outcomes[0].details["signal"] == "SIGKILL"
+    # The broken request was not replayed: one death, one new worker.
+    assert outcomes[1:] == [None] * 10 and lane.health()["generation"] == 2
 
 
 HOST = """
@@ -237,7 +207,7 @@ def raising(error: Exception):
     return hook
 
 
-def test_report_10_an_error_that_cannot_be_sent(lanes):
+async def test_report_10_an_error_that_cannot_be_sent(make):
     """huggingface/sentence-transformers#3920: an exception that could not be pickled hung its parent; ours is text."""
     request = EmbedBatch(req_id="1", model_ref="toy:0", pooling=Pooling.MEAN, normalize=False, items=[Item("0", 1)])
     engine = ToyEngine()
@@ -250,14 +220,10 @@ def test_report_10_an_error_that_cannot_be_sent(lanes):
         frame = encode(answer.reply)
         told = decode_from_worker(frame)
         assert isinstance(told, Err) and told.code is ErrorCode.INFERENCE_FAILED and len(frame) < 2**16
-
-    async def scenario(make):
-        lane = make(poison({"raise": "an object nobody can pickle"}))
-        error = await crash(lane)
-        assert error.details["exit_status"] == 1 and "an object nobody can pickle" in error.details["log_tail"]
-        await serve(lane)
-
-    lanes(scenario)
+    lane = make(poison({"raise": "an object nobody can pickle"}))
+    error = await crash(lane)
+    assert error.details["exit_status"] == 1 and "an object nobody can pickle" in error.details["log_tail"]
+    await serve(lane)
 
 
 def large() -> tuple[int, bytes]:
@@ -265,7 +231,7 @@ def large() -> tuple[int, bytes]:
     return 16 * 2**20, bytes(64 * 2**20)
 
 
-def test_report_11_the_peer_dies_while_the_host_sends(lanes):
+async def test_report_11_the_peer_dies_while_the_host_sends(make):
     """noxdafox/pebble#97: blocked in send to a dead child; ours never blocks, and the window covers sending."""
     tokens, payload = large()
 
@@ -273,35 +239,28 @@ def test_report_11_the_peer_dies_while_the_host_sends(lanes):
         items = [Item("0", tokens)]
         return EmbedBatch(req_id=req_id, model_ref=ref, pooling=Pooling.MEAN, normalize=False, items=items), payload
 
-    async def scenario(make):
-        # A worker that loads and then never reads again.
-        deaf = {"rules": [on("LOAD", {"reply": {}}, {"signal": "SIGSTOP"})]}
-        killed, silent = make(deaf), make(deaf, config=SHORT)
-        await killed.load()
-        sending = asyncio.create_task(killed.submit(build, stage=EMBED))
-        await asyncio.sleep(0.1)
-        assert not sending.done()
-        os.kill(killed.health()["worker_pid"], signal.SIGKILL)
-        with pytest.raises(EngineCrashed) as caught:
-            await sending
-        assert caught.value.details["signal"] == "SIGKILL"
-        with pytest.raises(EngineCrashed) as caught:
-            await silent.submit(build, stage=EMBED)
-        assert caught.value.details["cause"] == "silence"
-
-    lanes(scenario)
+    # A worker that loads and then never reads again.
+    deaf = {"rules": [on("LOAD", {"reply": {}}, {"signal": "SIGSTOP"})]}
+    killed, silent = make(deaf), make(deaf, config=SHORT)
+    await killed.load()
+    sending = asyncio.create_task(killed.submit(build, stage=EMBED))
+    await asyncio.sleep(0.1)
+    assert not sending.done()
+    os.kill(killed.health()["worker_pid"], signal.SIGKILL)
+    with pytest.raises(EngineCrashed) as caught:
+        await sending
+    assert caught.value.details["signal"] == "SIGKILL"
+    with pytest.raises(EngineCrashed) as caught:
+        await silent.submit(build, stage=EMBED)
+    assert caught.value.details["cause"] == "silence"
 
 
-def test_report_12_exit_inside_a_request(lanes):
+async def test_report_12_exit_inside_a_request(make):
     """python/cpython#10441 (bpo-22393): a pool hung when its worker left; here the request gets the exit status."""
-
-    async def scenario(make):
-        lane = make(poison({"exit": 123}))
-        error = await crash(lane)
-        assert error.details["exit_status"] == 123 and "exit status 123" in error.message
-        await serve(lane)
-
-    lanes(scenario)
+    lane = make(poison({"exit": 123}))
+    error = await crash(lane)
+    assert error.details["exit_status"] == 123 and "exit status 123" in error.message
+    await serve(lane)
 
 
 def test_report_13_the_host_is_killed_while_c_code_holds_the_gil(tmp_path):
@@ -311,79 +270,59 @@ def test_report_13_the_host_is_killed_while_c_code_holds_the_gil(tmp_path):
     assert orphan(tmp_path, do=[{"hold_gil": 600}], ignore=["EOF"]), "the worker outlived its host"
 
 
-def test_report_14_a_worker_that_crashed_while_idle(lanes):
+async def test_report_14_a_worker_that_crashed_while_idle(make):
     """Lightning-AI/LitServe#532: the worker was dead and the server healthy; here health follows the death."""
-
-    async def scenario(make):
-        lane = make()
-        await serve(lane)
-        assert lane.health()["state"] == "idle"
-        os.kill(lane.health()["worker_pid"], signal.SIGKILL)
-        await until(lambda: lane.health()["strikes"] == 1)
-        health = lane.health()
-        assert (health["state"], health["worker_pid"], health["models"]) == ("stopped", None, [])
-        assert (health["last_fault"]["stage"], health["last_fault"]["signal"]) == ("idle", "SIGKILL")
-        await serve(lane)
-        assert lane.health()["generation"] == 2
-
-    lanes(scenario)
+    lane = make()
+    await serve(lane)
+    assert lane.health()["state"] == "idle"
+    os.kill(lane.health()["worker_pid"], signal.SIGKILL)
+    await until(lambda: lane.health()["strikes"] == 1)
+    health = lane.health()
+    assert (health["state"], health["worker_pid"], health["models"]) == ("stopped", None, [])
+    assert (health["last_fault"]["stage"], health["last_fault"]["signal"]) == ("idle", "SIGKILL")
+    await serve(lane)
+    assert lane.health()["generation"] == 2
 
 
-def test_report_15_a_worker_that_ignores_every_polite_word(lanes):
+async def test_report_15_a_worker_that_ignores_every_polite_word(make):
     """dask/distributed#1303: a second worker was started beside one that would not leave; ours is dead first."""
-
-    async def scenario(make):
-        stubborn = {"ignore": ["SIGTERM", "SIGINT", "EOF"], "shutdown": [{"sleep": 600}], "eof": [{"sleep": 600}]}
-        lane = make(stubborn, config=dataclasses.replace(FAST, shutdown_grace=0.1))
-        await lane.load()
-        old = lane.health()["worker_pid"]
-        try:
-            await lane.probe(embed([FINE]))
-            assert not exists(old), "two workers at once"
-            assert lane.health()["generation"] == 2
-        finally:
-            end(old)
-
-    lanes(scenario)
+    stubborn = {"ignore": ["SIGTERM", "SIGINT", "EOF"], "shutdown": [{"sleep": 600}], "eof": [{"sleep": 600}]}
+    lane = make(stubborn, config=dataclasses.replace(FAST, shutdown_grace=0.1))
+    await lane.load()
+    old = lane.health()["worker_pid"]
+    try:
+        await lane.probe(embed([FINE]))
+        assert not exists(old), "two workers at once"
+        assert lane.health()["generation"] == 2
+    finally:
+        end(old)
 
 
-def test_report_16_a_loop_that_holds_the_gil(lanes):
+async def test_report_16_a_loop_that_holds_the_gil(make):
     """dask/distributed#8537: a worker's own watchdog starved with it; ours sits in the host and asks for the stacks."""
-
-    async def scenario(make):
-        lane = make(poison({"spin": True}), config=SHORT)
-        error = await crash(lane)
-        assert error.details["cause"] == "silence" and "do_spin" in error.details["log_tail"]
-        await serve(lane)
-
-    lanes(scenario)
+    lane = make(poison({"spin": True}), config=SHORT)
+    error = await crash(lane)
+    assert error.details["cause"] == "silence" and "do_spin" in error.details["log_tail"]
+    await serve(lane)
 
 
-def test_report_17_no_storm_of_restarts(lanes, tmp_path):
+async def test_report_17_no_storm_of_restarts(make, tmp_path):
     """dask/distributed#1863: restarted for ever; after two deaths in a row the lane is shut."""
     state = tmp_path / "state"
-
-    async def scenario(make):
-        lane = make({"start": [{"exit": 1}], "state": str(state)})
-        errors = [await crash(lane) for _ in range(5)]
-        assert spawns(state) == 2
-        assert [error.details["quarantined"] for error in errors] == [False, True, True, True, True]
-
-    lanes(scenario)
+    lane = make({"start": [{"exit": 1}], "state": str(state)})
+    errors = [await crash(lane) for _ in range(5)]
+    assert spawns(state) == 2
+    assert [error.details["quarantined"] for error in errors] == [False, True, True, True, True]
 
 
-def test_report_18_unload_that_never_answers(lanes):
+async def test_report_18_unload_that_never_answers(make):
     """ollama/ollama#7779 (also 12179): a model for ever 'stopping'; UNLOAD has a window, then the worker goes."""
-
-    async def scenario(make):
-        config = dataclasses.replace(FAST, windows=Windows(setup=20.0, control=0.3, ping=20.0, inference=20.0))
-        lane = make({"rules": [on("UNLOAD", {"sleep": 600})]}, config=config)
-        await lane.load()
-        await lane.unload()
-        assert lane.health()["models"] == [] and lane.health()["worker_pid"] is None
-        await serve(lane)
-
-    lanes(scenario)
+    config = dataclasses.replace(FAST, windows=Windows(setup=20.0, control=0.3, ping=20.0, inference=20.0))
+    lane = make({"rules": [on("UNLOAD", {"sleep": 600})]}, config=config)
+    await lane.load()
+    await lane.unload()
+    assert lane.health()["models"] == [] and lane.health()["worker_pid"] is None
+    await serve(lane)
 
 
 ENDS = {
@@ -399,7 +338,7 @@ ENDS = {
 }
 
 
-def test_report_19_stopped_unexpectedly_and_no_word_why(lanes):
+async def test_report_19_stopped_unexpectedly_and_no_word_why(make):
     """ollama/ollama#14093 (also 14983): 'has unexpectedly stopped'; here signal or status and the last 8 KiB."""
 
     async def one(make, name: str) -> None:
@@ -416,93 +355,74 @@ def test_report_19_stopped_unexpectedly_and_no_word_why(lanes):
             # What nothing followed: faulthandler adds its own words to the other ends.
             assert details["log_tail"] == "[stderr] " + ("0123456789" * 2000)[-8192:]
 
-    async def scenario(make):
-        for pair in (("SIGKILL", "SIGABRT"), ("SIGSEGV", "SIGFPE"), ("SIGILL", "7")):
-            await asyncio.gather(*(one(make, name) for name in pair))
-
-    lanes(scenario)
+    for pair in (("SIGKILL", "SIGABRT"), ("SIGSEGV", "SIGFPE"), ("SIGILL", "7")):
+        await asyncio.gather(*(one(make, name) for name in pair))
 
 
-def test_report_20_a_kill_that_does_not_take(lanes, tmp_path, monkeypatch):
+async def test_report_20_a_kill_that_does_not_take(make, tmp_path, monkeypatch):
     """ollama/ollama#12472: a process stuck in a driver can't be killed; the host goes on, starts none beside it."""
     state = tmp_path / "state"
-
-    async def scenario(make):
-        lane = make(poison({"sleep": 600}, state=str(state), ignore=["EOF"]), config=SHORT, own_worker=False)
-        other = make()
-        await lane.load()
-        pid = lane.health()["worker_pid"]
-        try:
-            with monkeypatch.context() as patch:
-                patch.setattr(process_module, "REAP_LIMIT", 0.05)
-                patch.setattr(WorkerProcess, "kill", lambda self: None)
-                assert (await crash(lane)).details["cause"] == "silence"
-                refused = await crash(lane, FINE)
-                assert "can't be killed yet" in refused.message and not refused.details["quarantined"]
-                assert spawns(state) == 1 and lane.health()["strikes"] == 1
-                await serve(other)
-        finally:
-            end(pid)
-        await until(lambda: not exists(pid))
-        await serve(lane)
-        assert spawns(state) == 2
-
-    lanes(scenario)
+    lane = make(poison({"sleep": 600}, state=str(state), ignore=["EOF"]), config=SHORT, own_worker=False)
+    other = make()
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(process_module, "REAP_LIMIT", 0.05)
+            patch.setattr(WorkerProcess, "kill", lambda self: None)
+            assert (await crash(lane)).details["cause"] == "silence"
+            refused = await crash(lane, FINE)
+            assert "can't be killed yet" in refused.message and not refused.details["quarantined"]
+            assert spawns(state) == 1 and lane.health()["strikes"] == 1
+            await serve(other)
+    finally:
+        end(pid)
+    await until(lambda: not exists(pid))
+    await serve(lane)
+    assert spawns(state) == 2
 
 
-def test_report_21_idle_is_not_silence(lanes):
+async def test_report_21_idle_is_not_silence(make):
     """sgl-project/sglang#3836: a watchdog fired after a quiet time; ours watches exchanges only."""
-
-    async def scenario(make):
-        lane = make(config=dataclasses.replace(FAST, windows=Windows(20.0, 20.0, 20.0, inference=0.3)))
-        await serve(lane)
-        await asyncio.sleep(1.5)
-        assert lane.health()["strikes"] == 0
-        await serve(lane)
-        assert lane.health()["generation"] == 1
-
-    lanes(scenario)
+    lane = make(config=dataclasses.replace(FAST, windows=Windows(20.0, 20.0, 20.0, inference=0.3)))
+    await serve(lane)
+    await asyncio.sleep(1.5)
+    assert lane.health()["strikes"] == 0
+    await serve(lane)
+    assert lane.health()["generation"] == 1
 
 
-def test_report_22_a_hang_while_stopping(lanes, tmp_path):
+async def test_report_22_a_hang_while_stopping(make, tmp_path):
     """NVIDIA/TensorRT-LLM#15612 and #16404: a polite stop deadlocked, a tree kill hit its host; ours is bounded."""
     pid_file = tmp_path / "pid"
-
-    async def scenario(make):
-        hung = {
-            "ready": [{"grandchild": {"pid_file": str(pid_file), "seconds": 600}}],
-            "ignore": ["SIGTERM", "EOF"],
-            "shutdown": [{"sleep": 600}],
-        }
-        with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]) as sibling:
-            try:
-                lane = make(hung, config=dataclasses.replace(FAST, shutdown_grace=0.1))
-                await lane.load()
-                pid = lane.health()["worker_pid"]
-                await lane.aclose()
-                assert not exists(pid)
-                await until(lambda: not alive(int(pid_file.read_text())))
-                assert sibling.poll() is None, "a process of the host's own was hit"
-            finally:
-                sibling.kill()
-                end(int(pid_file.read_text()))
-
-    lanes(scenario)
-
-
-def test_report_23_stop_called_many_times(lanes):
-    """xorbitsai/inference#3202: repeated stops hung; every one of twenty returns, and only when the worker is gone."""
-
-    async def scenario(make):
-        lane = make({"shutdown": [{"sleep": 0.3}]})
-        await lane.load()
-        pid = lane.health()["worker_pid"]
-
-        async def stop() -> None:
+    hung = {
+        "ready": [{"grandchild": {"pid_file": str(pid_file), "seconds": 600}}],
+        "ignore": ["SIGTERM", "EOF"],
+        "shutdown": [{"sleep": 600}],
+    }
+    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]) as sibling:
+        try:
+            lane = make(hung, config=dataclasses.replace(FAST, shutdown_grace=0.1))
+            await lane.load()
+            pid = lane.health()["worker_pid"]
             await lane.aclose()
-            assert not exists(pid), "stopped, says it, and the worker runs"
+            assert not exists(pid)
+            await until(lambda: not alive(int(pid_file.read_text())))
+            assert sibling.poll() is None, "a process of the host's own was hit"
+        finally:
+            sibling.kill()
+            end(int(pid_file.read_text()))
 
-        await asyncio.gather(*(stop() for _ in range(20)))
-        await stop()
 
-    lanes(scenario)
+async def test_report_23_stop_called_many_times(make):
+    """xorbitsai/inference#3202: repeated stops hung; every one of twenty returns, and only when the worker is gone."""
+    lane = make({"shutdown": [{"sleep": 0.3}]})
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+
+    async def stop() -> None:
+        await lane.aclose()
+        assert not exists(pid), "stopped, says it, and the worker runs"
+
+    await asyncio.gather(*(stop() for _ in range(20)))
+    await stop()

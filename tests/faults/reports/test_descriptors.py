@@ -21,7 +21,7 @@ from engines.protocol.messages import EmbedBatch, Item, Pooling
 from synapse_host.errors import BackendMissing, InvalidRequest
 from synapse_host.listener import SUN_PATH, RuntimeDirectory
 from tests.conftest import descriptors
-from tests.faults.reports.trial import end, exists, run_limited
+from tests.faults.reports.trial import end, exists
 from tests.host.conftest import EMBED, FAST, crash, poison, serve, soon
 from tests.support.kernel32 import stand_in
 
@@ -43,98 +43,79 @@ def refused(call) -> str:
     return caught.value.details["reason"]
 
 
-def test_report_29_output_that_nobody_reads(lanes):
+async def test_report_29_output_that_nobody_reads(make):
     """bytedance/SandboxFusion#53: a child stood still at 200 KB of output; both pipes are drained all the time."""
-
-    async def scenario(make):
-        flood = {"bytes": MIB, "text": "x"}
-        lane = make(poison({"stdout": flood}, {"stderr": flood}, {"reply": {}}))
-        await lane.load()
-        await serve(lane, 13, deadline=soon(20.0))
-
-    lanes(scenario)
+    flood = {"bytes": MIB, "text": "x"}
+    lane = make(poison({"stdout": flood}, {"stderr": flood}, {"reply": {}}))
+    await lane.load()
+    await serve(lane, 13, deadline=soon(20.0))
 
 
-def test_report_30_output_while_stopping(lanes):
+async def test_report_30_output_while_stopping(make):
     """agronholm/anyio#1166: closing waited for a child that waited for its pipe; ours is killed before any wait."""
-
-    async def scenario(make):
-        flood = {"bytes": MIB, "text": "x"}
-        lane = make(
-            {"ignore": ["SIGTERM", "EOF"], "shutdown": [{"stderr": flood}, {"stdout": flood}, {"sleep": 600}]},
-            config=dataclasses.replace(FAST, shutdown_grace=0.3),
-        )
-        await lane.load()
-        pid = lane.health()["worker_pid"]
-        try:
-            await lane.aclose()
-            assert not exists(pid)
-        finally:
-            end(pid)
-
-    lanes(scenario)
+    flood = {"bytes": MIB, "text": "x"}
+    lane = make(
+        {"ignore": ["SIGTERM", "EOF"], "shutdown": [{"stderr": flood}, {"stdout": flood}, {"sleep": 600}]},
+        config=dataclasses.replace(FAST, shutdown_grace=0.3),
+    )
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+    try:
+        await lane.aclose()
+        assert not exists(pid)
+    finally:
+        end(pid)
 
 
-def test_report_31_a_grandchild_that_holds_stdout(lanes, tmp_path):
+async def test_report_31_a_grandchild_that_holds_stdout(make, tmp_path):
     """python/cpython#151983 (gh-119710): waiting for a child waited for its grandchild's pipe; the exit is enough."""
     pid_file = tmp_path / "pid"
-
-    async def scenario(make):
-        grandchild = {"grandchild": {"new_session": True, "pid_file": str(pid_file), "seconds": 600}}
-        lane = make(poison(grandchild, {"signal": "SIGKILL"}))
-        try:
-            assert (await crash(lane)).details["signal"] == "SIGKILL"
-            await serve(lane)
-        finally:
-            end(int(pid_file.read_text()))
-
-    lanes(scenario)
+    grandchild = {"grandchild": {"new_session": True, "pid_file": str(pid_file), "seconds": 600}}
+    lane = make(poison(grandchild, {"signal": "SIGKILL"}))
+    try:
+        assert (await crash(lane)).details["signal"] == "SIGKILL"
+        await serve(lane)
+    finally:
+        end(int(pid_file.read_text()))
 
 
-def test_report_32_a_spawn_that_fails(lanes):
+async def test_report_32_a_spawn_that_fails(make):
     """MagicStack/uvloop#185 (also python/cpython#79902, #156400): failed spawns lost descriptors, ours none."""
-
-    async def scenario(make):
-        lane = make(command=("/no/such/program",))
-        with pytest.raises(BackendMissing, match="/no/such/program") as caught:
+    lane = make(command=("/no/such/program",))
+    with pytest.raises(BackendMissing, match="/no/such/program") as caught:
+        await serve(lane)
+    assert caught.value.exit_code == 4
+    before = descriptors()
+    for _ in range(300):
+        with pytest.raises(BackendMissing):
             await serve(lane)
-        assert caught.value.exit_code == 4
-        before = descriptors()
-        for _ in range(300):
-            with pytest.raises(BackendMissing):
-                await serve(lane)
-        assert descriptors() == before
-        assert list(make.runtime.workers.iterdir()) == [], "a socket file is left"
-        assert lane.health()["strikes"] == 0
-
-    lanes(scenario)
+    assert descriptors() == before
+    assert list(make.runtime.workers.iterdir()) == [], "a socket file is left"
+    assert lane.health()["strikes"] == 0
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
-def test_report_33_few_descriptors(lanes):
+async def test_report_33_few_descriptors(make):
     """quintel/pyetm#205: 256 descriptors are macOS's limit; running out is said by name and is nobody's strike."""
     import resource
 
-    async def scenario(make):
-        lane, working = make(), make()
-        await working.load()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        highest = max(int(entry.name) for entry in Path("/dev/fd").iterdir())
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
-            with contextlib.ExitStack() as others:
-                with contextlib.suppress(OSError):
-                    while True:
-                        others.enter_context(open(os.devnull, "rb"))  # noqa: PTH123
-                error = await crash(lane)
-            assert error.details["errno"] == "EMFILE" and "open files" in error.message
-            assert lane.health()["strikes"] == 0
-            await serve(working)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        await serve(lane)
-
-    lanes(scenario)
+    lane, working = make(), make()
+    await working.load()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(entry.name) for entry in Path("/dev/fd").iterdir())
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+        with contextlib.ExitStack() as others:
+            with contextlib.suppress(OSError):
+                while True:
+                    others.enter_context(open(os.devnull, "rb"))  # noqa: PTH123
+            error = await crash(lane)
+        assert error.details["errno"] == "EMFILE" and "open files" in error.message
+        assert lane.health()["strikes"] == 0
+        await serve(working)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await serve(lane)
 
 
 def test_report_34_a_socket_that_is_left(directory):
@@ -190,46 +171,40 @@ def test_report_36_long_paths(runtime_dir, letter):
         assert not listener.path.exists() and (short == made.workers or not short.exists())
 
 
-def test_report_37_connect_and_drop(lanes, directory):
+async def test_report_37_connect_and_drop(make, directory):
     """python/cpython#124779 (also #100573, python-trio/trio#1773): one dropped connection ended an accept loop."""
 
-    async def dropped():
-        listener = directory.listen("toy-1")
-        seen = 0
+    listener = directory.listen("toy-1")
+    seen = 0
 
-        def admit(peer) -> bool:
-            nonlocal seen
-            seen += 1
-            return seen > 1000
+    def admit(peer) -> bool:
+        nonlocal seen
+        seen += 1
+        return seen > 1000
 
-        accepting = asyncio.create_task(listener.accept(admit))
-        while not accepting.done():
-            try:
-                with socket.socket(socket.AF_UNIX) as client:
-                    client.setblocking(False)
-                    client.connect(os.fspath(listener.path))
-            except BlockingIOError:
-                pass
-            await asyncio.sleep(0)
-        (await accepting).close()
-        listener.close()
+    accepting = asyncio.create_task(listener.accept(admit))
+    while not accepting.done():
+        try:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.setblocking(False)
+                client.connect(os.fspath(listener.path))
+        except BlockingIOError:
+            pass
+        await asyncio.sleep(0)
+    (await accepting).close()
+    listener.close()
 
-    run_limited(dropped)
+    tokens = 16 * MIB
+    payload = bytes(4 * tokens)
 
-    async def whole_frame(make):
-        tokens = 16 * MIB
-        payload = bytes(4 * tokens)
+    def build(req_id, ref):
+        items = [Item("0", tokens)]
+        request = EmbedBatch(req_id=req_id, model_ref=ref, pooling=Pooling.MEAN, normalize=False, items=items)
+        return request, payload
 
-        def build(req_id, ref):
-            items = [Item("0", tokens)]
-            request = EmbedBatch(req_id=req_id, model_ref=ref, pooling=Pooling.MEAN, normalize=False, items=items)
-            return request, payload
-
-        lane = make({"vectors": "echo", "dims": tokens})
-        _, vectors = await lane.submit(build, stage=EMBED)
-        assert vectors.nbytes == 64 * MIB and vectors[12345] == 0 and vectors.flags.writeable
-
-    lanes(whole_frame)
+    lane = make({"vectors": "echo", "dims": tokens})
+    _, vectors = await lane.submit(build, stage=EMBED)
+    assert vectors.nbytes == 64 * MIB and vectors[12345] == 0 and vectors.flags.writeable
     # On Windows: byte mode, so that a large frame is a stream and not a message. The system itself is not measured.
     with stand_in() as kernel:
         from synapse_host import pipe

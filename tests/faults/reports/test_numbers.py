@@ -76,19 +76,15 @@ def vectors(model: Any, rows: Sequence[Sequence[int]], pooling: Pooling = Poolin
 # --- the reports -----------------------------------------------------------------------------------------------------
 
 
-def test_report_40_nan_after_a_thousand_requests(lanes):
+async def test_report_40_nan_after_a_thousand_requests(make):
     """ggml-org/llama.cpp#14812 (also 13854): null vectors after hours and no error; ours is typed, and no strike."""
-
-    async def scenario(make):
-        lane = make({"rules": [on("EMBED_BATCH", {"reply": {"nan": 5}}, nth=1000)]})
-        for n in range(999):
-            await lane.submit(embed([n + 1]), stage=EMBED)
-        with pytest.raises(NONFINITE):
-            await serve(lane)
+    lane = make({"rules": [on("EMBED_BATCH", {"reply": {"nan": 5}}, nth=1000)]})
+    for n in range(999):
+        await lane.submit(embed([n + 1]), stage=EMBED)
+    with pytest.raises(NONFINITE):
         await serve(lane)
-        assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
-
-    lanes(scenario)
+    await serve(lane)
+    assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
 
 
 def test_report_41_nan_on_one_device_only():
@@ -208,26 +204,18 @@ def test_report_46_nothing_to_compute(tmp_path):
     run_limited(scenario)
 
 
-def test_report_47_an_input_that_is_too_long(lanes, tmp_path):
+async def test_report_47_an_input_that_is_too_long(make, tmp_path):
     """ggml-org/llama.cpp#7277: too long an input came back as itself; ours is refused, replies are measured."""
     state = tmp_path / "state"
-
-    async def scenario():
-        matrix, models = toy_host(tmp_path, {"state": str(state)})
-        async with Host.open(matrix, models, FAST) as host:
-            with pytest.raises(SequenceTooLong) as caught:
-                await host.embed_ids("toy", [[1] * 16, [1] * 17])
-            assert caught.value.details == {"index": 1, "tokens": 17, "max_tokens": 16}
-            assert spawns(state) == 0
-            assert (await host.embed_ids("toy", [[1] * 16])).shape == (1, 8)
-
-    run_limited(scenario)
-
-    async def shapes(make):
-        lane = make(poison({"reply": {"set": {"dims": 2}, "raw_bytes": 8}}))
-        assert (await crash(lane)).details["cause"] == "protocol"
-
-    lanes(shapes)
+    matrix, models = toy_host(tmp_path, {"state": str(state)})
+    async with Host.open(matrix, models, FAST) as host:
+        with pytest.raises(SequenceTooLong) as caught:
+            await host.embed_ids("toy", [[1] * 16, [1] * 17])
+        assert caught.value.details == {"index": 1, "tokens": 17, "max_tokens": 16}
+        assert spawns(state) == 0
+        assert (await host.embed_ids("toy", [[1] * 16])).shape == (1, 8)
+    lane = make(poison({"reply": {"set": {"dims": 2}, "raw_bytes": 8}}))
+    assert (await crash(lane)).details["cause"] == "protocol"
 
 
 NO_GPU = """
@@ -278,7 +266,7 @@ def test_report_49_wrong_but_finite():
     assert said == ["the operating system build changed 23F79 → 24B83"]
 
 
-def test_report_50_core_ml_compilers(lanes, tmp_path):
+async def test_report_50_core_ml_compilers(make, tmp_path):
     """apple/coremltools#2758 (also 2367, 2110, ggml-org/whisper.cpp#937, soniqo/speech-swift#286): a compile that
     fails in silence, kills, never ends, or starts anew at every launch."""
     scan = StderrScan()
@@ -301,21 +289,17 @@ def test_report_50_core_ml_compilers(lanes, tmp_path):
     with pytest.raises(EngineError, match="24B83") as caught:
         prepared(compiled, source_digests=[source], os_build="24B83", allow_cold=False)
     assert caught.value.code is ErrorCode.SPECIALIZATION_MISSING
-
-    async def scenario(make):
-        windows = Windows(setup=0.4, control=20.0, ping=20.0, inference=20.0)
-        endless = make({"rules": [on("LOAD", {"sleep": 600})]}, config=dataclasses.replace(FAST, windows=windows))
-        with pytest.raises(EngineCrashed) as caught:
-            await endless.load()
-        assert (caught.value.details["cause"], caught.value.details["stage"]) == ("silence", "load")
-        # The load "succeeds", the first predictions kill.
-        killed = make({"rules": [on("EMBED_BATCH", {"signal": "SIGKILL"})]})
-        await killed.load()
-        for _ in range(3):
-            error = await crash(killed)
-        assert error.quarantined and killed.health()["state"] == "quarantined"
-
-    lanes(scenario)
+    windows = Windows(setup=0.4, control=20.0, ping=20.0, inference=20.0)
+    endless = make({"rules": [on("LOAD", {"sleep": 600})]}, config=dataclasses.replace(FAST, windows=windows))
+    with pytest.raises(EngineCrashed) as caught:
+        await endless.load()
+    assert (caught.value.details["cause"], caught.value.details["stage"]) == ("silence", "load")
+    # The load "succeeds", the first predictions kill.
+    killed = make({"rules": [on("EMBED_BATCH", {"signal": "SIGKILL"})]})
+    await killed.load()
+    for _ in range(3):
+        error = await crash(killed)
+    assert error.quarantined and killed.health()["state"] == "quarantined"
 
 
 def test_report_51_numbers_that_depend_on_the_shape():
@@ -327,21 +311,17 @@ def test_report_51_numbers_that_depend_on_the_shape():
     assert verdict(inputs=inputs) == ("uncertified", ["batch_single"])
 
 
-def test_report_52_memory_that_grows(lanes):
+async def test_report_52_memory_that_grows(make):
     """microsoft/onnxruntime#9313 (also 11118, 22271): RSS grew with every new shape; PING tells it, health shows it."""
-
-    async def scenario(make):
-        lane = make(poison({"allocate_mb": 64}))
-        await lane.load()
-        await lane.ping()
-        before = lane.health()
-        assert before["rss_growth_mb"] == 0 and before["rss_mb"] > 5
-        await serve(lane, POISON)
-        await lane.ping()
-        after = lane.health()
-        assert after["rss_growth_mb"] >= 48 and after["rss_mb"] - before["rss_mb"] == after["rss_growth_mb"]
-
-    lanes(scenario)
+    lane = make(poison({"allocate_mb": 64}))
+    await lane.load()
+    await lane.ping()
+    before = lane.health()
+    assert before["rss_growth_mb"] == 0 and before["rss_mb"] > 5
+    await serve(lane, POISON)
+    await lane.ping()
+    after = lane.health()
+    assert after["rss_growth_mb"] >= 48 and after["rss_mb"] - before["rss_mb"] == after["rss_growth_mb"]
 
 
 PINNED = """
@@ -371,40 +351,32 @@ def test_report_53_threads_under_a_cpuset():
     assert json.loads(done.stdout) == [1, 1, 1, 1]
 
 
-def test_report_54_a_fresh_interpreter(lanes, tmp_path):
+async def test_report_54_a_fresh_interpreter(make, tmp_path):
     """vllm-project/vllm#12754 (also 8893, huggingface/tokenizers#187): CUDA and pools don't survive a fork; we exec."""
     from tokenizers import Tokenizer, models
 
     # The host has used its tokenizer's thread pool, and this process has far more loaded than a worker may see.
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode_batch(["a"] * 100)
     report = tmp_path / "report"
-
-    async def scenario(make):
-        lane = make({"ready": [{"report": str(report)}]})
-        await serve(lane)
-        told = json.loads(report.read_text())
-        inherited = {"pytest", "_pytest", "hypothesis", "tokenizers", "synapse_host"} & set(told["modules"])
-        assert not inherited, f"the worker was forked, not started: {inherited}"
-        assert told["pid"] == lane.health()["worker_pid"] and told["ppid"] == os.getpid()
-
-    lanes(scenario)
+    lane = make({"ready": [{"report": str(report)}]})
+    await serve(lane)
+    told = json.loads(report.read_text())
+    inherited = {"pytest", "_pytest", "hypothesis", "tokenizers", "synapse_host"} & set(told["modules"])
+    assert not inherited, f"the worker was forked, not started: {inherited}"
+    assert told["pid"] == lane.health()["worker_pid"] and told["ppid"] == os.getpid()
 
 
-def test_report_55_running_requests_at_sigterm(lanes, tmp_path):
+async def test_report_55_running_requests_at_sigterm(make, tmp_path):
     """ray-project/ray#64181: SIGTERM gave running requests a 500; ours are answered, the queued get a typed refusal."""
     go = tmp_path / "go"
-
-    async def scenario(make):
-        lane = make(poison({"wait_for": str(go)}))
-        await lane.load()
-        running = asyncio.create_task(serve(lane, POISON))
-        await until(lambda: lane.health()["state"] == "serving")
-        queued = [asyncio.create_task(serve(lane)) for _ in range(3)]
-        await until(lambda: lane.health()["waiting"] == 3)
-        closing = asyncio.create_task(lane.aclose(drain=60.0))
-        for error in await asyncio.gather(*queued, return_exceptions=True):
-            assert isinstance(error, QueueFull) and error.details["reason"] == "stopping"
-        go.touch()
-        await asyncio.gather(running, closing)
-
-    lanes(scenario)
+    lane = make(poison({"wait_for": str(go)}))
+    await lane.load()
+    running = asyncio.create_task(serve(lane, POISON))
+    await until(lambda: lane.health()["state"] == "serving")
+    queued = [asyncio.create_task(serve(lane)) for _ in range(3)]
+    await until(lambda: lane.health()["waiting"] == 3)
+    closing = asyncio.create_task(lane.aclose(drain=60.0))
+    for error in await asyncio.gather(*queued, return_exceptions=True):
+        assert isinstance(error, QueueFull) and error.details["reason"] == "stopping"
+    go.touch()
+    await asyncio.gather(running, closing)

@@ -24,52 +24,44 @@ from tests.support.toy_gguf import build_toy
 pytestmark = [pytest.mark.process, pytest.mark.fault]
 
 
-def test_report_24_a_cancelled_command_leaves_its_reply(lanes, tmp_path):
+async def test_report_24_a_cancelled_command_leaves_its_reply(make, tmp_path):
     """redis/redis-py#2624 (also 2665): the next caller read a cancelled one's reply; ours is drained first."""
     go = tmp_path / "go"
+    lane = make(poison({"wait_for": str(go)}))
+    await lane.load()
+    with pytest.raises(DeadlineExceeded):
+        await serve(lane, POISON, deadline=soon(0.05))
+    cancelled = asyncio.create_task(serve(lane, 21))
+    following = [asyncio.create_task(serve(lane, n)) for n in range(30, 35)]
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    go.touch()
+    await asyncio.gather(*following)
 
-    async def scenario(make):
-        lane = make(poison({"wait_for": str(go)}))
-        await lane.load()
-        with pytest.raises(DeadlineExceeded):
-            await serve(lane, POISON, deadline=soon(0.05))
-        cancelled = asyncio.create_task(serve(lane, 21))
-        following = [asyncio.create_task(serve(lane, n)) for n in range(30, 35)]
-        await asyncio.sleep(0)
-        cancelled.cancel()
-        go.touch()
-        await asyncio.gather(*following)
+    async def impatient(n: int) -> None:
+        with contextlib.suppress(DeadlineExceeded):
+            await serve(lane, n, deadline=soon(0.0001 * (n % 40)))
 
-        async def impatient(n: int) -> None:
-            with contextlib.suppress(DeadlineExceeded):
-                await serve(lane, n, deadline=soon(0.0001 * (n % 40)))
-
-        await asyncio.gather(*(impatient(n) for n in range(200)))
-        await serve(lane)
-        assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
-
-    lanes(scenario)
+    await asyncio.gather(*(impatient(n) for n in range(200)))
+    await serve(lane)
+    assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
 
 
-def test_report_25_two_callers_share_a_pool(lanes):
+async def test_report_25_two_callers_share_a_pool(make):
     """huggingface/sentence-transformers#2955: 100 came back as 98 and 102; replies belong to their req_id."""
+    lane = make()
 
-    async def scenario(make):
-        lane = make()
+    async def caller(number: int) -> None:
+        for batch in range(10):
+            rows = [[1000 * number + 100 * batch + n, n + 1] for n in range(100)]
+            reply, vectors = await lane.submit(embed(*rows), stage=EMBED)
+            assert reply.n == 100
+            assert vectors.reshape(100, 8).tolist() == [scripted.expected_vector(row) for row in rows]
 
-        async def caller(number: int) -> None:
-            for batch in range(10):
-                rows = [[1000 * number + 100 * batch + n, n + 1] for n in range(100)]
-                reply, vectors = await lane.submit(embed(*rows), stage=EMBED)
-                assert reply.n == 100
-                assert vectors.reshape(100, 8).tolist() == [scripted.expected_vector(row) for row in rows]
-
-        await asyncio.gather(*(caller(number) for number in range(1, 5)))
-        # A worker that answers another request than it was asked is not believed.
-        confused = make(poison({"reply": {"set": {"req_id": "other"}}}))
-        assert (await crash(confused)).details["cause"] == "protocol"
-
-    lanes(scenario)
+    await asyncio.gather(*(caller(number) for number in range(1, 5)))
+    # A worker that answers another request than it was asked is not believed.
+    confused = make(poison({"reply": {"set": {"req_id": "other"}}}))
+    assert (await crash(confused)).details["cause"] == "protocol"
 
 
 def test_report_26_shuffled_batches(tmp_path):
@@ -123,24 +115,20 @@ def test_report_27_vectors_that_change_with_the_batch(tmp_path):
         model.close()
 
 
-def test_report_28_a_full_queue(lanes, tmp_path):
+async def test_report_28_a_full_queue(make, tmp_path):
     """huggingface/text-embeddings-inference#424: a full queue ended the server; here it is an answer to one caller."""
     go = tmp_path / "go"
-
-    async def scenario(make):
-        lane = make(
-            {"rules": [on("EMBED_BATCH", {"wait_for": str(go)}, first_id=POISON)]},
-            config=dataclasses.replace(FAST, queue_limit=4),
-        )
-        await lane.load()
-        running = [asyncio.create_task(serve(lane, n)) for n in (POISON, 1, 2, 3, 4)]
-        await until(lambda: lane.health()["waiting"] == 4)
-        for _ in range(3):
-            with pytest.raises(QueueFull) as caught:
-                await serve(lane)
-            assert caught.value.transient and caught.value.safe_to_retry and caught.value.retry_after_ms == 100
-        go.touch()
-        await asyncio.gather(*running)
-        assert lane.health()["strikes"] == 0
-
-    lanes(scenario)
+    lane = make(
+        {"rules": [on("EMBED_BATCH", {"wait_for": str(go)}, first_id=POISON)]},
+        config=dataclasses.replace(FAST, queue_limit=4),
+    )
+    await lane.load()
+    running = [asyncio.create_task(serve(lane, n)) for n in (POISON, 1, 2, 3, 4)]
+    await until(lambda: lane.health()["waiting"] == 4)
+    for _ in range(3):
+        with pytest.raises(QueueFull) as caught:
+            await serve(lane)
+        assert caught.value.transient and caught.value.safe_to_retry and caught.value.retry_after_ms == 100
+    go.touch()
+    await asyncio.gather(*running)
+    assert lane.health()["strikes"] == 0

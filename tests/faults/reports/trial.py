@@ -27,27 +27,11 @@ TREE = {"PYTHONPATH": str(ROOT)}
 class ReportLanes(Lanes):
     """The lane factory of tests/host, with workers of this tree."""
 
+    limit = LIMIT_S
+
     def __call__(self, script: Any = None, *, config: HostConfig = FAST, **changes: Any) -> Supervisor:
         changes.setdefault("env", TREE)
         return super().__call__(script, config=config, **changes)
-
-
-Scenario = Callable[[ReportLanes], Awaitable[None]]
-
-
-def run_lanes(root: Path, scenario: Scenario) -> None:
-    """Run *scenario* with lanes in *root* and close them; nothing may take longer than LIMIT_S."""
-
-    async def main() -> None:
-        made = ReportLanes(root)
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                await scenario(made)
-        finally:
-            async with asyncio.timeout(LIMIT_S):
-                await made.close()
-
-    asyncio.run(main())
 
 
 def run_limited(scenario: Callable[[], Awaitable[None]]) -> None:
