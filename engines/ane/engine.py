@@ -113,7 +113,10 @@ class AneEngine(Engine):
         backend_missing, artifact_invalid, package_digest_mismatch, specialization_missing, model_unsupported,
         operation_mismatch, ane_resources_exhausted, invalid_placement, nonfinite_output, oom. All or nothing.
         """
+        from engines.ane import artifact as files
         from engines.ane import config
+        from engines.ane.model import AneModel
+        from engines.ane.shapes import Occupancy, check_signature, expected
 
         settings = config.parse(request.runtime_config)
         if request.format not in self._backend.formats:
@@ -126,28 +129,14 @@ class AneEngine(Engine):
             raise EngineError(ErrorCode.CONFIG_INVALID, bundle)
         described = bundle.manifest
         _cross_check(described, settings)
-        artifacts = [artifact for artifact in described.artifacts if artifact.format == FORMAT]
+        artifacts = bundle.artifacts(FORMAT)
         if not artifacts:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"bundle {described.model_id} has no coreml artifact")
         self._backend.require()
-        return self._load(request, bundle, artifacts, settings, progress)
-
-    def _load(
-        self,
-        request: Load,
-        bundle: Bundle,
-        artifacts: list[Artifact],
-        settings: Settings,
-        progress: ProgressReporter,
-    ) -> Model:
-        from engines.ane import artifact as files
-        from engines.ane.model import AneModel
-        from engines.ane.shapes import Occupancy, check_signature, expected
-
         chosen = None
         if self._backend.reads_packages:
             # Before the folder is opened: a package that isn't this bundle's is not worth hashing.
-            chosen = _artifact(artifacts, request.artifact_digest, bundle.manifest.model_id)
+            chosen = _artifact(artifacts, request.artifact_digest, described.model_id)
         root = files.verify(request.artifact_path, request.artifact_digest, progress)
         record = None
         if chosen is None:
@@ -157,8 +146,8 @@ class AneEngine(Engine):
                 os_build=self._backend.os_build(),
                 allow_cold=settings.prepare == "allow_cold",
             )
-            chosen = _artifact(artifacts, record.source_digest, bundle.manifest.model_id)
-        rules, hidden, layers = _rules(bundle.manifest, chosen)
+            chosen = _artifact(artifacts, record.source_digest, described.model_id)
+        rules, hidden, layers = _rules(described, chosen)
         keys: dict[Key, str] = {}
         for function in chosen.functions if chosen.functions is not UNSET else []:
             if settings.functions is not None and function.name not in settings.functions:
@@ -170,10 +159,9 @@ class AneEngine(Engine):
         if not any(key.kind == "shape" for key in keys):
             raise EngineError(ErrorCode.CONFIG_INVALID, "no bucket is left to load; a model needs one single function")
         found = files.sources(root, keys.values(), self._backend, record)
-        task = bundle.manifest.task
+        task = described.task
         for key, name in keys.items():
             check_signature(name, found[name][1], expected(key, rules, task=task, hidden=hidden))
-        packed = self._packed(bundle.manifest)
         return AneModel(
             backend=self._backend,
             functions={key: (name, *found[name]) for key, name in keys.items()},
@@ -186,7 +174,6 @@ class AneEngine(Engine):
             version=f"synapse-workers-{own_version()}",
             occupancy=Occupancy(),
             plans=self._plans,
-            advertised=frozenset(packed.widths if packed is not None else ()),
             progress=progress,
         )
 

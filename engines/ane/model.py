@@ -59,7 +59,6 @@ class AneModel(Model):
         version: str,
         occupancy: Occupancy,
         plans: PlanCache,
-        advertised: frozenset[int],
         progress: ProgressReporter,
     ) -> None:
         self._backend = backend
@@ -71,12 +70,11 @@ class AneModel(Model):
         self._bundle_digest = bundle_digest
         self._version = version
         self._plans = plans
-        self._advertised = advertised
         self._progress: ProgressReporter = progress
         self.dims = hidden if task == "embed" else 1
         self._hidden = hidden
         self.buckets = tuple(sorted(key.tokens for key in functions if key.kind == "shape"))
-        self._shapes = Shapes({key: name for key, (name, _, _) in functions.items()}, self._open, occupancy)
+        self._shapes = Shapes(functions, self._open, occupancy)
         self._shapes.admit(Key("shape", self.buckets[0]))
 
     # --- admission ---------------------------------------------------------------------------------------------------
@@ -92,14 +90,12 @@ class AneModel(Model):
         progress.advance()
 
     def admit_packed(self, width: int, *, progress: ProgressReporter) -> Inventory:
-        """Load one packed width; it must be advertised, that is qualified."""
-        self._check_advertised(width)
+        """Load one packed width; the runtime lets only advertised ones through."""
         self._progress = progress
         return self._shapes.admit(Key("packed", width))
 
     def evict_packed(self, width: int, *, progress: ProgressReporter) -> None:
         """Release one packed width."""
-        self._check_advertised(width)
         self._shapes.evict(Key("packed", width))
         progress.advance()
 
@@ -175,13 +171,6 @@ class AneModel(Model):
             self._plans[cache_key] = (share, tuple(stages))
         return self._plans[cache_key]
 
-    def _check_advertised(self, width: int) -> None:
-        if width not in self._advertised:
-            raise EngineError(
-                ErrorCode.UNSUPPORTED_PACKED_WIDTH,
-                f"packed width {width} is not qualified here (advertised: {sorted(self._advertised) or 'none'})",
-            )
-
     # --- inference ---------------------------------------------------------------------------------------------------
 
     def embed(
@@ -239,7 +228,6 @@ class AneModel(Model):
     def _packed(
         self, batch: TokenBatch, width: int, keep: Callable[[int, FloatArray], None], progress: ProgressReporter
     ) -> None:
-        self._check_advertised(width)
         program = self._shapes.program(Key("packed", width))
         rows = list(batch.rows())
         for one in tight.plan(batch.lengths.tolist(), width=width, max_rows=tight.MAX_ROWS):

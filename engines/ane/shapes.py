@@ -6,7 +6,7 @@ caps. The host decides what to admit and evict; here is only what no host may ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -58,13 +58,13 @@ class Shapes:
 
     def __init__(
         self,
-        available: Mapping[Key, str],
+        available: Iterable[Key],
         opener: Callable[[Key], Resident],
         occupancy: Occupancy,
         *,
         per_model: int = PER_MODEL,
     ) -> None:
-        self.available = dict(available)
+        self.available = frozenset(available)
         self._opener = opener
         self._occupancy = occupancy
         self._per_model = per_model

@@ -327,12 +327,6 @@ def test_codes_of_shapes(load: LoadModel) -> None:
     assert refusal(lambda: embed(model, 5, 65, width=64)) is ErrorCode.PACKED_ROWS_TOO_WIDE
 
 
-def test_a_width_that_was_not_qualified_is_not_served(load: LoadModel) -> None:
-    model = load("bert", widths=None)
-    assert refusal(lambda: model.admit_packed(64, progress=silent())) is ErrorCode.UNSUPPORTED_PACKED_WIDTH
-    assert refusal(lambda: embed(model, 5, width=64)) is ErrorCode.UNSUPPORTED_PACKED_WIDTH
-
-
 class Nothing:
     """A loaded function that only counts."""
 
@@ -345,7 +339,7 @@ class Nothing:
 def shapes(occupancy: Occupancy) -> Shapes:
     keys = [Key("shape", 2**n) for n in range(4, 10)] + [Key("packed", 64)]
     opener = lambda key: Resident(Nothing(), Inventory([], []), 0.5)  # type: ignore[arg-type]  # noqa: E731
-    return Shapes({key: str(key) for key in keys}, opener, occupancy)
+    return Shapes(keys, opener, occupancy)
 
 
 def test_shapes_and_packed_widths_share_four_places_a_model_and_eight_a_worker() -> None:
