@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from engines.ane import REVISION, graph, package, shapes
-from engines.ane.inputs import InputRules
 from engines.ane.package import MAIN, Target
 from engines.ane.shapes import Key
 from engines.bundle import tool
@@ -130,13 +129,12 @@ def _metadata(checkpoint: Checkpoint, keys: Sequence[Key], target: Target) -> di
 
 def _gates(out: Path, names: dict[str, Key], arch: graph.Arch, target: Target) -> None:
     """Read the artifact back and refuse anything that isn't what was asked for."""
-    rules = InputRules(arch.vocab, token_types=arch.token_types, causal=arch.causal, window=arch.window)
     for name, key in names.items():
         path, inner = (out, name) if target == "macos15" else (out / f"{name}{package.SUFFIX}", MAIN)
         found = package.read_spec(path).functions
         if inner not in found:
             raise ValueError(f"gate: {path.name} has no function {inner!r}")
-        shapes.check_signature(name, found[inner], shapes.expected(key, rules, task=arch.task, hidden=arch.hidden))
+        shapes.check_signature(name, found[inner], shapes.expected(key, arch.rules, task=arch.task, hidden=arch.hidden))
         alien = package.operators(path, inner) - OPERATORS
         if alien:
             raise ValueError(f"gate: function {name} contains {sorted(alien)}, which this builder never writes")

@@ -25,7 +25,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from engines.ane.inputs import InputRules
 from engines.ane.packing import MASKED
+from engines.ane.shapes import Key, expected
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,6 +65,11 @@ class Arch:
     token_types: bool = False
     mean_pooled: bool = False
     """A ModernBERT reranker's head reads the mean over real positions, not the first state."""
+
+    @property
+    def rules(self) -> InputRules:
+        """What rows of this model must look like."""
+        return InputRules(self.vocab, token_types=self.token_types, causal=self.causal, window=self.window)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Arch:
@@ -331,17 +338,11 @@ def function(checkpoint: Checkpoint, *, width: int, packed: bool, opset: Any) ->
         raise ValueError("packed functions exist for embedding models only")
     if width > arch.positions and not packed:
         raise ValueError(f"bucket {width} is above the model's {arch.positions} positions")
-    shapes: dict[str, tuple[tuple[int, ...], Any]] = {"input_ids": ((1, width), types.int32)}
-    if packed:
-        shapes["position_ids"] = ((1, width), types.int32)
-        shapes["attention_bias"] = ((1, 1, width, width), types.fp16)
-        if arch.window is not None:
-            shapes["local_bias"] = ((1, 1, width, width), types.fp16)
-    else:
-        shapes["attention_mask"] = ((1, width), types.int32)
-        if arch.token_types:
-            shapes["token_type_ids"] = ((1, width), types.int32)
-    placeholders = {name: Builder.placeholder(shape=shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    spec = expected(Key("packed" if packed else "shape", width), arch.rules, task=arch.task, hidden=arch.hidden)
+    dtypes = {"int32": types.int32, "float16": types.fp16}
+    placeholders = {
+        name: Builder.placeholder(shape=one.shape, dtype=dtypes[one.dtype]) for name, one in spec.inputs.items()
+    }
     graph = _Graph(arch, checkpoint.f32, lambda name: name in checkpoint.tensors, width)
     with Function(placeholders, opset_version=opset) as built:
         inputs = built.inputs

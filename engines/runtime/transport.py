@@ -91,7 +91,7 @@ class SocketTransport:
         views: list[Buffer] = list(buffers)
         while views:
             try:
-                count = self._gather(views)
+                count = self._socket.sendmsg(views) if len(views) > 1 else self._socket.send(views[0])
             except InterruptedError:
                 continue
             except BlockingIOError:
@@ -105,9 +105,6 @@ class SocketTransport:
                 count -= len(views.pop(0))
             if views and count:
                 views[0] = memoryview(views[0])[count:]
-
-    def _gather(self, views: list[Buffer]) -> int:
-        return self._socket.sendmsg(views) if len(views) > 1 else self._socket.send(views[0])
 
     def set_deadline(self, deadline: float | None) -> None:
         """Bound later reads, or lift the bound."""
