@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Mapping
+from functools import partial
 
 from engines.machine import usable_cores
 from synapse_host.errors import DeadlineExceeded
+from synapse_host.line import Line
 
 
 class _Pool:
@@ -16,7 +16,7 @@ class _Pool:
     def __init__(self, size: int) -> None:
         self.size = size
         self.free = size
-        self.waiters: deque[asyncio.Future[None]] = deque()
+        self.waiters = Line()
 
 
 class Permits:
@@ -54,37 +54,14 @@ class Permits:
 
     async def acquire(self, device: str, *, deadline: float | None = None) -> None:
         """Wait for a permit until *deadline* (loop time); DeadlineExceeded then."""
-        if self.try_acquire(device):
-            return
-        pool = self._pool(device)
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        pool.waiters.append(waiter)
-        timer = None
-        if deadline is not None:
-            timer = loop.call_at(deadline, _expire, waiter, device)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                # Granted and cancelled in the same turn of the loop: pass it on.
-                self.release(device)
-            raise
-        finally:
-            if timer is not None:
-                timer.cancel()
-            if waiter in pool.waiters:
-                pool.waiters.remove(waiter)
+        if not self.try_acquire(device):
+            await self._pool(device).waiters.wait(deadline, partial(_late, device), partial(self.release, device))
 
     def release(self, device: str) -> None:
         """Give a permit back; the longest waiter gets it."""
         pool = self._pools.get(device) or self._pool(device)
-        while pool.waiters:
-            waiter = pool.waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
-        pool.free += 1
+        if not pool.waiters.serve():
+            pool.free += 1
 
     def _pool(self, device: str) -> _Pool:
         pool = self._pools.get(device)
@@ -96,6 +73,5 @@ class Permits:
         return pool
 
 
-def _expire(waiter: asyncio.Future[None], device: str) -> None:
-    if not waiter.done():
-        waiter.set_exception(DeadlineExceeded(f"the deadline passed while waiting to run on {device}"))
+def _late(device: str) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the deadline passed while waiting to run on {device}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from functools import partial
 
 from synapse_host import lane_errors
+from synapse_host.line import Line, refuse
 from synapse_host.standing import Standing
 
 
@@ -21,7 +22,7 @@ class Turns:
         self._lane_id = standing.spec.lane_id
         self._limit = limit
         self._loop = asyncio.get_running_loop()
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._waiters = Line()
         self._freed = asyncio.Event()
         self._until = float("inf")
 
@@ -42,21 +43,7 @@ class Turns:
             raise lane_errors.full(self._lane_id, len(self._waiters))
         if deadline is not None and self._loop.time() >= deadline:
             raise lane_errors.late(self._lane_id, stage)
-        turn: asyncio.Future[None] = self._loop.create_future()
-        self._waiters.append(turn)
-        timer = None if deadline is None else self._loop.call_at(deadline, expire, turn, self._lane_id, stage)
-        try:
-            await turn
-        except BaseException:
-            if turn in self._waiters:
-                self._waiters.remove(turn)
-            elif turn.done() and not turn.cancelled() and turn.exception() is None:
-                # Granted and cancelled in the same turn of the loop: pass it on.
-                self.pass_on()
-            raise
-        finally:
-            if timer is not None:
-                timer.cancel()
+        await self._waiters.wait(deadline, partial(lane_errors.late, self._lane_id, stage), self.pass_on)
         try:
             # The lane may have been shut or refused while this waited: it gets that answer, not a new worker.
             self._standing.admit(probing=probing)
@@ -66,12 +53,8 @@ class Turns:
 
     def pass_on(self) -> None:
         """Give the turn to the longest waiter, or back."""
-        waiters = self._waiters
-        while waiters:
-            turn = waiters.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
+        if self._waiters.serve():
+            return
         self.held = False
         if self._standing.closing:
             self._freed.set()
@@ -79,10 +62,7 @@ class Turns:
     def close(self, until: float) -> None:
         """Answer all who wait; :meth:`drain` lasts to the earliest *until* (loop time)."""
         self._until = min(self._until, until)
-        for turn in self._waiters:
-            if not turn.done():
-                turn.set_exception(lane_errors.stopping(self._lane_id))
-        self._waiters.clear()
+        self._waiters.close(partial(lane_errors.stopping, self._lane_id))
         self._freed.set()
 
     async def drain(self) -> None:
@@ -98,5 +78,4 @@ class Turns:
 
 def expire(waiter: asyncio.Future[None], lane_id: str, stage: str) -> None:
     """Answer a waiter whose deadline passed."""
-    if not waiter.done():
-        waiter.set_exception(lane_errors.late(lane_id, stage))
+    refuse(waiter, partial(lane_errors.late, lane_id, stage))
