@@ -188,12 +188,8 @@ class ControlServer:
             for lane_id, lane in lanes.items()
             if lane["worker_pid"] is not None
         ]
-        host = {
-            **self.about,
-            "pid": os.getpid(),
-            "uptime_s": time.monotonic() - self._started,
-            "stopping": self.stopping,
-        }
+        uptime = time.monotonic() - self._started
+        host = {**self.about, "pid": os.getpid(), "uptime_s": uptime, "stopping": self.stopping}
         return {"host": host, "lanes": lanes, "workers": workers}
 
     async def _ping(self, request: Ping) -> dict[str, Any]:

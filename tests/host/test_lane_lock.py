@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def _pause() -> None:
 
 
 def test_a_closed_lock_has_no_descriptor_and_closing_twice_is_fine(tmp_path: Path) -> None:
-    with LaneLock(tmp_path / "x" / "ane.lock") as lock:
+    with closing(LaneLock(tmp_path / "x" / "ane.lock")) as lock:
         assert lock.fileno() > 2
     lock.close()
     with pytest.raises(ValueError):
