@@ -85,11 +85,6 @@ class Supervisor:
         self._closer: asyncio.Task[None] | None = None
 
     @property
-    def late_replies(self) -> int:
-        """Replies that were drained after their caller had left."""
-        return self.counters.abandoned
-
-    @property
     def generation(self) -> int:
         """The worker's generation; 0 before the first spawn."""
         return self._workers.number

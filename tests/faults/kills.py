@@ -192,7 +192,7 @@ def r7(count: int, *, seed: int = 7, lanes: int = 3) -> Any:
             )
             row.check([ground.spy.pid(lane) for lane in made] == pids, "a worker was replaced")
             row.check([lane.health()["strikes"] for lane in made] == [0] * lanes, "a strike was charged")
-            row.notes["late_replies"] = sum(lane.late_replies for lane in made)
+            row.notes["late_replies"] = sum(lane.counters.abandoned for lane in made)
             row.check(row.notes["late_replies"] > 0, "nobody left while his request ran")
 
     return row, body

@@ -108,7 +108,7 @@ async def test_ping_feeds_health_in_the_background(make):
     await until(lambda: lane.health()["rss_mb"] is not None)
     health = lane.health()
     assert health["rss_mb"] > 0 and health["models_loaded"] == 1 and health["placement_share"] == 0.5
-    assert health["strikes"] == 0 and lane.late_replies == 0
+    assert health["strikes"] == 0 and lane.counters.abandoned == 0
 
 
 @pytest.mark.process

@@ -384,7 +384,7 @@ async def test_a_caller_who_leaves_harms_nobody(make, tmp_path, way):
     go.touch()
     await following
     health = lane.health()
-    assert (health["worker_pid"], health["strikes"], lane.late_replies) == (pid, 0, 1)
+    assert (health["worker_pid"], health["strikes"], lane.counters.abandoned) == (pid, 0, 1)
 
 
 async def test_an_abandoned_exchange_that_hangs_is_still_killed_and_struck(make):
@@ -426,7 +426,7 @@ async def test_a_deadline_in_the_past_writes_and_spawns_nothing(make, tmp_path):
     built = []
     with pytest.raises(DeadlineExceeded):
         await lane.submit(never, deadline=soon(-1), stage=EMBED)
-    assert lane.late_replies == 0
+    assert lane.counters.abandoned == 0
     await serve(lane)
 
 
