@@ -33,61 +33,52 @@ def test_each_accelerator_has_its_own_and_cuda_is_cuda_0():
     assert permits.try_acquire("cuda")
 
 
-def test_first_come_first_served():
-    async def main():
-        permits, order = Permits({"cpu": 1}), []
+async def test_first_come_first_served():
+    permits, order = Permits({"cpu": 1}), []
+    await permits.acquire("cpu")
+
+    async def take(n):
         await permits.acquire("cpu")
-
-        async def take(n):
-            await permits.acquire("cpu")
-            order.append(n)
-            permits.release("cpu")
-
-        tasks = [asyncio.create_task(take(n)) for n in range(5)]
-        await asyncio.sleep(0)
-        # Nobody overtakes a waiter.
-        assert not permits.try_acquire("cpu")
+        order.append(n)
         permits.release("cpu")
-        await asyncio.gather(*tasks)
-        assert order == [0, 1, 2, 3, 4]
-        assert permits.in_use("cpu") == 0
 
-    asyncio.run(main())
+    tasks = [asyncio.create_task(take(n)) for n in range(5)]
+    await asyncio.sleep(0)
+    # Nobody overtakes a waiter.
+    assert not permits.try_acquire("cpu")
+    permits.release("cpu")
+    await asyncio.gather(*tasks)
+    assert order == [0, 1, 2, 3, 4]
+    assert permits.in_use("cpu") == 0
 
 
-def test_a_deadline_ends_the_wait_and_loses_no_permit():
-    async def main():
-        permits = Permits({"ane": 1})
-        await permits.acquire("ane")
-        with pytest.raises(DeadlineExceeded):
-            await permits.acquire("ane", deadline=asyncio.get_running_loop().time() + 0.01)
-        permits.release("ane")
-        assert permits.in_use("ane") == 0
-        assert permits.try_acquire("ane")
-
-    asyncio.run(main())
+async def test_a_deadline_ends_the_wait_and_loses_no_permit():
+    permits = Permits({"ane": 1})
+    await permits.acquire("ane")
+    with pytest.raises(DeadlineExceeded):
+        await permits.acquire("ane", deadline=asyncio.get_running_loop().time() + 0.01)
+    permits.release("ane")
+    assert permits.in_use("ane") == 0
+    assert permits.try_acquire("ane")
 
 
 @pytest.mark.parametrize("granted_first", [False, True])
-def test_a_cancelled_waiter_passes_its_permit_on(granted_first):
-    async def main():
-        permits = Permits({"ane": 1})
-        await permits.acquire("ane")
-        leaving = asyncio.create_task(permits.acquire("ane"))
-        staying = asyncio.create_task(permits.acquire("ane"))
-        await asyncio.sleep(0)
-        if granted_first:
-            permits.release("ane")
-            leaving.cancel()
-        else:
-            leaving.cancel()
-            await asyncio.sleep(0)
-            permits.release("ane")
-        await staying
-        with pytest.raises(asyncio.CancelledError):
-            await leaving
-        assert permits.in_use("ane") == 1
+async def test_a_cancelled_waiter_passes_its_permit_on(granted_first):
+    permits = Permits({"ane": 1})
+    await permits.acquire("ane")
+    leaving = asyncio.create_task(permits.acquire("ane"))
+    staying = asyncio.create_task(permits.acquire("ane"))
+    await asyncio.sleep(0)
+    if granted_first:
         permits.release("ane")
-        assert permits.in_use("ane") == 0
-
-    asyncio.run(main())
+        leaving.cancel()
+    else:
+        leaving.cancel()
+        await asyncio.sleep(0)
+        permits.release("ane")
+    await staying
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert permits.in_use("ane") == 1
+    permits.release("ane")
+    assert permits.in_use("ane") == 0

@@ -53,14 +53,6 @@ class Child:
             await asyncio.sleep(0.005)
 
 
-def run(scenario) -> None:
-    async def main():
-        async with asyncio.timeout(60):
-            await scenario()
-
-    asyncio.run(main())
-
-
 def test_the_environment_is_reduced():
     source = {
         "PATH": "/bin",
@@ -96,15 +88,12 @@ def test_signal_names(code, name):
     assert signal_name(code) == name
 
 
-def test_output_status_and_session():
-    async def scenario():
-        child = Child("import os, sys; print(os.getsid(0) == os.getpid()); sys.stderr.write('e'); sys.exit(7)")
-        assert await child.process.wait(30)
-        await child.process.drain()
-        assert child.process.returncode == 7 and child.exits == 1
-        assert child.written == {"stdout": b"True\n", "stderr": b"e"}
-
-    run(scenario)
+async def test_output_status_and_session():
+    child = Child("import os, sys; print(os.getsid(0) == os.getpid()); sys.stderr.write('e'); sys.exit(7)")
+    assert await child.process.wait(30)
+    await child.process.drain()
+    assert child.process.returncode == 7 and child.exits == 1
+    assert child.written == {"stdout": b"True\n", "stderr": b"e"}
 
 
 GRANDCHILD = """
@@ -116,83 +105,67 @@ print("pid", child.pid, "end", flush=True)
 
 
 @pytest.mark.parametrize("then", ["sys.exit(0)", "time.sleep(600)"])
-def test_a_grandchild_in_the_group_dies_with_the_child(then):
-    async def scenario():
-        child = Child(GRANDCHILD.format(new=False, then=then))
-        await child.wrote(b"end")
-        pid = int(child.written["stdout"].split()[1])
-        assert await child.process.destroy()
-        await gone(pid)
-
-    run(scenario)
+async def test_a_grandchild_in_the_group_dies_with_the_child(then):
+    child = Child(GRANDCHILD.format(new=False, then=then))
+    await child.wrote(b"end")
+    pid = int(child.written["stdout"].split()[1])
+    assert await child.process.destroy()
+    await gone(pid)
 
 
-def test_owns_the_child_its_descendants_and_nobody_else():
-    async def scenario():
-        child = Child(GRANDCHILD.format(new=True, then="time.sleep(600)"))
-        await child.wrote(b"end")
-        pid = int(child.written["stdout"].split()[1])
-        process = child.process
-        assert process.owns(process.pid) and process.owns(pid)
-        assert not any(map(process.owns, (os.getpid(), 1, 0, -1, None)))
-        # A wrapper's worker in a session of its own is killed through its pid.
-        process.worker_pid = pid
-        assert await process.destroy()
-        await gone(pid)
-
-    run(scenario)
+async def test_owns_the_child_its_descendants_and_nobody_else():
+    child = Child(GRANDCHILD.format(new=True, then="time.sleep(600)"))
+    await child.wrote(b"end")
+    pid = int(child.written["stdout"].split()[1])
+    process = child.process
+    assert process.owns(process.pid) and process.owns(pid)
+    assert not any(map(process.owns, (os.getpid(), 1, 0, -1, None)))
+    # A wrapper's worker in a session of its own is killed through its pid.
+    process.worker_pid = pid
+    assert await process.destroy()
+    await gone(pid)
 
 
-def test_dump_asks_for_a_traceback_and_never_after_the_end():
-    async def scenario():
-        child = Child(
-            "import faulthandler, signal, sys, time\n"
-            "faulthandler.register(signal.SIGUSR1, file=sys.stderr)\nprint('end', flush=True)\ntime.sleep(600)"
-        )
-        await child.wrote(b"end")
-        child.process.dump()
-        while b"most recent call first" not in child.written["stderr"]:
-            await asyncio.sleep(0.005)
-        assert await child.process.destroy()
-        child.process.dump()
-        child.process.kill()
-
-    run(scenario)
+async def test_dump_asks_for_a_traceback_and_never_after_the_end():
+    child = Child(
+        "import faulthandler, signal, sys, time\n"
+        "faulthandler.register(signal.SIGUSR1, file=sys.stderr)\nprint('end', flush=True)\ntime.sleep(600)"
+    )
+    await child.wrote(b"end")
+    child.process.dump()
+    while b"most recent call first" not in child.written["stderr"]:
+        await asyncio.sleep(0.005)
+    assert await child.process.destroy()
+    child.process.dump()
+    child.process.kill()
 
 
-def test_without_pidfd_a_thread_sees_the_exit(monkeypatch):
+async def test_without_pidfd_a_thread_sees_the_exit(monkeypatch):
     def refuse(pid, flags=0):
         raise OSError("no pidfd here")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-
-    async def scenario():
-        child = Child(GRANDCHILD.format(new=False, then="sys.exit(3)"))
-        await child.wrote(b"end")
-        pid = int(child.written["stdout"].split()[1])
-        assert await child.process.wait(30)
-        assert child.process.returncode == 3
-        await gone(pid)
-        await child.process.drain()
-
-    run(scenario)
+    child = Child(GRANDCHILD.format(new=False, then="sys.exit(3)"))
+    await child.wrote(b"end")
+    pid = int(child.written["stdout"].split()[1])
+    assert await child.process.wait(30)
+    assert child.process.returncode == 3
+    await gone(pid)
+    await child.process.drain()
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_spawn_that_cannot_be_watched_leaves_nothing(monkeypatch, nth):
-    async def scenario():
-        loop = asyncio.get_running_loop()
-        add_reader, calls = loop.add_reader, []
+async def test_a_spawn_that_cannot_be_watched_leaves_nothing(monkeypatch, nth):
+    loop = asyncio.get_running_loop()
+    add_reader, calls = loop.add_reader, []
 
-        def refuse(*args):
-            calls.append(args)
-            if len(calls) == nth:
-                raise OSError(28, "no watches left")
-            add_reader(*args)
+    def refuse(*args):
+        calls.append(args)
+        if len(calls) == nth:
+            raise OSError(28, "no watches left")
+        add_reader(*args)
 
-        monkeypatch.setattr(loop, "add_reader", refuse)
-        with pytest.raises(OSError, match="no watches left"):
-            Child("import time; time.sleep(600)")
-        assert len(calls) == nth
-
-    run(scenario)
+    monkeypatch.setattr(loop, "add_reader", refuse)
+    with pytest.raises(OSError, match="no watches left"):
+        Child("import time; time.sleep(600)")
+    assert len(calls) == nth

@@ -28,102 +28,75 @@ def exchange(first: int) -> Exchange:
     return Exchange(request, payload, asyncio.get_running_loop().create_future(), "embed_batch")
 
 
-def run(scenario) -> None:
-    async def main() -> None:
-        scenario()
-
-    asyncio.run(main())
-
-
 def shut(lane_standing: Standing, *, ids: tuple[int, int] = (1, 1)) -> None:
     for generation, first in enumerate(ids, 1):
         lane_standing.charge(death(generation), "embed_batch", exchange(first))
 
 
-def test_a_strike_tells_its_caller_everything():
-    def scenario():
-        one = standing()
-        error = one.charge(death(1), "embed_batch", exchange(1))
-        assert error is one.last_crash and error.message == "lane toy: it ended (SIGABRT)"
-        assert error.retry_after_ms == 250 and not error.quarantined and "same_input" not in error.details
-        assert (error.details["cause"], error.details["log_tail"]) == ("exit", "last words")
-        one.admit()
-        second = one.charge(death(2), "embed_batch", exchange(1))
-        assert second.quarantined and second.details["same_input"] and second.retry_after_ms == 600_000
-        idle = standing().charge(death(1), "idle", None)
-        assert idle.details["fingerprint"] is None
-
-    run(scenario)
+async def test_a_strike_tells_its_caller_everything():
+    one = standing()
+    error = one.charge(death(1), "embed_batch", exchange(1))
+    assert error is one.last_crash and error.message == "lane toy: it ended (SIGABRT)"
+    assert error.retry_after_ms == 250 and not error.quarantined and "same_input" not in error.details
+    assert (error.details["cause"], error.details["log_tail"]) == ("exit", "last words")
+    one.admit()
+    second = one.charge(death(2), "embed_batch", exchange(1))
+    assert second.quarantined and second.details["same_input"] and second.retry_after_ms == 600_000
+    idle = standing().charge(death(1), "idle", None)
+    assert idle.details["fingerprint"] is None
 
 
 @pytest.mark.parametrize("ids", [(1, 1), (1, 2)])
-def test_a_quarantine_says_why_for_how_long_where_to_look_and_what_clears_it(ids):
-    def scenario():
-        one = standing()
-        shut(one, ids=ids)
-        with pytest.raises(EngineCrashed) as caught:
+async def test_a_quarantine_says_why_for_how_long_where_to_look_and_what_clears_it(ids):
+    one = standing()
+    shut(one, ids=ids)
+    with pytest.raises(EngineCrashed) as caught:
+        one.admit()
+    message = caught.value.message
+    assert message.startswith("lane toy is quarantined for another 600 s: its worker died twice in a row")
+    assert "it ended (SIGABRT)" in message and message.endswith("See: synapse logs toy. Clear it: synapse unload m.")
+    assert ("; the same input both times, fingerprint " in message) is (ids[0] == ids[1])
+    assert caught.value.details == {"lane_id": "toy", "quarantined": True}
+
+
+async def test_a_legacy_lane_names_its_only_ways_out():
+    one = standing("legacy")
+    shut(one)
+    for change in (lambda: None, one.clear, one.reopen):
+        change()
+        with pytest.raises(ProbeRequired, match=r"until it is probed or a new host starts.*synapse logs toy"):
             one.admit()
-        message = caught.value.message
-        assert message.startswith("lane toy is quarantined for another 600 s: its worker died twice in a row")
-        assert "it ended (SIGABRT)" in message and message.endswith(
-            "See: synapse logs toy. Clear it: synapse unload m."
-        )
-        assert ("; the same input both times, fingerprint " in message) is (ids[0] == ids[1])
-        assert caught.value.details == {"lane_id": "toy", "quarantined": True}
-
-    run(scenario)
+    one.admit(probing=True)
+    one.quarantine.probed()
+    one.admit()
 
 
-def test_a_legacy_lane_names_its_only_ways_out():
-    def scenario():
-        one = standing("legacy")
-        shut(one)
-        for change in (lambda: None, one.clear, one.reopen):
-            change()
-            with pytest.raises(ProbeRequired, match=r"until it is probed or a new host starts.*synapse logs toy"):
-                one.admit()
-        one.admit(probing=True)
-        one.quarantine.probed()
+async def test_clear_and_reopen():
+    one = standing()
+    one.charge(death(1), "embed_batch", None)
+    one.reopen()
+    assert one.quarantine.strikes(0.0) == 1, "a reload of an open lane forgives nothing"
+    one.charge(death(2), "embed_batch", None)
+    one.reopen()
+    one.admit()
+    one.refusal = LaneRefused("not the worker", details={"reason": "engine"})
+    with pytest.raises(LaneRefused) as caught:
         one.admit()
-
-    run(scenario)
-
-
-def test_clear_and_reopen():
-    def scenario():
-        one = standing()
-        one.charge(death(1), "embed_batch", None)
-        one.reopen()
-        assert one.quarantine.strikes(0.0) == 1, "a reload of an open lane forgives nothing"
-        one.charge(death(2), "embed_batch", None)
-        one.reopen()
-        one.admit()
-        one.refusal = LaneRefused("not the worker", details={"reason": "engine"})
-        with pytest.raises(LaneRefused) as caught:
-            one.admit()
-        assert caught.value is not one.refusal and caught.value.details == {"reason": "engine"}
-        one.admit(probing=True)
-        one.clear()
-        one.admit()
-
-    run(scenario)
+    assert caught.value is not one.refusal and caught.value.details == {"reason": "engine"}
+    one.admit(probing=True)
+    one.clear()
+    one.admit()
 
 
 @pytest.mark.parametrize("probing", [False, True])
-def test_a_closed_lane_serves_nobody(probing):
-    def scenario():
-        one = standing()
-        one.closing = True
-        with pytest.raises(QueueFull, match="stopping"):
-            one.admit(probing=probing)
-
-    run(scenario)
+async def test_a_closed_lane_serves_nobody(probing):
+    one = standing()
+    one.closing = True
+    with pytest.raises(QueueFull, match="stopping"):
+        one.admit(probing=probing)
 
 
-def test_a_ping_is_an_operation_without_ids():
-    def scenario():
-        pinged = Exchange(Ping(req_id="1-1"), None, asyncio.get_running_loop().create_future(), "ping")
-        error = standing().charge(death(1), "ping", pinged)
-        assert error.details["fingerprint"] == {"operation": "PING", "model": "m", "ids_sha256": None}
-
-    run(scenario)
+async def test_a_ping_is_an_operation_without_ids():
+    pinged = Exchange(Ping(req_id="1-1"), None, asyncio.get_running_loop().create_future(), "ping")
+    error = standing().charge(death(1), "ping", pinged)
+    assert error.details["fingerprint"] == {"operation": "PING", "model": "m", "ids_sha256": None}

@@ -491,11 +491,12 @@ GUARDS: Final[tuple[Guard, ...]] = (
         Edit("synapse_host/arguments.py", "if array.size == 0:", "if False:"),
     ),
     _guard(46, "synapse_host.arguments:check_texts", "no text at all is refused", ("if not count:", "if False:")),
-    _guard(
+    _both(
         47,
-        "synapse_host.admission:check_lengths",
+        "synapse_host.admission.check_lengths",
         "a row beyond the model's maximum is refused",
-        ("if length > max_tokens:", "if False:"),
+        Edit("synapse_host/admission.py", "if length > max_tokens:", "if False:"),
+        Edit("synapse_host/arguments.py", "if length is not None and length > max_tokens:", "if False:"),
     ),
     _guard(
         47,
