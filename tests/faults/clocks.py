@@ -14,7 +14,6 @@ from tests.faults.inprocess import SteppedLoop, ThreadProcess, Wire, threads_for
 from tests.faults.ledger import Row
 from tests.host.conftest import FAST
 
-HOLD = 50
 CONFIG = dataclasses.replace(FAST, windows=Windows(setup=4.0, control=4.0, ping=4.0, inference=4.0), handshake=4.0)
 
 

@@ -256,26 +256,16 @@ def scripts() -> list[tuple[str, list[dict[str, Any]]]]:
     return found
 
 
+ACCIDENTS = (
+    *("length", "zero", "huge", "cut", "twice", "again", "junk", "header", "drop", "swap", "between", "payload"),
+    "flip",
+)
+
+
 def spoil(frames: list[bytes], past: list[bytes], rng: random.Random, others: list[Target]) -> tuple[str, bytes, bool]:
     """Return a kind of accident, the bytes that arrive instead of *frames*, and whether the stream ends there."""
     whole = b"".join(frames)
-    kind = rng.choice(
-        (
-            "length",
-            "zero",
-            "huge",
-            "cut",
-            "twice",
-            "again",
-            "junk",
-            "header",
-            "drop",
-            "swap",
-            "between",
-            "payload",
-            "flip",
-        )
-    )
+    kind = rng.choice(ACCIDENTS)
     first = frames[0]
     if kind == "length":
         wrong = max(0, len(first) - 4 + rng.choice((-3, -1, 1, 2, 200)))

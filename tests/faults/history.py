@@ -7,6 +7,7 @@ has exactly one outcome, and the content of every reply is a function of its own
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -123,6 +124,4 @@ class History:
 
 
 def _payload(ids: tuple[int, ...]) -> bytes:
-    import struct
-
     return struct.pack(f"<{len(ids)}i", *ids)

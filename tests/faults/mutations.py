@@ -96,7 +96,7 @@ async def spoiled_session(ground: Arena, factory: type[ThreadProcess], plan: Pla
                 # Bits of a payload have no checksum: what was spoiled itself may differ, and nothing else.
                 call.expected = call.outcomes[0][1]
             strikes = 0
-        if kind_of_refusal(outcome):
+        if isinstance(outcome, LaneRefused):  # and stays refused: nothing more to ask it
             break
         if (observed := lane.health()["strikes"]) > max(1, strikes):
             verdict.findings.append(f"{observed} strikes after {verdict.outcomes}")
@@ -116,11 +116,6 @@ async def spoiled_session(ground: Arena, factory: type[ThreadProcess], plan: Pla
     if crashed and struck_at is not None and killed_at is not None and not verdict.stepped:
         verdict.kill_s = killed_at - struck_at
     return verdict
-
-
-def kind_of_refusal(outcome: Any) -> bool:
-    """A refused lane stays refused: nothing more to ask it."""
-    return isinstance(outcome, LaneRefused)
 
 
 def _struck(wires: list[SpoiledWire]) -> bool:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from synapse_host.config import Windows
+from synapse_host.errors import LaneRefused
 from tests.faults.arena import Arena, alive, arena, until
 from tests.faults.ledger import Row
-from tests.faults.mutations import FRAMES, KILL_S, SCRIPT, TRIES, _typed, kind_of_refusal
+from tests.faults.mutations import FRAMES, KILL_S, SCRIPT, TRIES, _typed
 from tests.faults.spoil import Plan, draw
 from tests.host.conftest import FAST
 
@@ -74,7 +75,7 @@ async def _session(ground: Arena, plan: Plan, name: str, outcomes: Counter[str])
             if call.outcomes != [("ok", call.expected)] and was_struck:
                 findings.append(f"another's answer: {call.outcomes}")
             call.expected = call.outcomes[0][1]
-        if kind_of_refusal(outcome):
+        if isinstance(outcome, LaneRefused):
             break
         if lane.health()["strikes"] > 1:
             findings.append(f"{lane.health()['strikes']} strikes after {told}")

@@ -91,19 +91,8 @@ def spoil(frame: bytes, plan: Plan) -> Spoiled:
         case "field":
             return Spoiled([_framed(mutate(payload, rng, _SEED_PAIRS))])
         case "type":
-            kinds = (
-                "VECTORS",
-                "SCORES",
-                "LOADED",
-                "PONG",
-                "ERR",
-                "PROGRESS",
-                "PING",
-                "SHUTDOWN",
-                "HELLO",
-                "vectors",
-                1,
-            )
+            words = "VECTORS SCORES LOADED PONG ERR PROGRESS PING SHUTDOWN HELLO vectors"
+            kinds = (*words.split(), 1)
             return Spoiled([_json(payload, type=rng.choice(kinds))])
         case "alien":
             other = _framed(rng.choice(_SEEDS))

@@ -232,14 +232,6 @@ def test_a_worker_that_dies_ends_the_run_uncertified(tmp_path: Path) -> None:
     assert document.inputs is None
 
 
-def test_a_lane_on_the_wrong_device_fails_the_device_gate(tmp_path: Path) -> None:
-    bundle = scripted_bundle(tmp_path / "toy", "embed")
-    document = run(bundle, "embed", foreign_matrix(tmp_path, command({"device": "cuda"})))
-    assert failed(document) == {"identity"}
-    assert document.fault is not None and document.fault.code == "lane_refused"
-    assert document.verdict == "uncertified"
-
-
 def test_a_bundle_without_fixtures_ends_uncertified(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "toy")
     document = run(bundle, "embed", foreign_matrix(tmp_path, command()))
