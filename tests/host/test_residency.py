@@ -360,6 +360,45 @@ def test_queued_eviction_from_old_owner_is_refused_after_restart() -> None:
     assert charged(core) == before
 
 
+def test_replacement_never_starts_before_owner_exit_confirmation() -> None:
+    core = fleet()
+    waiting = core.request(key(128), 0)
+    core.release(waiting)
+    core.take()
+    core.fault("a", 1, 0)
+    waiting = core.request(key(128), 0)
+    assert core.take() == [Restart("a", 1)]
+    core.expire(1.0)
+    assert core.take() == [], "no Revive without exited()"
+    core.exited("a", 1)
+    assert core.take() == [Revive("a", 1)]
+    core.restored("a", 2)
+    assert core.take() == [Granted(waiting)]
+
+
+def test_retirement_between_precheck_and_grant_leaves_no_phantom_reservation() -> None:
+    core = fleet()
+    ticket = core.request(key(256), 0)
+    admission = only(core, Admit)
+    core.park("a", 0)
+    core.release(ticket)
+    assert core.take() == [], "its admission is still on the wire: no restart yet"
+    core.admitted(admission.slot, 1)
+    assert core.take() == [Restart("a", 1)]
+    core.exited("a", 1)
+    assert charged(core) == (0, 0, 0) and core.take() == []
+
+
+def test_retirement_during_exit_confirmation_never_connects_replacement() -> None:
+    core = fleet()
+    core.fault("a", 1, 0)
+    core.take()
+    core.park("a", 0)
+    core.exited("a", 1)
+    core.expire(1e9)
+    assert core.take() == [] and charged(core) == (0, 0, 0)
+
+
 def test_restart_reloads_pinned_models_before_returning_ready() -> None:
     core = fleet()
     core.release(admit(core, key(256)))

@@ -120,24 +120,41 @@ async def test_rungs_are_admitted_once_and_served(ane: Callable[..., Any]) -> No
     assert supervisor.generation == 1
 
 
-@pytest.mark.parametrize("way", ["cancellation", "deadline"])
-async def test_a_caller_who_leaves_keeps_permit_and_lease_until_the_reply_drains(
-    ane: Callable[..., Any], way: str
-) -> None:
+async def leave(ane: Callable[..., Any], way: type[BaseException]) -> tuple[AneFleet, Any, Any]:
+    """Serve a row that takes 0.4 s and leave after 0.1; return fleet, supervisor and the row's slot."""
     one, supervisor, _ = ane({"rules": [on("EMBED_BATCH", {"sleep": 0.4}, first_id=66)]})
     await one.serve("ane", 128, embed([1]))
-    deadline = soon(0.1 if way == "deadline" else 60)
+    deadline = soon(0.1 if way is DeadlineExceeded else 60)
     caller = asyncio.ensure_future(one.serve("ane", 128, embed([66]), deadline=deadline))
     await asyncio.sleep(0.1)
-    if way == "cancellation":
+    if way is not DeadlineExceeded:
         caller.cancel()
-    (left,) = await asyncio.gather(caller, return_exceptions=True)
-    assert isinstance(left, DeadlineExceeded if way == "deadline" else asyncio.CancelledError)
-    slot = next(iter(one.shell.core.slots.values()))
-    assert slot.leases == 1, "still leased: its reply is on the way"
-    assert supervisor.health()["state"] == "serving"
+    with pytest.raises(way):
+        await caller
+    return one, supervisor, next(iter(one.shell.core.slots.values()))
+
+
+async def test_serving_caller_cancellation_drains_reply_without_restart(ane: Callable[..., Any]) -> None:
+    one, supervisor, _ = await leave(ane, asyncio.CancelledError)
     _, raw = await one.serve("ane", 128, embed([7, 8]))
     assert list(raw) == [7, 8] and supervisor.generation == 1, "the next reply belongs to the next request"
+
+
+async def test_cancelled_direct_ane_keeps_module_permit_and_inflight_until_reply_drains(
+    ane: Callable[..., Any],
+) -> None:
+    _, supervisor, slot = await leave(ane, asyncio.CancelledError)
+    assert slot.leases == 1, "still leased: its reply is on the way"
+    assert supervisor.health()["state"] == "serving"
+    await until(lambda: not slot.leases)
+    assert supervisor.generation == 1
+
+
+async def test_direct_ane_warm_reply_after_absolute_deadline_is_discarded(ane: Callable[..., Any]) -> None:
+    one, supervisor, slot = await leave(ane, DeadlineExceeded)
+    assert slot.leases == 1
+    _, raw = await one.serve("ane", 128, embed([7, 8]))
+    assert list(raw) == [7, 8] and supervisor.generation == 1
     await until(lambda: not slot.leases)
 
 
