@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -133,7 +134,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _heed_signals() -> None:
+    """Undo what nohup or a shell's ``&`` ignores: every process that a test starts would ignore it as well."""
+    defaults: dict[str, Any] = {
+        "SIGINT": signal.default_int_handler,
+        "SIGTERM": signal.SIG_DFL,
+        "SIGHUP": signal.SIG_DFL,
+    }
+    for name, default in defaults.items():
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, default)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    _heed_signals()
     config.addinivalue_line("markers", "leaks_allowed(*kinds): this test may leave descriptors, threads, children")
 
 
