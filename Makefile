@@ -8,7 +8,7 @@
 #   make faults-nightly   the same with the big numbers, the soak and the mutation score
 #   make coverage  branch coverage of the protocol and the host's policy by their own tests: 95 % at least
 #   make bench     the benchmark suite: a table, reports/bench.json and reports/bench.html (QUICK=1: under 3 minutes)
-#   make bench-rivals   install what it is compared with into .venv-rivals (torch and others: large)
+#   make bench-rivals   install what it is compared with into .venv-rivals and .venv-infinity (torch twice: large)
 #   make goldens   recompute the golden files (needs torch and transformers in .venv-reference)
 #   make hw-cuda   hardware tests on an NVIDIA GPU, at most ten minutes; fails rather than skips without one
 #   make hw-ane    hardware tests on the Apple Neural Engine; fails rather than skips without one
@@ -58,8 +58,10 @@ bench: setup
 
 bench-rivals: setup
 	@test -x .venv-rivals/bin/python || $(BIN)/python -m venv .venv-rivals
-	@.venv-rivals/bin/python -m pip install --quiet $$($(BIN)/python scripts/rivals.py)
-	@echo "rivals are in .venv-rivals; make bench compares with them"
+	@.venv-rivals/bin/python -m pip install --quiet $$($(BIN)/python scripts/rivals.py rivals)
+	@test -x .venv-infinity/bin/python || $(BIN)/python -m venv .venv-infinity
+	@.venv-infinity/bin/python -m pip install --quiet $$($(BIN)/python scripts/rivals.py rivals-infinity)
+	@echo "rivals are in .venv-rivals and .venv-infinity; make bench compares with them"
 
 goldens:
 	@for script in $(GOLDENS); do echo "$$script"; $(REFERENCE) $$script || exit 1; done

@@ -98,11 +98,16 @@ def timed(call: Any) -> Any:
     return sample
 
 
+INT8 = "onnx-cpu int8 (approximate)"
 EMBED_ROWS = (
     # case, ours, rival, target
     ("mix", "onnx-cpu", "sentence-transformers", 2.7),
+    ("mix", "onnx-cpu", "infinity", 2.7),
     ("mix", "onnx-cpu", "fastembed", 4.0),
     ("mix", "onnx-cpu", "onnxruntime", 1.35),
+    ("mix", INT8, "sentence-transformers", 2.7),
+    ("mix", INT8, "fastembed", 4.0),
+    ("mix", INT8, "onnxruntime", 1.35),
     ("equal", "onnx-cpu", "fastembed", 0.97),
     ("equal", "onnx-cpu", "sentence-transformers", 1.9),
     ("equal", "onnx-cpu", "onnxruntime", None),
@@ -135,9 +140,10 @@ async def embed(plan: Plan) -> list[Row]:
     async with AsyncExitStack() as stack:
         onnx = await stack.enter_async_context(host(plan, "minilm", "embed", "onnx-cpu"))
         llama = await stack.enter_async_context(host(plan, "minilm", "embed", "llama-cpu"))
-        hosts = {"onnx-cpu": onnx, "llama-cpu": llama}
+        int8 = await stack.enter_async_context(host(plan, "minilm", "embed", "onnx-cpu-int8"))
+        hosts = {"onnx-cpu": onnx, INT8: int8, "llama-cpu": llama}
         contest = Contest(plan, stack)
-        for kind in ("sentence-transformers", "fastembed", "onnxruntime"):
+        for kind in ("sentence-transformers", "infinity", "fastembed", "onnxruntime"):
             contest.rival(kind, bundle=str(bundle.root))
         served = Path(llama.lane_of("minilm").require().load.artifact_path)
         worded = with_vocabulary(served, tokenizer, plan.folder / "worded.gguf")
@@ -146,12 +152,14 @@ async def embed(plan: Plan) -> list[Row]:
         context = stack.enter_context(_llama_in_process(bundle, served, plan.threads, {"contexts": "1"}))
         mine = await onnx.embed("minilm", cases["equal"][:1])
         for case, sentences in cases.items():
+            wanted = {name for of, *pair, _ in EMBED_ROWS if of == case for name in pair}
             contestants: dict[str, Any] = {
                 name: timed(lambda opened=opened, sentences=sentences: opened.embed("minilm", sentences))
                 for name, opened in hosts.items()
+                if name in wanted
             }
             for kind, rival in contest.rivals.items():
-                if case == "mix" or kind in ("sentence-transformers", "fastembed", "onnxruntime"):
+                if kind in wanted:
                     contestants[kind] = lambda rival=rival, sentences=sentences: rival.ask("embed", texts=sentences)
             if case == "mix":
                 batch = _batch(llama, sentences)
@@ -171,6 +179,8 @@ async def embed(plan: Plan) -> list[Row]:
                     row(rates, ours, kind, group="models", name=name, unit="texts/s", better="higher",
                         rival_name=what, target=target, note=_threads(plan))
                 )  # fmt: skip
+        approximate = (await int8.embed("minilm", cases["equal"][:1]))[0]
+        assert float(np.dot(mine[0], approximate)) > AGREEMENT, "int8 computed something else"
         for kind, rival in contest.rivals.items():
             rival.ask("embed", texts=cases["equal"][:1])
             cosine = float(np.dot(mine[0], rival.first) / np.linalg.norm(rival.first))

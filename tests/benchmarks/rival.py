@@ -40,8 +40,11 @@ class Rival:
         return found
 
     def checkpoint(self, *, rerank: bool = False) -> Path:
-        """Write the bundle's fp32 weights as a Hugging Face checkpoint, once, and return its folder."""
-        folder = self.scratch / f"hf-{self.bundle.name}"
+        """Write the bundle's fp32 weights as a Hugging Face checkpoint, once an environment, and return its folder.
+
+        An older transformers can't read the tokenizer configuration that a newer one writes.
+        """
+        folder = self.scratch / f"hf-{self.bundle.name}-{Path(sys.prefix).name}"
         if (folder / "model.safetensors").exists():
             return folder
         from safetensors.torch import load_file
@@ -189,6 +192,37 @@ class Fastembed(Rival):
         import numpy as np
 
         return np.array(list(self.model.embed(texts, batch_size=BATCH)))
+
+
+class Infinity(Rival):
+    """infinity's AsyncEmbeddingEngine in this process, torch engine, batches of 32; mean pooling and L2 are its own."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        import asyncio
+        from importlib.metadata import version
+
+        import infinity_emb
+        import torch
+
+        torch.set_num_threads(self.threads)
+        assert self.manifest()["pooling"] == "mean", "infinity pools a bare checkpoint by the mean"
+        arguments = infinity_emb.EngineArgs(
+            model_name_or_path=str(self.checkpoint()), engine="torch", device="cpu", dtype="float32", batch_size=BATCH
+        )
+        self.engine = infinity_emb.AsyncEmbeddingEngine.from_args(arguments)
+        self.runner = asyncio.Runner()
+        self.runner.run(self.engine.astart())
+        self.what = f"infinity {version('infinity-emb')}, torch {torch.__version__}"
+
+    def embed(self, texts: list[str]) -> Any:
+        """Return vectors."""
+        return self.runner.run(self.engine.embed(sentences=texts))[0]
+
+    def close(self) -> None:
+        """Stop its threads."""
+        self.runner.run(self.engine.astop())
+        self.runner.close()
 
 
 class HandFed(Rival):
@@ -410,6 +444,7 @@ KINDS: dict[str, type[Rival]] = {
     "sentence-transformers": SentenceTransformers,
     "cross-encoder": CrossEncoder,
     "fastembed": Fastembed,
+    "infinity": Infinity,
     "onnxruntime": HandFed,
     "llama-cpp-python": LlamaCppPython,
     "xllamacpp": Xllamacpp,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PROGRAM = Path(__file__).with_name("rival.py")
 ENVIRONMENT = ROOT / ".venv-rivals"
+APART = {"infinity": ROOT / ".venv-infinity"}
+"""Rivals whose pinned dependencies fit beside no other: each has an environment of its own."""
 ANSWER_S = 300.0
 SETTLE_S = 0.05
 """Between two turns: thread pools that spin after their work have stopped by then."""
@@ -90,7 +92,7 @@ def interpreter(kind: str) -> Path | None:
     """Return the Python that has *kind*, or None."""
     if kind == "llama-generate":  # the very library that our worker uses, without us
         return Path(sys.executable)
-    python = ENVIRONMENT / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    python = APART.get(kind, ENVIRONMENT) / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     return python if python.exists() else None
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests.benchmarks import picture, texts
 from tests.benchmarks.__main__ import main, text
 from tests.benchmarks.plan import Plan
-from tests.benchmarks.rivals import Missing, Rival, interpreter
+from tests.benchmarks.rivals import APART, Missing, Rival, interpreter
 from tests.benchmarks.rounds import Row, Spread, interleaved, row
 
 
@@ -116,6 +116,15 @@ def test_a_rival_without_its_environment_is_missing(tmp_path: Path, monkeypatch:
     assert interpreter("fastembed") is None
     with Plan.make(quick=True) as plan, pytest.raises(Missing, match="make bench-rivals"):
         Rival("fastembed", plan)
+
+
+def test_infinity_has_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(APART, "infinity", tmp_path)
+    assert interpreter("infinity") is None
+    python = tmp_path / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    python.parent.mkdir()
+    python.touch()
+    assert interpreter("infinity") == python != interpreter("fastembed")
 
 
 def test_an_unknown_group_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
