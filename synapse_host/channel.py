@@ -107,8 +107,13 @@ class Channel(asyncio.BufferedProtocol):
 
     @property
     def sending(self) -> bool:
-        """True while part of a request hasn't left."""
-        return self._paused or bool(self._outgoing)
+        """True while part of a request hasn't left.
+
+        The transport is asked, not only whether it paused us: ``writelines`` of 3.12 and 3.13 fills its buffer
+        past the limit without pausing anybody.
+        """
+        transport = self._transport
+        return bool(self._outgoing) or (transport is not None and transport.get_write_buffer_size() > 0)
 
     def send(self, message: HelloAck | Message, payload: Any = None) -> None:
         """Send a message and its payload (any contiguous buffer; it must not change until the reply).

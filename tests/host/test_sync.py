@@ -70,6 +70,8 @@ def test_a_thread_may_use_the_host_until_it_ends_itself(toy: tuple[Path, Path]) 
 def test_a_forked_child_harms_nothing_and_waits_for_nothing(toy: tuple[Path, Path]) -> None:
     done = program(
         toy,
+        "import warnings\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)  # 3.12 and later warn of a fork beside threads\n"
         "if (pid := os.fork()) == 0:\n"
         "    try:\n"
         "        host.embed('toy', ['a'])\n"
