@@ -251,9 +251,21 @@ class GraphBuilder:
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
-    def linear(self, x: str, name: str, *, out: int, into: int, f32: bool = False) -> str:
-        """Multiply by a dense layer's weight, stored (out, in) by the checkpoint; no bias."""
-        return self.op("MatMul", x, self.derived(name + ":T", lambda: self.store.raw(name, (out, into)).T, f32=f32))
+    def linear(self, x: str, name: str, *, out: int, into: int, f32: bool = False, factor: float = 1.0) -> str:
+        """Multiply by a dense layer's weight, stored (out, in) by the checkpoint, times *factor*; no bias."""
+        key = f"{name}:T" if factor == 1.0 else f"{name}:T*{factor!r}"
+        return self.op("MatMul", x, self.derived(key, lambda: self._scaled(name, (out, into), factor).T, f32=f32))
+
+    def bias(self, x: str, name: str, out: int, *, factor: float = 1.0) -> str:
+        """Add a dense layer's bias, stored (out,), times *factor*."""
+        key = name if factor == 1.0 else f"{name}*{factor!r}"
+        return self.add(x, self.derived(key, lambda: self._scaled(name, (out,), factor)))
+
+    def _scaled(self, name: str, shape: tuple[int, ...], factor: float) -> Array:
+        import numpy as np
+
+        array = self.store.raw(name, shape)
+        return array if factor == 1.0 else np.asarray(array, np.float32) * np.float32(factor)
 
     def add(self, x: str, y: str) -> str:
         """Add."""

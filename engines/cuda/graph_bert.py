@@ -133,17 +133,9 @@ class FloatDense:
 
     def product(self, rows: tuple[str, int], part: Part) -> str:
         """Multiply by the part's matrix and add its bias: (…, out)."""
-        import numpy as np
-
-        b, (x, into), name, factor = self.b, rows, part.name, np.float32(part.factor)
-
-        def scaled(suffix: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-            array = b.store.raw(name + suffix, shape)
-            return array if part.factor == 1.0 else np.asarray(array, np.float32) * factor
-
-        weight = b.derived(name + ".weight:T", lambda: scaled(".weight", (part.out, into)).T)
-        bias = b.derived(name + ".bias:scaled", lambda: scaled(".bias", (part.out,)))
-        return b.add(b.op("MatMul", x, weight), bias)
+        x, into = rows
+        y = self.b.linear(x, part.name + ".weight", out=part.out, into=into, factor=part.factor)
+        return self.b.bias(y, part.name + ".bias", part.out, factor=part.factor)
 
 
 def _fused_layer(b: GraphBuilder, states: str, prefix: str, *, lens: str, offsets: str, cu: str) -> str:
