@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from synapse_host.agreement import cosines
 from synapse_host.errors import SynapseError
 from synapse_host.evidence import DIGITS, Packing, Series
 from synapse_host.probe_set import repeated
@@ -67,7 +68,7 @@ async def packing(host: Host, assignment: Assignment, source: Sequence[Any], wid
             turned = (await _packed(host, assignment, rows[::-1], width))[::-1]
             single = await host.embed_ids(assignment.model, rows, lane=assignment.lane)
             apart = np.concatenate([await _packed(host, assignment, [row], width) for row in rows])
-            cosine += _cosines(together, single)
+            cosine += [round(float(value), DIGITS) for value in cosines(together, single)]
             alone += _differences(together, apart)
             moved += _differences(together, turned)
     except SynapseError as exc:
@@ -105,14 +106,6 @@ async def _timed(work: Any) -> float:
     started = time.perf_counter()
     await work
     return (time.perf_counter() - started) * 1000
-
-
-def _cosines(one: FloatArray, other: FloatArray) -> Series:
-    import numpy as np
-
-    a, b = one.astype(np.float64), other.astype(np.float64)
-    values = (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))
-    return [round(float(value), DIGITS) for value in values]
 
 
 def _differences(one: FloatArray, other: FloatArray) -> Series:
