@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from synapse_host.clients import Clients
-from synapse_host.errors import InvalidRequest, QueueFull, SynapseError, UnknownModel, internal_error
+from synapse_host.errors import InvalidRequest, QueueFull, SynapseError, UnknownModel
 from synapse_host.handshake import Peer
 from synapse_host.host import Host
 from synapse_host.listener import peer_of
@@ -121,7 +121,15 @@ class ControlServer:
             return _failure(exc)
         except Exception:  # a bug of ours ends one request, never the host
             _log.exception("control request failed: %.200r", line)
-            return {"error": internal_error("internal error, see the host's log")}
+            return {
+                "error": {
+                    "code": "internal_error",
+                    "class": "permanent",
+                    "safe_to_retry_same_request": False,
+                    "message": "internal error, see the host's log",
+                    "details": {},
+                }
+            }
 
     async def _close(self) -> None:
         """Let answers that are due leave, then end every connection."""

@@ -47,17 +47,6 @@ class SynapseError(Exception):
         return document
 
 
-def internal_error(message: str) -> dict[str, Any]:
-    """Return the ``error`` object of a fault of ours, which has no class: nobody can handle it."""
-    return {
-        "code": "internal_error",
-        "class": "permanent",
-        "safe_to_retry_same_request": False,
-        "message": message,
-        "details": {},
-    }
-
-
 class EngineCrashed(SynapseError):
     """The worker died, hung or talked nonsense; or the lane is quarantined (``details["quarantined"]``).
 

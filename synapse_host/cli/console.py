@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from synapse_host.errors import EXIT_FAILED, SynapseError, internal_error
+from synapse_host.errors import EXIT_FAILED, SynapseError
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _NARROWEST: Final = 20
@@ -118,7 +118,14 @@ class Console:
         """Report an exception that nobody foresaw: one line, exit 1."""
         text = f"internal error: {type(exc).__name__}: {exc} (SYNAPSE_DEBUG=1 shows where)"
         if self.json:
-            print(_json({"error": internal_error(text)}))
+            error = {
+                "code": "internal_error",
+                "class": "permanent",
+                "safe_to_retry_same_request": False,
+                "message": text,
+                "details": {},
+            }
+            print(_json({"error": error}))
         else:
             print(f"synapse: {text}", file=sys.stderr)
         return EXIT_FAILED
