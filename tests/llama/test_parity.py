@@ -23,7 +23,7 @@ from engines.runtime.progress import silent
 from tests.llama import reference
 from tests.support.toy_gguf import ToyGguf, sha256
 
-pytestmark = pytest.mark.llama
+pytestmark = [pytest.mark.llama, pytest.mark.numerics]
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DTYPES = ("f32", "f16", "bf16", "q8_0")

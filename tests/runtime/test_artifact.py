@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from engines.protocol.messages import Phase
 from engines.runtime.artifact import BLOCK_BYTES, descriptor_path, open_artifact, open_verified
 from engines.runtime.progress import ProgressReporter, silent
 
-CONTENT = os.urandom(BLOCK_BYTES * 2 + 17)
+CONTENT = random.Random(17).randbytes(BLOCK_BYTES * 2 + 17)
 HEX = hashlib.sha256(CONTENT).hexdigest()
 
 
