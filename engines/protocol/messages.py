@@ -180,7 +180,10 @@ class RerankSequences(Request, frozen=True, tag="RERANK_SEQUENCES"):
 
 
 class Generate(Request, frozen=True, tag="GENERATE"):
-    """Generate greedily from the prompt ids (raw, int32); their number is the raw frame's length / 4."""
+    """Generate greedily from the prompt ids (raw, int32); their number is the raw frame's length / 4.
+
+    ``grammar`` is a field of the wire alone: no worker takes one, and a non-empty one is ``invalid_request``.
+    """
 
     payload: ClassVar[Dtype | None] = "<i4"
     model_ref: str
