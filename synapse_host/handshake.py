@@ -6,8 +6,6 @@ import hmac
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import UNSET
-
 from engines.protocol.errors import VersionMismatch
 from engines.protocol.messages import Hello
 from synapse_host.errors import LaneRefused
