@@ -1,8 +1,9 @@
 # Two commands do what most people want: `make demo` and `make test`. Each makes .venv when it is missing.
 #
 #   make demo      set up, build the default models, embed, rerank, generate, kill a worker on purpose
-#   make test      set up, lint, and pass every test that this machine can run
+#   make test      set up and pass every test that this machine can run
 #   make lint      ruff, mypy --strict, import contracts
+#   make lock      resolve the newest versions for every supported Python and write constraints.txt
 #   make doctor    what this machine can run and what is wrong with it
 #   make faults    the fault campaign R1 to R17 (under six minutes): a table and reports/faults.json
 #   make faults-nightly   the same with the big numbers, the soak and the mutation score
@@ -13,31 +14,36 @@
 #   make hw-cuda   hardware tests on an NVIDIA GPU, at most ten minutes; fails rather than skips without one
 #   make hw-ane    hardware tests on the Apple Neural Engine; fails rather than skips without one
 #   make hw-metal  hardware tests on Metal; fails rather than skips without it
+#
+# PYTHON=/path/to/python3.13 makes .venv with that Python (3.11 to 3.13), VENV=folder puts it elsewhere.
 
-PYTHON ?= python3
+VENV ?= .venv
 ifeq ($(OS),Windows_NT)
-  BIN := .venv/Scripts
+  BIN := $(VENV)/Scripts
 else
-  BIN := .venv/bin
+  BIN := $(VENV)/bin
 endif
 REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
-.PHONY: setup demo test lint doctor faults faults-nightly coverage bench bench-rivals goldens hw-cuda hw-ane hw-metal
+.PHONY: setup demo test lint lock doctor faults faults-nightly coverage bench bench-rivals goldens hw-cuda hw-ane hw-metal
 
 setup:
-	@$(PYTHON) scripts/setup.py
+	@VENV="$(VENV)" $(or $(PYTHON),python3) scripts/setup.py
 
 demo: setup
 	@$(BIN)/python -m synapse_host demo
 
-test: lint
-	@$(BIN)/python -m pytest
+test: setup
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
+
+lock:
+	@$(or $(PYTHON),python3) scripts/lock.py
 
 doctor: setup
 	@$(BIN)/python -m synapse_host doctor

@@ -6,8 +6,6 @@ import hmac
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import UNSET
-
 from engines.protocol.errors import VersionMismatch
 from engines.protocol.messages import Hello
 from synapse_host.errors import LaneRefused
@@ -60,10 +58,13 @@ def verify(
 
 
 def _verify_binding(hello: Hello, spec: LaneSpec, revision: str | None) -> None:
-    digest = None if hello.manifest_digest is UNSET else hello.manifest_digest
-    if spec.manifest_digest is not None and digest != spec.manifest_digest:
-        raise _refusal(spec, "manifest", spec.manifest_digest, digest)
-    observed = None if hello.kernel_revision is UNSET else hello.kernel_revision
+    # Spec: "Owned embed/rerank workers report their manifest digest and kernel revision", pinned or not.
+    digest = hello.manifest_digest or None
+    if digest is None or spec.manifest_digest not in (None, digest):
+        raise _refusal(spec, "manifest", spec.manifest_digest or "its digest", digest)
+    observed = hello.kernel_revision or None
+    if observed is None:
+        raise _refusal(spec, "kernel_revision", spec.kernel_revision or revision or "one", None)
     for expected in (spec.kernel_revision, revision):
         if expected is not None and observed != expected:
             raise _refusal(spec, "kernel_revision", expected, observed)
@@ -80,8 +81,9 @@ _FIX = {
 
 def _refusal(spec: LaneSpec, reason: str, expected: Any, observed: Any) -> LaneRefused:
     told = "nothing" if observed is None else repr(observed)
+    fix = _FIX[reason] if observed is not None else f"use a worker that reports it in HELLO, or {_FIX[reason]}"
     return LaneRefused(
         f"lane {spec.lane_id} refuses its worker: {reason.replace('_', ' ')} is {told}, expected {expected!r}; "
-        f"{_FIX[reason]}, then unload or reload the lane",
+        f"{fix}, then unload or reload the lane",
         details={"lane_id": spec.lane_id, "reason": reason, "expected": expected, "observed": observed},
     )

@@ -87,13 +87,14 @@ def quantise_rows(weight: FloatArray) -> tuple[Array, FloatArray]:
     """
     import numpy as np
 
-    peak = np.abs(weight).max(axis=1)
+    peak: FloatArray = np.abs(weight).max(axis=1)
     scale = np.where(peak > 0, peak / LARGEST, 1.0).astype(np.float32)
     open_rows = np.flatnonzero(peak > 0)
     for steps in range(LARGEST, COARSEST - 1, -1):
-        rows = open_rows[_on_grid(weight[open_rows, :16], peak[open_rows] / steps)]  # a glance refuses most rows
-        rows = rows[_on_grid(weight[rows], peak[rows] / steps)]
-        scale[rows] = peak[rows] / steps
+        step = peak / np.float32(steps)
+        rows = open_rows[_on_grid(weight[open_rows, :16], step[open_rows])]  # a glance refuses most rows
+        rows = rows[_on_grid(weight[rows], step[rows])]
+        scale[rows] = step[rows]
         open_rows = np.setdiff1d(open_rows, rows)
     values = np.clip(np.rint(weight / scale[:, None]), -LARGEST, LARGEST).astype(np.int8)
     return values, scale

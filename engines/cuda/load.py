@@ -65,7 +65,7 @@ def load(
     with artifact.open_artifact(request.artifact_path) as file:
         check_dtype(entry, device)
         config = check_header(file, Path(request.artifact_path), bundle, int8=int8)
-        artifact.verify(file, entry.digest, progress)
+        file.verify(entry.digest, progress)
         try:
             checkpoint = Checkpoint.from_package(
                 request.artifact_path,
@@ -77,9 +77,15 @@ def load(
             )
         except BundleError as exc:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
-    return _Assembly(
-        bundle, checkpoint, chosen, device=device, precision=precision, int8=int8, progress=progress
-    ).model()
+        model = _Assembly(
+            bundle, checkpoint, chosen, device=device, precision=precision, int8=int8, progress=progress
+        ).model()
+        try:
+            file.recheck(progress)
+        except EngineError:
+            model.close()
+            raise
+        return model
 
 
 def check_request(request: Load) -> None:

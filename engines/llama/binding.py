@@ -370,51 +370,6 @@ class NativeContext:
         return True  # False would drop the rest of the graph, and the call would still say 0
 
 
-class Grammar:
-    """A GBNF grammar that narrows the choice of the next token."""
-
-    def __init__(self, model: NativeModel, text: str) -> None:
-        """Compile *text* (root rule ``root``). Raises EngineError ``invalid_request`` for a bad grammar."""
-        import numpy as np
-
-        self._api = api = model.api
-        vocab = api.llama_model_get_vocab(model.pointer)
-        self._sampler = api.llama_sampler_init_grammar(vocab, text.encode(), b"root")
-        if not self._sampler:
-            raise EngineError(ErrorCode.INVALID_REQUEST, "the grammar is not valid GBNF with a rule 'root'")
-        self._data = np.zeros(model.n_vocab, dtype=[("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-        self._array = api.llama_token_data_array(
-            data=self._data.ctypes.data_as(ctypes.POINTER(api.llama_token_data)),
-            size=model.n_vocab,
-            selected=-1,
-            sorted=False,
-        )
-
-    def choose(self, logits: FloatArray) -> int:
-        """Return the most likely token that the grammar allows, and move the grammar on.
-
-        Raises EngineError ``inference_failed`` where it allows none: accepting one all the same would abort.
-        """
-        import numpy as np
-
-        self._data["id"] = np.arange(len(self._data), dtype=np.int32)
-        self._data["logit"] = logits
-        self._array.size, self._array.selected, self._array.sorted = len(self._data), -1, False
-        self._api.llama_sampler_apply(self._sampler, ctypes.byref(self._array))
-        best = int(self._data["logit"].argmax())
-        if not np.isfinite(self._data["logit"][best]):
-            raise EngineError(ErrorCode.INFERENCE_FAILED, "the grammar allows no token here")
-        token = int(self._data["id"][best])
-        self._api.llama_sampler_accept(self._sampler, token)
-        return token
-
-    def close(self) -> None:
-        """Free the sampler; idempotent."""
-        sampler, self._sampler = self._sampler, None
-        if sampler:
-            self._api.llama_sampler_free(sampler)
-
-
 _STATUS: Final = {
     1: (ErrorCode.INFERENCE_FAILED, "found no room in its cache"),
     2: (ErrorCode.INFERENCE_FAILED, "was stopped"),

@@ -23,7 +23,6 @@ Choice = TypeVar("Choice", bound=str)
 POOLING_IMPLEMENTATIONS: Final[tuple[PoolingImplementation, ...]] = ("manual", "builtin")
 FLASH_ATTENTIONS: Final[tuple[FlashAttention, ...]] = ("auto", "enabled", "disabled")
 FORWARD_PASSES: Final[tuple[ForwardPass, ...]] = ("auto", "encode", "decode")
-SWITCH: Final = ("false", "true", "0", "1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,6 @@ class LlamaConfig:
     """Ceiling of GENERATE.max_tokens."""
     encode_chunk_tokens: int = 512
     contexts: int = 0
-    grammar_enabled: bool = False
 
 
 def parse(values: Mapping[str, str], *, backend: str, cores: int) -> LlamaConfig:
@@ -82,7 +80,6 @@ def parse(values: Mapping[str, str], *, backend: str, cores: int) -> LlamaConfig
         microllm_max_tokens=_integer(values, "microllm_max_tokens", 512, 0, U32_MAX),
         encode_chunk_tokens=_integer(values, "encode_chunk_tokens", 512, 1, MAX_BATCH),
         contexts=0 if contexts == "auto" else _integer(values, "contexts", 0, 1, MAX_CONTEXTS),
-        grammar_enabled=_choice(values, "grammar_enabled", SWITCH) in ("true", "1"),
     )
 
 

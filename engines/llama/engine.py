@@ -130,7 +130,7 @@ class LlamaEngine(Engine):
         """
         from engines.llama import config, gguf
         from engines.machine import usable_cores
-        from engines.runtime.artifact import expected_digest, open_artifact, verify
+        from engines.runtime.artifact import expected_digest, open_artifact
 
         if request.format != "gguf":
             raise EngineError(
@@ -142,12 +142,14 @@ class LlamaEngine(Engine):
             raise EngineError(ErrorCode.BACKEND_MISSING, f"{DISTRIBUTION} is not installed: install the 'llama' extra")
         with open_artifact(request.artifact_path) as file:
             header = gguf.read_header(file.fileno())
-            verify(file, request.artifact_digest, progress)
+            file.verify(request.artifact_digest, progress)
             native = self._load_native(file.fileno(), header, settings.gpu_layers, progress)
             try:
                 from engines.llama.model import LlamaModel
 
-                return LlamaModel(native, header, settings, typeless=loses_token_types(file.fileno(), header))
+                model = LlamaModel(native, header, settings, typeless=loses_token_types(file.fileno(), header))
+                file.recheck(progress)
+                return model
             except BaseException:
                 native.close()
                 raise

@@ -19,7 +19,6 @@ from engines.llama.binding import (
     POOLING_NONE,
     POOLING_RANK,
     ContextShape,
-    Grammar,
     NativeContext,
     NativeModel,
 )
@@ -160,18 +159,15 @@ class LlamaModel(Model):
         inputs.require_finite(scores, "candidate")
         return scores
 
-    def generate(
-        self, input_ids: IntArray, *, max_tokens: int, grammar: str | None, progress: ProgressReporter
-    ) -> Generation:
+    def generate(self, input_ids: IntArray, *, max_tokens: int, progress: ProgressReporter) -> Generation:
         """Generate greedily, the first of equal logits wins. Unit of progress: a prompt slice, a token decoded."""
         from engines.runtime.batch import Generation
 
         n_prompt = len(input_ids)
-        self._check_generate(input_ids, max_tokens, grammar)
+        self._check_generate(input_ids, max_tokens)
         if max_tokens == 0:
             return Generation("", n_prompt, 0, FinishReason.LENGTH)
         context = self._generation_context(n_prompt + max_tokens)
-        rules = Grammar(self._native, grammar) if grammar and grammar.strip() else None
         tokens: list[int] = []
         reason = FinishReason.LENGTH
         try:
@@ -181,7 +177,7 @@ class LlamaModel(Model):
                 context.run_slice(piece, position=start, output=start + len(piece) == n_prompt)
                 progress.advance()
             while True:
-                token = self._choose(context, rules)
+                token = self._choose(context)
                 if self._native.is_end(token):
                     reason = FinishReason.STOP
                     break
@@ -193,9 +189,6 @@ class LlamaModel(Model):
         except EngineError as exc:
             self._after_failure(context, exc)
             raise
-        finally:
-            if rules is not None:
-                rules.close()
         # Decoded once at the end: a character may be spread over several tokens.
         text = b"".join(map(self._native.piece, tokens)).decode("utf-8", "replace")
         return Generation(text, n_prompt, len(tokens), reason, tuple(tokens))
@@ -215,17 +208,13 @@ class LlamaModel(Model):
         inputs.check_lengths(batch.lengths.tolist(), limit=self.limit, what=what)
         inputs.check_ids(batch.input_ids, vocab_size=self.vocab_size)
 
-    def _check_generate(self, input_ids: IntArray, max_tokens: int, grammar: str | None) -> None:
+    def _check_generate(self, input_ids: IntArray, max_tokens: int) -> None:
         if not self.has_memory or self._reranks:
             raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model is an encoder, it does not generate")
         if self._header.pooling_type in (POOLING_MEAN, POOLING_CLS, POOLING_LAST):
             raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model embeds, it does not generate")
         if not self._native.has_vocab:
             raise EngineError(ErrorCode.MODEL_UNSUPPORTED, "the GGUF has no vocabulary: it can't say text")
-        if grammar and grammar.strip() and not self._config.grammar_enabled:
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST, "grammars are off: LOAD with runtime_config grammar_enabled=true"
-            )
         if max_tokens > self._config.microllm_max_tokens:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
@@ -240,14 +229,14 @@ class LlamaModel(Model):
                 f"a prompt of {len(input_ids)} tokens and {max_tokens} new ones exceed the model's {self.limit}",
             )
 
-    def _choose(self, context: NativeContext, rules: Grammar | None) -> int:
+    def _choose(self, context: NativeContext) -> int:
         import numpy as np
 
         logits = context.logits()
         best = int(logits.argmax())  # NaN counts as the greatest, so it can't hide
         if not np.isfinite(logits[best]):
             raise EngineError(ErrorCode.NONFINITE_OUTPUT, "the logits came out as NaN or infinity")
-        return best if rules is None else rules.choose(logits)
+        return best
 
     # --- running chunks ----------------------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ from engines.protocol.messages import (
     Request,
     Scores,
     Shutdown,
+    Text,
     Unload,
     Vectors,
     decode_ack,
@@ -147,6 +148,7 @@ class Connection:
         self._phases: tuple[Phase, ...] = ()
         self._phases_of: dict[type[Struct], tuple[Phase, ...]] = {}
         self._rows = 0
+        self._ids = 0
         self._phase_index = 0
         self._header: Vectors | Scores | None = None
         self._expected = 0
@@ -288,7 +290,7 @@ class Connection:
             return ShutdownReceived()
         request: Any = message
         if request.payload is None:
-            self._open(request)
+            self._open(request, 0)
             return RequestReceived(request, None)
         self._pending = request
         return self._request_payload()
@@ -301,7 +303,7 @@ class Connection:
         request: Any = self._pending
         self._pending = None
         self.state = _PAYLOAD_STEPS[self.state]
-        self._open(request)
+        self._open(request, len(payload))
         return RequestReceived(request, payload)
 
     def _from_worker(self, frame: memoryview) -> Event | None:
@@ -393,7 +395,7 @@ class Connection:
         # Nothing can fail any more: from here on the state moves.
         self.state = following
         if request:
-            self._open(known)
+            self._open(known, size)
         elif answers:
             self._close_exchange(self.request, known)
         elif kind is Progress:
@@ -441,7 +443,8 @@ class Connection:
 
     # --- rules of an exchange, the same for both ends -----------------------------------------------------------------
 
-    def _open(self, request: AnyRequest) -> None:
+    def _open(self, request: AnyRequest, size: int) -> None:
+        """Start the exchange of *request*, whose raw frame has *size* bytes."""
         self.request = request
         self.completed = 0
         kind = type(request)
@@ -452,6 +455,7 @@ class Connection:
         self._phases = found
         self._phase_index = 0
         self._rows = n_rows(request)
+        self._ids = size // ITEM_BYTES
 
     def _close_exchange(self, request: AnyRequest | None, reply: AnyReply) -> None:
         self.request = None
@@ -504,6 +508,18 @@ class Connection:
             return rows * dims * ITEM_BYTES
         if kind is Scores:
             return self._rows * ITEM_BYTES
-        if kind is Loaded and known.dims == 0:
-            raise error("LOADED names 0 dims")
+        if kind is Loaded:
+            if known.dims == 0:
+                raise error("LOADED names 0 dims")
+            # Spec (protocol-v3, 3): "Duplicate model_refs never occur"; two models of one name would mix their answers.
+            if known.model_ref in self._dims:
+                raise error(f"LOADED names {known.model_ref[:80]!r}, which is loaded already")
+        elif kind is Text:
+            if known.n_prompt != self._ids:
+                raise error(f"TEXT counts {known.n_prompt} prompt ids, {self._ids} were sent")
+            if known.n_gen > request.max_tokens:
+                raise error(f"TEXT counts {known.n_gen} generated tokens, at most {request.max_tokens} were asked for")
+            generated = known.generated_token_ids
+            if generated is not UNSET and len(generated) != known.n_gen:
+                raise error(f"TEXT counts {known.n_gen} generated tokens and names {len(generated)}")
         return 0

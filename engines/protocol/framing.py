@@ -105,8 +105,9 @@ class FrameReader:
         if start == end:
             self._start = self._end = 0
             return self._staging
-        if start > STAGING_BYTES // 2:
-            # A frame that was cut near the end moves to the front, so that the rest arrives in one read.
+        if start > STAGING_BYTES // 2 or end == STAGING_BYTES:
+            # A frame that was cut near the end moves to the front, so that the rest arrives in one read. Where the
+            # buffer is full it has to: what fits a whole buffer need not fit behind the frames before it.
             rest = end - start
             self._staging[:rest] = self._staging[start:end]
             self._start, self._end = 0, rest

@@ -7,6 +7,7 @@ ceilings and the limits in bytes are checked by hand, when decoding and by :func
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, cast
 
@@ -20,6 +21,11 @@ DEFAULT_MAX_FRAME: Final = 64 * 1024 * 1024
 """Default and ceiling of a frame's payload in bytes."""
 HELLO_MAX_FRAME: Final = 64 * 1024
 """HELLO is read under the smaller of this and the host's own maximum."""
+MAX_NESTING: Final = 32
+"""Levels of objects and arrays in HELLO, the one frame whose unknown fields are skipped, however deep they are.
+
+Everywhere else the types are the limit: the decoder refuses the first value that they don't name.
+"""
 MAX_ITEMS: Final = 256
 """Items, candidates or sequences an exchange may carry."""
 MAX_IDENTIFIER_BYTES: Final = 64
@@ -180,7 +186,10 @@ class RerankSequences(Request, frozen=True, tag="RERANK_SEQUENCES"):
 
 
 class Generate(Request, frozen=True, tag="GENERATE"):
-    """Generate greedily from the prompt ids (raw, int32); their number is the raw frame's length / 4."""
+    """Generate greedily from the prompt ids (raw, int32); their number is the raw frame's length / 4.
+
+    ``grammar`` is a field of the wire alone: no worker takes one, and a non-empty one is ``invalid_request``.
+    """
 
     payload: ClassVar[Dtype | None] = "<i4"
     model_ref: str
@@ -421,6 +430,8 @@ def n_rows(request: Request) -> int:
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+_NOT_BRACKETS: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[^\[\]{}"]+', re.DOTALL)
+"""What lies between the brackets of a JSON text: strings whole (the last one perhaps unfinished), and all else."""
 _encoder = msgspec.json.Encoder()
 _from_host: msgspec.json.Decoder[FromHost] = msgspec.json.Decoder(FromHost)
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
@@ -475,9 +486,16 @@ def decode_from_worker(data: Buffer) -> FromWorker:
 
 def decode_hello(data: Buffer) -> Hello:
     """Decode HELLO. ``v`` must be a JSON integer in a byte: ``3.0``, ``"3"``, ``true`` and 256 are refused."""
-    # The decoder skips what it doesn't know without looking at its encoding; JSON text is UTF-8 as a whole.
-    bytes(data).decode("utf-8")
-    return _hello.decode(data)
+    # The decoder skips what it doesn't know without looking at its encoding; JSON text is UTF-8 as a whole. How deep it
+    # can follow differs between versions of Python, so depth is limited before.
+    text = bytes(data)
+    text.decode("utf-8")
+    depth = 0
+    for bracket in _NOT_BRACKETS.sub(b"", text):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_NESTING:
+            raise msgspec.ValidationError(f"HELLO nests deeper than {MAX_NESTING} levels")
+    return _hello.decode(text)
 
 
 def decode_ack(data: Buffer) -> HelloAck:

@@ -1,15 +1,16 @@
-"""Artifacts: the digest is verified on the open descriptor that the engine then loads from.
+"""Artifacts: what was hashed is what the engine loads.
 
 Spec: "Worker re-verifies digest before mmap". Checking a path and opening it again would leave room for a swap between
-the two, so the file is opened once, hashed through that descriptor, rewound, and handed back.
+the two, so the file is opened once, hashed through that descriptor and loaded from it. The bytes behind a descriptor
+can still be overwritten in place, so a LOAD ends with :meth:`ArtifactFile.recheck`.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import stat
-import sys
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from engines.protocol.errors import EngineError, ErrorCode
@@ -23,8 +24,43 @@ BLOCK_BYTES: Final = 1024 * 1024
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
 
 
-def open_artifact(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading, unbuffered; EngineError(artifact_invalid) when there is none.
+class ArtifactFile(io.FileIO):
+    """A regular file that was opened for one LOAD, unbuffered: :meth:`verify`, load from it, :meth:`recheck`."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        super().__init__(descriptor, "rb")
+        self._path = path
+        self._opened = os.fstat(descriptor)
+        self._digest = ""
+
+    def verify(self, digest: str, progress: ProgressReporter) -> None:
+        """Hash the file, compare with LOAD's *digest* and rewind; EngineError(artifact_invalid) names both digests."""
+        self._digest = expected_digest(digest)  # a malformed one is refused before a gigabyte is read
+        observed = hash_artifact(self, progress)
+        if observed != self._digest:
+            raise EngineError(
+                ErrorCode.ARTIFACT_INVALID,
+                f"digest mismatch: expected sha256:{self._digest}, observed sha256:{observed}",
+            )
+        self.seek(0)
+
+    def recheck(self, progress: ProgressReporter) -> None:
+        """Raise EngineError(artifact_invalid) when the file was written to since it was opened.
+
+        An engine calls this once it has read the weights, none of which may stay mapped. Where only the time of the
+        last change differs (the file was unlinked, or its time of modification set back) the content is hashed again.
+        """
+        then, now = self._opened, os.fstat(self.fileno())
+        if (then.st_size, then.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+            raise EngineError(
+                ErrorCode.ARTIFACT_INVALID, f"{self._path!r} was written to while it was loaded; load it again"
+            )
+        if then.st_ctime_ns != now.st_ctime_ns:
+            self.verify(self._digest, progress)
+
+
+def open_artifact(path: str | os.PathLike[str]) -> ArtifactFile:
+    """Open a regular file for reading; EngineError(artifact_invalid) when there is none. The caller closes it.
 
     A symbolic link is followed: what was opened is what gets hashed. O_NONBLOCK keeps a FIFO from blocking the open.
     """
@@ -40,7 +76,7 @@ def open_artifact(path: str | os.PathLike[str]) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{name!r} is not a regular file")
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return ArtifactFile(descriptor, name)
 
 
 def hash_artifact(file: BinaryIO, progress: ProgressReporter) -> str:
@@ -65,38 +101,3 @@ def expected_digest(text: str) -> str:
     if not _HEX.fullmatch(digest):
         raise EngineError(ErrorCode.ARTIFACT_INVALID, f"artifact_digest {text[:80]!r} is not a SHA-256 (64 hex digits)")
     return digest
-
-
-def verify(file: BinaryIO, digest: str, progress: ProgressReporter) -> None:
-    """Hash *file*, compare with LOAD's *digest* and rewind; EngineError(artifact_invalid) names both digests."""
-    expected = expected_digest(digest)
-    observed = hash_artifact(file, progress)
-    if observed != expected:
-        raise EngineError(
-            ErrorCode.ARTIFACT_INVALID, f"digest mismatch: expected sha256:{expected}, observed sha256:{observed}"
-        )
-    file.seek(0)
-
-
-def open_verified(path: str | os.PathLike[str], digest: str, progress: ProgressReporter) -> BinaryIO:
-    """Open an artifact, verify it, and return the same descriptor, rewound; the caller closes it."""
-    expected_digest(digest)  # refuse a malformed digest before a gigabyte is read
-    file = open_artifact(path)
-    try:
-        verify(file, digest, progress)
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def descriptor_path(file: BinaryIO) -> str | None:
-    """Return a path that opens the very file behind *file*, for a library that only takes paths.
-
-    Linux opens the same inode anew; macOS duplicates the descriptor, position included, so keep it rewound. None on
-    Windows, where an open file can't be replaced anyway.
-    """
-    if sys.platform == "win32":
-        return None
-    prefix = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
-    return f"{prefix}/{file.fileno()}"

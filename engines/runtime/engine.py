@@ -113,9 +113,7 @@ class Model(ABC):
         """Return raw logits of already composed sequences, float32 (rows,), in request order."""
         self._mismatch("rerank")
 
-    def generate(
-        self, input_ids: IntArray, *, max_tokens: int, grammar: str | None, progress: ProgressReporter
-    ) -> Generation:
+    def generate(self, input_ids: IntArray, *, max_tokens: int, progress: ProgressReporter) -> Generation:
         """Generate greedily after the prompt *input_ids*, int32 (tokens,)."""
         self._mismatch("generate")
 

@@ -111,12 +111,10 @@ class Inference:
         if not len(ids):
             raise EngineError(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
         check_ids(ids)
-        result = self._model(request.model_ref).generate(
-            ids,
-            max_tokens=request.max_tokens,
-            grammar=request.grammar if request.grammar is not UNSET else None,
-            progress=progress,
-        )
+        # Spec: "non-empty grammar requests are rejected instead of silently ignored", blank ones too.
+        if request.grammar:
+            raise EngineError(ErrorCode.INVALID_REQUEST, "no engine here takes a grammar; leave it out")
+        result = self._model(request.model_ref).generate(ids, max_tokens=request.max_tokens, progress=progress)
         return Text(
             req_id=request.req_id,
             text=result.text,

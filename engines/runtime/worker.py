@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from engines.protocol.connection import Connection
-from engines.protocol.errors import LocalProtocolError
 from engines.protocol.events import AckReceived, PeerClosed, RequestReceived, ShutdownReceived
 from engines.protocol.framing import ReusedBuffer
 from engines.protocol.messages import (
@@ -90,7 +89,7 @@ class Worker:
         self._clock = clock
         self._exit = exit
         self._watcher = PeerWatcher(transport.wait_gone, exit, wakes=not isinstance(transport, SocketTransport))
-        self._fault: LocalProtocolError | None = None
+        self._fault: BaseException | None = None
         self._first: dict[type[AnyRequest], Phase] = {}
 
     def greet(self, nonce: str) -> None:
@@ -175,12 +174,16 @@ class Worker:
             raise DeviceLostExit("the device is lost; a fresh worker is needed")
 
     def _emit(self, req_id: str, completed: int, phase: Phase) -> None:
+        if self._fault is not None:
+            raise self._fault
         try:
             self.channel.send(Progress(req_id=req_id, completed=completed, phase=phase))
         except PeerGone:
             # We may be inside a native callback, where an exception would be lost and the call run to its end.
             self._exit(0)
             raise
-        except LocalProtocolError as exc:
-            self._fault = exc  # lost in a native callback too, so the terminal reply repeats it
+        except BaseException as exc:
+            # Lost in a native callback too, after half a frame perhaps: nothing more is written, and the terminal
+            # reply raises this instead.
+            self._fault = exc
             raise

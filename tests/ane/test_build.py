@@ -25,6 +25,8 @@ from tests.support.worker_client import ROOT
 Checkpoints = Callable[[str], Checkpoint]
 Bundles = Callable[[str], Bundle]
 
+pytestmark = pytest.mark.numerics
+
 
 def test_two_builds_agree_byte_for_byte_even_in_another_process(checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoint = checkpoints("bert")

@@ -34,6 +34,8 @@ from tests.hardware import test_ane as hardware
 from tests.support.ane_bundle import packed, shape, write_bundle
 from tests.support.mil_reference import ReferenceBackend, ReferenceProgram
 
+pytestmark = pytest.mark.numerics
+
 EVIDENCE = Path(__file__).parents[2] / "evidence"
 
 

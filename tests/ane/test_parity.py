@@ -27,6 +27,9 @@ from tests.support.ane_bundle import shape, write_bundle
 
 LoadModel = Callable[..., AneModel]
 Bundles = Callable[[str], Bundle]
+
+pytestmark = pytest.mark.numerics
+
 POOLING = {"bert": Pooling.MEAN, "modernbert": Pooling.CLS, "qwen3": Pooling.LAST}
 EMBEDDERS = list(POOLING)
 RERANKERS = ["cross", "modernbert-rerank", "modernbert-rerank-cls"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from engines.cuda.model import OwnedModel
 from engines.cuda.revision import source_revision
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import MAX_ITEMS, EmbedBatch, Load, PackedCapability, Phase, RerankSequences
+from engines.runtime.artifact import ArtifactFile
 from engines.runtime.engine import Probe, WorkerOptions
 from engines.runtime.progress import ProgressReporter, silent
 from tests.cuda.conftest import Bundles, batch_of, case, cosines
@@ -181,6 +183,22 @@ def test_a_flipped_bit_is_refused_before_weights_are_read(
         "engines.cuda.load.Checkpoint.from_package", lambda *a, **k: pytest.fail("mapped before hashed")
     )
     refused(engine_for(bundle), request, ErrorCode.ARTIFACT_INVALID, "digest mismatch")
+
+
+def test_a_package_that_is_written_to_after_it_was_hashed_is_refused(
+    forged: Callable[..., tuple[Bundle, Load]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, request = forged(lambda file: None)
+
+    def verify(file: ArtifactFile, digest: str, progress: ProgressReporter) -> None:
+        honest(file, digest, progress)
+        with Path(request.artifact_path).open("r+b") as other:
+            other.seek(-4, os.SEEK_END)
+            other.write(bytes(4))
+
+    honest = ArtifactFile.verify
+    monkeypatch.setattr(ArtifactFile, "verify", verify)
+    refused(engine_for(bundle), request, ErrorCode.ARTIFACT_INVALID, "written to while it was loaded")
 
 
 @pytest.mark.parametrize("size", [0, 7, 64, 5000])

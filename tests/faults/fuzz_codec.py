@@ -117,6 +117,8 @@ _REQUESTS: dict[bytes, m.AnyRequest] = {
     b"EVICTED": m.AneEvictShape(req_id="evict-1", model_ref="ane:0", shape=128),
     b"PONG": m.Ping(req_id="ping-1"),
 }
+PROMPT_BYTES = 12
+"""The raw frame of the request that the end at hand waits for: three ids, as the vectors of GENERATE send."""
 _EMBED = m.EmbedBatch(
     req_id="embed-1",
     model_ref="llama:0",
@@ -141,7 +143,7 @@ def _end(aim: str, payload: bytes) -> Connection:
         return worker
     host = Connection(Role.HOST, engine=m.CUDA_ENGINE)
     named = _TYPE.search(payload)
-    host._open(_REQUESTS.get(named[1] if named else b"", _EMBED))
+    host._open(_REQUESTS.get(named[1] if named else b"", _EMBED), PROMPT_BYTES)
     host.state = State.BUSY
     return host
 

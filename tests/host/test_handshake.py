@@ -109,9 +109,12 @@ def test_the_manifest_is_told_before_the_kernel_revision():
     assert refusal(wrong, spec(kernel_revision="r1"))["reason"] == "manifest"
 
 
-def test_an_unbound_owned_worker_needs_no_binding_fields():
-    bare = hello(manifest_digest=msgspec.UNSET, kernel_revision=msgspec.UNSET)
-    check(bare, spec(manifest_digest=None))
+@pytest.mark.parametrize("left_out", ["manifest_digest", "kernel_revision"])
+@pytest.mark.parametrize("observed", [msgspec.UNSET, ""])
+def test_an_owned_worker_reports_both_also_where_nothing_is_pinned(left_out, observed):
+    check(hello(), spec(manifest_digest=None))
+    details = refusal(hello(**{left_out: observed}), spec(manifest_digest=None))
+    assert details["reason"] == left_out.removesuffix("_digest") and details["observed"] is None
 
 
 def test_a_worker_that_is_not_owned_is_never_bound():

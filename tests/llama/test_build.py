@@ -281,5 +281,5 @@ def test_greedy_tokens_as_transformers_computes_them(tmp_path: Path, load: Any, 
     model = load(ToyGguf(out, checkpoint.folder, sha256(out)))
     known = golden(name)
     for row, expected in zip(rows(known), known["greedy"], strict=True):
-        found = model.generate(np.asarray(row, np.int32), max_tokens=8, grammar=None, progress=silent())
+        found = model.generate(np.asarray(row, np.int32), max_tokens=8, progress=silent())
         assert list(found.generated_token_ids) == expected.tolist()

@@ -31,7 +31,6 @@ def test_values_are_read() -> None:
         "microllm_max_tokens": "9",
         "encode_chunk_tokens": "128",
         "contexts": "4",
-        "grammar_enabled": "true",
     }
     assert parse(values, backend="cpu", cores=8) == LlamaConfig(
         threads=3,
@@ -45,7 +44,6 @@ def test_values_are_read() -> None:
         microllm_max_tokens=9,
         encode_chunk_tokens=128,
         contexts=4,
-        grammar_enabled=True,
     )
 
 
@@ -73,7 +71,6 @@ def test_threads_never_exceed_the_quota() -> None:
         ("pooling_implementation", "mean"),
         ("flash_attention", "on"),
         ("forward_pass", "both"),
-        ("grammar_enabled", "yes"),
         ("backend", "  "),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from engines.llama.engine import LlamaEngine, compiled_features, find_installati
 from engines.llama.gguf import read_header
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import EmbedBatch, Generate, Load, Rerank
+from engines.runtime.artifact import ArtifactFile
 from engines.runtime.engine import WorkerOptions
-from engines.runtime.progress import silent
+from engines.runtime.progress import ProgressReporter, silent
 from tests.support.toy_gguf import rewrite
 
 
@@ -180,6 +182,27 @@ def test_a_malformed_header_is_refused_before_hashing(tmp_path: Path) -> None:
             Load(req_id="1", artifact_path=str(path), artifact_digest="0" * 64, format="gguf"), progress=reporter
         )
     assert reporter.completed == 0, "nothing was hashed"
+
+
+@pytest.mark.llama
+def test_a_gguf_that_is_written_to_after_it_was_hashed_is_refused(
+    toys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "copy.gguf"
+    shutil.copyfile(toys("bert").path, path)
+
+    def verify(file: ArtifactFile, digest: str, progress: ProgressReporter) -> None:
+        honest(file, digest, progress)
+        with path.open("r+b") as other:
+            other.seek(-4, os.SEEK_END)
+            other.write(bytes(4))
+
+    honest = ArtifactFile.verify
+    monkeypatch.setattr(ArtifactFile, "verify", verify)
+    request = Load(req_id="1", artifact_path=str(path), artifact_digest=toys("bert").digest, format="gguf")
+    with pytest.raises(EngineError, match="written to while it was loaded") as caught:
+        LlamaEngine(WorkerOptions(device="cpu")).load(request, progress=silent())
+    assert caught.value.code is ErrorCode.ARTIFACT_INVALID
 
 
 @pytest.mark.llama

@@ -270,7 +270,7 @@ def test_rerank_on_qwen3(load: Any, token_batch: Batch) -> None:
         ErrorCode.OPERATION_MISMATCH, lambda: model.rerank(pairs(token_batch, [10], [[11]]), progress=silent())
     )
     assert "Qwen3" in said
-    assert model.generate(np.array([5, 6], dtype=np.int32), max_tokens=2, grammar=None, progress=silent()).n_prompt == 2
+    assert model.generate(np.array([5, 6], dtype=np.int32), max_tokens=2, progress=silent()).n_prompt == 2
 
 
 def test_a_cross_encoder_that_lost_its_token_types(toys: Any, load: Any, token_batch: Batch, tmp_path: Path) -> None:
@@ -289,9 +289,7 @@ def test_a_cross_encoder_that_lost_its_token_types(toys: Any, load: Any, token_b
 @pytest.mark.parametrize("slices", [{}, {"ubatch_size": 3}, {"batch_size": 1}])
 def test_greedy_generation_follows_the_reference(toys: Any, load: Any, toy: str, slices: dict[str, int]) -> None:
     prompt = [5, 6, 7, 80]
-    result = load(toy, **slices).generate(
-        np.array(prompt, dtype=np.int32), max_tokens=20, grammar=None, progress=silent()
-    )
+    result = load(toy, **slices).generate(np.array(prompt, dtype=np.int32), max_tokens=20, progress=silent())
     expected, lead = reference.greedy(weights(toys(toy)), prompt, 20, end={2})
     assert lead > 1e-3, "the toy must not be a coin toss"
     assert list(result.generated_token_ids) == expected
@@ -301,17 +299,17 @@ def test_greedy_generation_follows_the_reference(toys: Any, load: Any, toy: str,
 
 def test_generation_stops_at_the_end_token(toys: Any, load: Any, tmp_path: Path) -> None:
     prompt = [5, 6, 7, 80]
-    full = load("llama").generate(np.array(prompt, dtype=np.int32), max_tokens=6, grammar=None, progress=silent())
+    full = load("llama").generate(np.array(prompt, dtype=np.int32), max_tokens=6, progress=silent())
     end = full.generated_token_ids[3]
     assert end not in full.generated_token_ids[:3]
     ending = rewrite(toys("llama").path, tmp_path / "ending.gguf", tokenizer__ggml__eos_token_id=end)
-    result = load(ending).generate(np.array(prompt, dtype=np.int32), max_tokens=6, grammar=None, progress=silent())
+    result = load(ending).generate(np.array(prompt, dtype=np.int32), max_tokens=6, progress=silent())
     assert result.generated_token_ids == full.generated_token_ids[:3]
     assert (result.n_gen, result.finish_reason) == (3, FinishReason.STOP)
 
 
 def test_no_new_tokens_is_an_empty_text(load: Any) -> None:
-    result = load("llama").generate(np.array([5], dtype=np.int32), max_tokens=0, grammar=None, progress=silent())
+    result = load("llama").generate(np.array([5], dtype=np.int32), max_tokens=0, progress=silent())
     assert (result.text, result.n_prompt, result.n_gen, result.finish_reason) == ("", 1, 0, FinishReason.LENGTH)
 
 
@@ -320,7 +318,7 @@ def test_the_cache_grows_and_is_forgotten_between_requests(load: Any) -> None:
 
     def run(prompt: list[int]) -> tuple[int, ...]:
         ids = np.array(prompt, dtype=np.int32)
-        return model.generate(ids, max_tokens=6, grammar=None, progress=silent()).generated_token_ids
+        return model.generate(ids, max_tokens=6, progress=silent()).generated_token_ids
 
     first = run([5, 6, 7])
     run([9] * 240)
@@ -328,37 +326,21 @@ def test_the_cache_grows_and_is_forgotten_between_requests(load: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("toy", "prompt", "max_tokens", "grammar", "code"),
+    ("toy", "prompt", "max_tokens", "code"),
     [
-        ("llama", [5], 513, None, ErrorCode.INVALID_REQUEST),
-        ("llama", [5] * 250, 7, None, ErrorCode.INVALID_REQUEST),
-        ("llama", [5] * 257, 0, None, ErrorCode.INVALID_REQUEST),
-        ("llama", [320], 1, None, ErrorCode.INVALID_REQUEST),
-        ("llama", [-1], 1, None, ErrorCode.INVALID_REQUEST),
-        ("llama", [5], 1, "root ::= [a-z]", ErrorCode.INVALID_REQUEST),
-        ("bert", [5], 1, None, ErrorCode.OPERATION_MISMATCH),
-        ("cross", [5], 1, None, ErrorCode.OPERATION_MISMATCH),
-        ("qwen3", [5], 1, None, ErrorCode.OPERATION_MISMATCH),
+        ("llama", [5], 513, ErrorCode.INVALID_REQUEST),
+        ("llama", [5] * 250, 7, ErrorCode.INVALID_REQUEST),
+        ("llama", [5] * 257, 0, ErrorCode.INVALID_REQUEST),
+        ("llama", [320], 1, ErrorCode.INVALID_REQUEST),
+        ("llama", [-1], 1, ErrorCode.INVALID_REQUEST),
+        ("bert", [5], 1, ErrorCode.OPERATION_MISMATCH),
+        ("cross", [5], 1, ErrorCode.OPERATION_MISMATCH),
+        ("qwen3", [5], 1, ErrorCode.OPERATION_MISMATCH),
     ],
 )
-def test_generations_that_are_refused(
-    load: Any, toy: str, prompt: list[int], max_tokens: int, grammar: str | None, code: ErrorCode
-) -> None:
+def test_generations_that_are_refused(load: Any, toy: str, prompt: list[int], max_tokens: int, code: ErrorCode) -> None:
     ids = np.array(prompt, dtype=np.int32)
-    refused(code, lambda: load(toy).generate(ids, max_tokens=max_tokens, grammar=grammar, progress=silent()))
-
-
-def test_blank_grammar_is_no_grammar_and_an_enabled_one_rules(load: Any) -> None:
-    ids = np.array([5, 6, 7, 80], dtype=np.int32)
-    free = load("llama").generate(ids, max_tokens=5, grammar=" \n", progress=silent())
-    assert free.n_gen == 5
-    model = load("llama", grammar_enabled="true")
-    bound = model.generate(ids, max_tokens=5, grammar='root ::= "n" "o" "n"', progress=silent())
-    assert (bound.text, bound.finish_reason) == ("non", FinishReason.STOP)
-    refused(
-        ErrorCode.INVALID_REQUEST, lambda: model.generate(ids, max_tokens=5, grammar="root ::= (", progress=silent())
-    )
-    assert model.generate(ids, max_tokens=5, grammar=None, progress=silent()).text == free.text
+    refused(code, lambda: load(toy).generate(ids, max_tokens=max_tokens, progress=silent()))
 
 
 def test_embedding_a_reranker_is_a_mismatch(load: Any, token_batch: Batch) -> None:
@@ -392,15 +374,15 @@ def test_a_cache_beyond_free_memory_is_oom(load: Any, monkeypatch: pytest.Monkey
     model = load("llama")
     ids = np.array([5], dtype=np.int32)
     monkeypatch.setattr("engines.llama.contexts.free_memory", lambda: 1000)
-    refused(ErrorCode.OOM, lambda: model.generate(ids, max_tokens=4, grammar=None, progress=silent()))
+    refused(ErrorCode.OOM, lambda: model.generate(ids, max_tokens=4, progress=silent()))
     monkeypatch.undo()
-    assert model.generate(ids, max_tokens=4, grammar=None, progress=silent()).n_gen == 4
+    assert model.generate(ids, max_tokens=4, progress=silent()).n_gen == 4
 
 
 def test_a_generator_without_a_vocabulary_cannot_say_text(toys: Any, load: Any, tmp_path: Path) -> None:
     nameless = load(rewrite(toys("qwen3").path, tmp_path / "nameless.gguf", qwen3__pooling_type=-1))
     ids = np.array([5], dtype=np.int32)
-    refused(ErrorCode.MODEL_UNSUPPORTED, lambda: nameless.generate(ids, max_tokens=1, grammar=None, progress=silent()))
+    refused(ErrorCode.MODEL_UNSUPPORTED, lambda: nameless.generate(ids, max_tokens=1, progress=silent()))
 
 
 def test_stopping_a_slow_call(load: Any, token_batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,7 +450,7 @@ def test_a_slow_call_reports_each_layer(
 def test_generation_progress_counts_slices_and_tokens(load: Any) -> None:
     recorder = Recorder()
     ids = np.array([5] * 10, dtype=np.int32)
-    result = load("llama", ubatch_size=4).generate(ids, max_tokens=6, grammar=None, progress=recorder.reporter)
+    result = load("llama", ubatch_size=4).generate(ids, max_tokens=6, progress=recorder.reporter)
     assert result.n_gen == 6
     assert recorder.seen == list(range(1, 9)), "three slices, five decoded tokens: the sixth is never decoded"
 

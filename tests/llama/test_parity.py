@@ -23,7 +23,7 @@ from engines.runtime.progress import silent
 from tests.llama import reference
 from tests.support.toy_gguf import ToyGguf, sha256
 
-pytestmark = pytest.mark.llama
+pytestmark = [pytest.mark.llama, pytest.mark.numerics]
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DTYPES = ("f32", "f16", "bf16", "q8_0")
@@ -197,10 +197,10 @@ def smollm2() -> ToyGguf:
 def test_smollm2_knows_its_capitals(load: Any, smollm2: ToyGguf) -> None:
     model = load(smollm2, threads=1)
     prompt = np.array([504, 3575, 282, 4649, 314], dtype=np.int32)  # "The capital of France is"
-    result = model.generate(prompt, max_tokens=8, grammar=None, progress=silent())
+    result = model.generate(prompt, max_tokens=8, progress=silent())
     assert result.text.startswith(" Paris.")
     assert (result.n_prompt, result.n_gen) == (5, len(result.generated_token_ids))
-    again = model.generate(prompt, max_tokens=8, grammar=None, progress=silent())
+    again = model.generate(prompt, max_tokens=8, progress=silent())
     assert again == result, "greedy repeats are identical"
 
 
@@ -209,7 +209,7 @@ def test_smollm2_follows_the_reference(load: Any, smollm2: ToyGguf) -> None:
     model, known = load(smollm2, threads=1), GgufWeights(smollm2.path)
     clear = 0
     for prompt in ([504, 3575, 282, 4649, 314], [1, 2, 3, 4, 5, 6]):
-        ours = model.generate(np.array(prompt, dtype=np.int32), max_tokens=2, grammar=None, progress=silent())
+        ours = model.generate(np.array(prompt, dtype=np.int32), max_tokens=2, progress=silent())
         tokens: list[int] = []
         for step in range(2):
             logits = reference.decoder_logits(known, [*prompt, *tokens])

@@ -80,6 +80,7 @@ def test_every_refusal_leaves_the_same_process_answering(worker: WorkerClient, t
         "embed on a reranker": (lambda: worker.embed(cross, [[5]]), "operation_mismatch"),
         "generate on an encoder": (lambda: generate(worker, bert, [5]), "operation_mismatch"),
         "grammar": (lambda: generate(worker, llama, [5], grammar="root ::= [a-z]"), "invalid_request"),
+        "blank grammar": (lambda: generate(worker, llama, [5], grammar=" \n"), "invalid_request"),
         "max_tokens over the ceiling": (lambda: generate(worker, llama, [5], max_tokens=513), "invalid_request"),
         "prompt and tokens over the context": (lambda: generate(worker, llama, [5] * 255, 2), "invalid_request"),
         "prompt id beyond the vocabulary": (lambda: generate(worker, llama, [320]), "invalid_request"),

@@ -35,6 +35,7 @@ class Model:
         self.completed = 0
         self.phases: list[str] = []
         self.dims: dict[str, int] = {}
+        self.ids = 0
 
     def judge(self, sender: str, message: dict[str, Any], raw: bytes | None) -> str:
         """Return ``ok``, ``worker answers`` (a host must not send it, a worker copes) or ``wrong``; move when ok."""
@@ -72,7 +73,7 @@ class Model:
             return "wrong"
         if size is not None and (size % 4 or (self._tokens(kind, message) not in (None, size // 4))):
             return "worker answers"
-        self.open, self.completed = message, 0
+        self.open, self.completed, self.ids = message, 0, (size or 0) // 4
         self.phases = [START.get(kind, "control")]
         if self.phases == ["inference"] and self.engine == "owned-cuda":
             self.phases = ["setup", "inference"]
@@ -110,8 +111,16 @@ class Model:
             needs = 4 * rows * message["dims"]
         elif kind == "SCORES":
             needs = 4 * rows
-        elif kind == "LOADED" and message["dims"] == 0:
+        elif kind == "LOADED" and (message["dims"] == 0 or message["model_ref"] in self.dims):
             return "wrong"
+        elif kind == "TEXT":
+            named = len(message.get("generated_token_ids", [])) or message["n_gen"]
+            if (
+                message["n_prompt"] != self.ids
+                or message["n_gen"] > self.open["max_tokens"]
+                or named != message["n_gen"]
+            ):
+                return "wrong"
         if size != needs:
             return "wrong"
         if kind == "LOADED":
@@ -214,9 +223,12 @@ def reply(model: Model, pick: Pick) -> tuple[dict[str, Any], bytes | None]:
     elif kind == "SCORES":
         raw = bytes(4 * rows)
     elif kind == "LOADED":
-        message |= {"model_ref": pick(_REFS), "dims": pick([2, 2, 3, 0]), "cold_load_ms": 1}
+        message |= {"model_ref": pick([*_REFS, "m:2", "m:3"]), "dims": pick([2, 2, 3, 0]), "cold_load_ms": 1}
     elif kind == "TEXT":
-        message |= {"text": "t", "n_prompt": 1, "n_gen": 1, "finish_reason": "stop"}
+        count = model.ids if pick(_TEN) < 8 else pick(_SMALL)
+        message |= {"text": "t", "n_prompt": count, "n_gen": pick([1, 1, 2, 4, 5]), "finish_reason": "stop"}
+        if pick([True, False, False]):
+            message["generated_token_ids"] = [7] * (message["n_gen"] if pick(_TEN) < 8 else 3)
     elif kind == "ADMITTED":
         message["inventory"] = {"executables": [], "cpu_stages": []}
     elif kind == "PONG":

@@ -231,6 +231,18 @@ def test_the_header_of_a_reply_is_announced_once() -> None:
     assert [type(event) for event in pair.host_events[3:]] == [ReplyStarted, ReplyReceived]
 
 
+def test_a_long_text_behind_many_progress_frames_in_one_burst() -> None:
+    pair = ConnectionPair()
+    pair.handshake()
+    pair.host_sends(m.Generate(req_id="g", model_ref="llama:0", max_tokens=200), ids(1))
+    burst = b""
+    for completed in range(1, 101):
+        burst += joined(pair.worker.send(m.Progress(req_id="g", completed=completed, phase=m.Phase.INFERENCE)))
+    text = m.Text(req_id="g", text="x" * 62_000, n_prompt=1, n_gen=100, finish_reason=m.FinishReason.STOP)
+    *progress, reply = pair.host.receive(burst + joined(pair.worker.send(text)))
+    assert len(progress) == 100 and isinstance(reply, ReplyReceived) and reply.reply == text
+
+
 def test_phase_follows_validated_progress() -> None:
     pair = ConnectionPair(engine=m.CUDA_ENGINE)
     pair.handshake()

@@ -162,6 +162,7 @@ def test_limits_and_names() -> None:
     said = {name: value for name, value, _ in table("limit")}
     assert said["default and ceiling of `max_frame`"] == str(m.DEFAULT_MAX_FRAME)
     assert said["HELLO and HELLO_ACK"].startswith(f"{m.HELLO_MAX_FRAME},")
+    assert said["levels of objects and arrays in HELLO"] == str(m.MAX_NESTING)
     assert said["items, candidates or sequences of a request"] == str(m.MAX_ITEMS)
     assert said["length of a `req_id` or item id"] == f"1 to {m.MAX_IDENTIFIER_BYTES} bytes of UTF-8"
     assert f"`v` is {m.VERSION}, exactly" in TEXT and f"version {m.VERSION}\n" in TEXT

@@ -118,15 +118,18 @@ def test_a_small_tensor_does_not_share_the_staging_buffer() -> None:
     assert first == b"\x01" * 8 and second == b"\x02" * 8
 
 
-def test_the_buffer_to_fill_is_never_empty_and_a_cut_frame_gets_room() -> None:
+@pytest.mark.parametrize("before", [4, 5, 96, 1000, 16_384, 32_768, 32_769, 60_000])
+def test_the_buffer_to_fill_is_never_empty_and_a_cut_frame_gets_room(before: int) -> None:
+    """A frame of *before* bytes in all, then the largest that the staging buffer holds, in one burst."""
+    largest = bytes(index * 7 % 251 for index in range(STAGING_BYTES - 4))
     reader = FrameReader(max_frame=MAX)
-    small = frame(bytes(1000))
-    tail = frame(bytes(60_000))
-    stream = small * 40 + tail
+    stream = frame(bytes(before - 4)) + frame(largest) + frame(b"next")
+    found = []
     while stream:
         stream = stream[fill(reader, stream) :]
-        while reader.next_control() is not None:
-            pass
+        while (item := reader.next_control()) is not None:
+            found.append(bytes(item))
+    assert found == [bytes(before - 4), largest, b"next"]
     assert reader.at_boundary
 
 

@@ -160,6 +160,24 @@ def test_hello_ignores_what_it_does_not_know() -> None:
     assert m.decode_hello(json.dumps(fields | {"protocol_version": 2}).encode()) == hello
 
 
+@pytest.mark.parametrize("depth", [1, 100, 3000, 12_000])
+def test_only_hello_follows_what_it_does_not_know_and_not_far(depth: int) -> None:
+    """Every Python gives up at another depth; what is accepted must not depend on that."""
+    value = b"[" * depth + b'"[{"' + b"]" * depth
+    hello = b'{"x":%b,"v":3,"nonce":"n","engine":{"engine":"e","version":"1"},"pid":1,"max_frame":5}' % value
+    if depth < m.MAX_NESTING:
+        assert m.decode_hello(hello).pid == 1
+    else:
+        with pytest.raises(msgspec.ValidationError, match="HELLO nests deeper than 32 levels"):
+            m.decode_hello(hello)
+    for message, _ in FRAMES:
+        decode = m.decode_from_host if isinstance(message, FROM_HOST) else m.decode_from_worker
+        body = m.encode(message)
+        for data in (b'{"x":%b,' % value + body[1:], body[:-1] + b',"x":%b}' % value):
+            with pytest.raises(m.DECODE_ERRORS):
+                decode(data)
+
+
 def test_empty_build_flags_are_absent_ones() -> None:
     assert m.EngineInfo(engine="e", version="1", build_flags={}) == m.EngineInfo(engine="e", version="1")
     kept = m.EngineInfo(engine="e", version="1", build_flags={"device": "cpu"})

@@ -1,20 +1,20 @@
-"""The digest is verified on the descriptor that is handed back."""
+"""The digest is verified on the descriptor that is loaded from, and what was written meanwhile is noticed."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import sys
+import random
 from pathlib import Path
 
 import pytest
 
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Phase
-from engines.runtime.artifact import BLOCK_BYTES, descriptor_path, open_artifact, open_verified
+from engines.runtime.artifact import BLOCK_BYTES, ArtifactFile, open_artifact
 from engines.runtime.progress import ProgressReporter, silent
 
-CONTENT = os.urandom(BLOCK_BYTES * 2 + 17)
+CONTENT = random.Random(17).randbytes(BLOCK_BYTES * 2 + 17)
 HEX = hashlib.sha256(CONTENT).hexdigest()
 
 
@@ -25,16 +25,26 @@ def artifact(tmp_path: Path) -> Path:
     return path
 
 
+def open_verified(path: str | Path, digest: str = HEX, progress: ProgressReporter | None = None) -> ArtifactFile:
+    file = open_artifact(path)
+    try:
+        file.verify(digest, progress or silent())
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
 def refused(path: str | Path, digest: str) -> EngineError:
     with pytest.raises(EngineError) as caught:
-        open_verified(path, digest, silent())
+        open_verified(path, digest)
     assert caught.value.code is ErrorCode.ARTIFACT_INVALID
     return caught.value
 
 
 @pytest.mark.parametrize("digest", [HEX, f"sha256:{HEX}", HEX.upper(), f"sha256:{HEX.upper()}"])
 def test_a_right_digest_returns_the_file_rewound(artifact: Path, digest: str) -> None:
-    with open_verified(artifact, digest, silent()) as file:
+    with open_verified(artifact, digest) as file:
         assert file.read() == CONTENT
 
 
@@ -46,8 +56,12 @@ def test_a_wrong_digest_names_both(artifact: Path) -> None:
 
 
 @pytest.mark.parametrize("digest", ["", "sha256:", HEX[:-1], HEX + "0", "md5:" + HEX, "g" * 64, " " + HEX, HEX + "\n"])
-def test_what_is_no_sha256_is_refused_before_the_file_is_read(digest: str) -> None:
-    assert "artifact_digest" in refused("/nonexistent", digest).msg
+def test_what_is_no_sha256_is_refused_before_the_file_is_read(artifact: Path, digest: str) -> None:
+    progress = ProgressReporter(
+        lambda completed, phase: pytest.fail("read"), phase=Phase.SETUP, clock=iter(range(100)).__next__
+    )
+    with open_artifact(artifact) as file, pytest.raises(EngineError, match="artifact_digest"):
+        file.verify(digest, progress)
 
 
 @pytest.mark.parametrize("cut", [0, 1, BLOCK_BYTES, len(CONTENT) - 1])
@@ -59,7 +73,7 @@ def test_a_truncated_file_is_refused(artifact: Path, cut: int) -> None:
 def test_an_empty_file_has_a_digest_too(tmp_path: Path) -> None:
     path = tmp_path / "empty"
     path.write_bytes(b"")
-    open_verified(path, hashlib.sha256(b"").hexdigest(), silent()).close()
+    open_verified(path, hashlib.sha256(b"").hexdigest()).close()
 
 
 def test_a_missing_file_says_why() -> None:
@@ -93,20 +107,39 @@ def test_one_unit_of_progress_for_each_mib_begun(artifact: Path) -> None:
 
 
 def test_a_file_swapped_after_the_check_is_not_what_gets_loaded(artifact: Path) -> None:
-    with open_verified(artifact, HEX, silent()) as file:
+    with open_verified(artifact) as file:
         artifact.unlink()
         artifact.write_bytes(b"something else")
         assert file.read() == CONTENT
 
 
-@pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="descriptor paths are a POSIX thing")
-def test_a_path_to_the_descriptor_opens_the_verified_file(artifact: Path) -> None:
-    with open_verified(artifact, HEX, silent()) as file:
-        artifact.unlink()
-        artifact.write_bytes(b"something else")
-        path = descriptor_path(file)
-        assert path is not None
-        assert Path(path).read_bytes() == CONTENT
+def overwrite(path: Path, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+@pytest.mark.parametrize("position", [0, BLOCK_BYTES, len(CONTENT) - 1])
+@pytest.mark.parametrize("times", ["new", "set back"])
+def test_bytes_that_changed_while_they_were_loaded_are_refused(artifact: Path, position: int, times: str) -> None:
+    """The same size, and even the old time of modification."""
+    changed = bytearray(CONTENT)
+    changed[position] ^= 1
+    with open_verified(artifact) as file:
+        before = artifact.stat()
+        file.recheck(silent())
+        overwrite(artifact, changed)
+        if times == "set back":
+            os.utime(artifact, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(EngineError, match=r"written to|digest mismatch") as caught:
+            file.recheck(silent())
+        assert caught.value.code is ErrorCode.ARTIFACT_INVALID
+
+
+def test_a_file_that_was_only_replaced_by_another_is_the_one_that_was_loaded(artifact: Path) -> None:
+    with open_verified(artifact) as file:
+        artifact.with_name("new").write_bytes(b"something else")
+        artifact.with_name("new").rename(artifact)
+        file.recheck(silent())
 
 
 def test_the_descriptor_is_not_inherited(artifact: Path) -> None:

@@ -158,6 +158,8 @@ BAD = {
     "a sequence without tokens": (sequences([0]), ids()),
     "a query without tokens": (rerank(0, [1]), ids(1)),
     "a prompt without tokens": (Generate("r", "toy:0", 1), ids()),
+    "a grammar": (Generate("r", "toy:0", 1, "root ::= [a-z]"), ids(1)),
+    "a blank grammar": (Generate("r", "toy:0", 1, " \n"), ids(1)),
     "too few ids": (embed([3]), ids(1, 2)),
     "too many ids": (embed([1]), ids(1, 2)),
     "too few ids for the query": (rerank(5, [1]), ids(1, 2)),

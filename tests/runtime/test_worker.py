@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import socket
 import struct
@@ -385,6 +386,51 @@ def test_a_phase_that_the_exchange_does_not_have_is_a_bug_even_if_a_callback_los
         worker.end.send(embed(), raw())
         worker.join()
         assert "setup" in str(worker.bug)
+
+
+class Failing:
+    """A socket that takes three bytes of the frame after :attr:`armed` was set and then refuses once."""
+
+    def __init__(self, sock: socket.socket, error: BaseException) -> None:
+        self._socket, self._error = sock, error
+        self.armed = False
+        self.sent: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def send(self, view: Any) -> int:
+        if not self.armed:
+            return self._socket.send(view)
+        self.sent.append(len(view))
+        if len(self.sent) == 2:
+            raise self._error
+        return self._socket.send(view[:3])
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(OSError(errno.ENOBUFS, "no room"), 1), (KeyboardInterrupt(), 130), (MemoryError("the send"), None)],
+)
+def test_a_send_that_fails_in_a_native_callback_is_the_last_one(error: BaseException, status: int | None) -> None:
+    """Half a frame is on the stream and the callback lost the exception: nothing may be written behind it."""
+    sockets: list[Failing] = []
+
+    def wrap(sock: socket.socket) -> Any:
+        sockets.append(Failing(sock, error))
+        return sockets[0]
+
+    def hook(*, progress: ProgressReporter, **details: Any) -> None:
+        sockets[0].armed = True
+        for _ in range(3):
+            with contextlib.suppress(BaseException):  # what a native callback does with an exception
+                progress.advance()
+
+    with WorkerThread(engine(hook), clock=ticking(), wrap=wrap).ready() as worker:
+        worker.end.send(embed(), raw())
+        assert worker.join() == status
+        assert worker.bug is (error if status is None else None)
+        assert len(sockets[0].sent) == 2
 
 
 def test_nothing_comes_between_header_and_payload_while_a_thread_reports() -> None:

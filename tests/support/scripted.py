@@ -193,11 +193,9 @@ class ScriptedModel(Model):
 
         return np.array([expected_sequence_score(row.tolist()) for row in batch.rows()], np.float32)
 
-    def generate(self, input_ids, *, max_tokens, grammar, progress):  # type: ignore[no-untyped-def]
+    def generate(self, input_ids, *, max_tokens, progress):  # type: ignore[no-untyped-def]
         from engines.runtime.batch import Generation
 
-        if grammar:
-            raise EngineError(ErrorCode.INVALID_REQUEST, "grammar is not enabled")
         text, tokens, reason = expected_text(input_ids.tolist(), max_tokens)
         return Generation(text, len(input_ids), len(tokens), reason, tuple(tokens))
 

@@ -58,9 +58,9 @@ class ToyModel(Model):
     def rerank_sequences(self, batch, *, progress):  # type: ignore[no-untyped-def]
         return self._out("rerank_sequences", np.array([row.sum() for row in batch.rows()], np.float32), progress)
 
-    def generate(self, input_ids, *, max_tokens, grammar, progress):  # type: ignore[no-untyped-def]
+    def generate(self, input_ids, *, max_tokens, progress):  # type: ignore[no-untyped-def]
         result = Generation("x" * max_tokens, len(input_ids), max_tokens, FinishReason.LENGTH, (1,) * max_tokens)
-        return self._out("generate", result, progress, grammar=grammar)
+        return self._out("generate", result, progress)
 
     def admit_shape(self, shape: int, *, progress: ProgressReporter) -> Inventory:
         return Inventory([Executable(f"s{shape}", [0])], [])

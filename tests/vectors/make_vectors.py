@@ -14,7 +14,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 MIB64 = 64 * 1024 * 1024
-DEEP = 12_000
+DEEPEST = 32
+"""Levels of objects and arrays that HELLO may have."""
+FAR = 12_000
 """Deeper than any Python recurses in C: 3.13 goes to 10,000."""
 NONCE = "0123456789abcdef"
 Step = dict[str, Any]
@@ -253,6 +255,8 @@ def handshake() -> Group:
     group.add("packed-varlen", "v3 3: owned-cuda may advertise varlen-v1", [worker(hello(**varlen)), host(ack())])
     extra = json.dumps(hello() | {"protocol_version": 2, "x": [1, {"y": None}]})
     group.add("extra-field", "v3 2: unknown fields in HELLO are ignored", [loose(worker(hello()), extra), host(ack())])
+    nested = text(hello() | {"x": "@"}).replace(b'"@"', b"[" * (DEEPEST - 1) + b'"[[{"' + b"]" * (DEEPEST - 1))
+    group.add("deepest-extra-field", "32 levels, strings not counted", [loose(worker(hello()), nested), host(ack())])
     inner = hello()
     widened = json.dumps(inner | {"engine": inner["engine"] | {"commit": "abc"}})
     group.add("extra-field-in-engine", "v3 2: also inside engine", [loose(worker(inner), widened), host(ack())])
@@ -348,7 +352,11 @@ def handshake_violations() -> Group:
         "bad-utf-8-value": text(hello(nonce="@")).replace(b"@", b"\xff"),
         "bad-utf-8-ignored-field": text(hello() | {"x": "@"}).replace(b"@", b"\xff"),
         "lone-surrogate": text(hello(nonce="@")).replace(b"@", b"\\ud800"),
-        "deep-nesting": text(hello() | {"x": "@"}).replace(b'"@"', b"[" * DEEP + b"]" * DEEP),
+        "deep-nesting": text(hello() | {"x": "@"}).replace(b'"@"', b"[" * DEEPEST + b"]" * DEEPEST),
+        "deep-nesting-in-engine": text(hello()).replace(
+            b'"engine":{', b'"engine":{"x":' + b'{"y":' * 31 + b"0" + b"}" * 31 + b","
+        ),
+        "far-nesting": text(hello() | {"x": "@"}).replace(b'"@"', b"[" * FAR + b"]" * FAR),
         "single-quotes": str(hello()).encode(),
     }.items():
         add(f"hello-{name}", "v3 1: a payload is one JSON object in UTF-8", [alien("worker", junk)])
@@ -570,13 +578,17 @@ def exchanges() -> Group:
         [
             *LLAMA_UP,
             host(generate(), i32(1)),
-            worker(answer | {"finish_reason": "length", "generated_token_ids": [9693, 2]}),
+            worker(answer | {"n_prompt": 1, "finish_reason": "length", "generated_token_ids": [9693, 2]}),
         ],
     )
     add(
         "generate-empty-ids",
         "an empty list is read like an absent one",
-        [*LLAMA_UP, host(generate(), i32(1)), loose(worker(answer), json.dumps(answer | {"generated_token_ids": []}))],
+        [
+            *LLAMA_UP,
+            host(generate(), i32(1, 2, 3)),
+            loose(worker(answer), json.dumps(answer | {"generated_token_ids": []})),
+        ],
     )
     add(
         "generate-grammar",
@@ -970,6 +982,22 @@ def reply_violations() -> Group:
         [*EMBEDDING, alien("worker", text(vectors(2, 2**32 - 1)))],
     )
     add("loaded-dims-zero", "LOADED.dims is a width", [*LLAMA_UP, host(load()), wrong(worker(loaded(dims=0)))])
+    add(
+        "loaded-ref-twice",
+        "v3 3: duplicate model_refs never occur",
+        [*LLAMA_UP, host(load()), worker(loaded()), host(load("load-1")), wrong(worker(loaded("load-1")))],
+    )
+    generated = request("TEXT", "generate-1", text="a", n_prompt=3, n_gen=2, finish_reason="stop")
+    for name, change in {
+        "n-prompt-short": {"n_prompt": 2},
+        "n-prompt-long": {"n_prompt": 4},
+        "n-gen-above-max-tokens": {"n_gen": 9},
+        "ids-short": {"generated_token_ids": [5]},
+        "ids-long": {"generated_token_ids": [5, 6, 7]},
+        "ids-without-n-gen": {"n_gen": 0, "generated_token_ids": [5]},
+    }.items():
+        steps = [*LLAMA_UP, host(generate(), i32(1, 2, 3)), wrong(worker(generated | change))]
+        add(f"text-{name}", "a reply that contradicts its request", steps)
     exact = "v3 1: the receiver knows the exact byte count"
     for name, reply_raw in (
         ("short", TWO_ROWS[:-4]),
@@ -1123,7 +1151,8 @@ def request_violations() -> Group:
         "bad-utf-8": b'{"type":"PING","req_id":"\xff"}',
         "surrogate": b'{"type":"PING","req_id":"\xed\xa0\x80"}',
         "lone-escape": b'{"type":"PING","req_id":"\\ud800"}',
-        "deep": b'{"type":"PING","req_id":' + b"[" * DEEP + b"]" * DEEP + b"}",
+        "deep": b'{"type":"PING","req_id":' + b"[" * FAR + b"]" * FAR + b"}",
+        "deep-before-the-type": b'{"x":' + b"[" * 40 + b"]" * 40 + b',"type":"PING","req_id":"a"}',
         "comment": b'{"type":"PING","req_id":"a"} // no',
         "control-character": b'{"type":"PING","req_id":"a\nb"}',
     }.items():
