@@ -4,8 +4,9 @@
 
 Real supervisors over real processes, except where a row says that the process is played (R5's sessions, R6, R16's
 sockets, R17). ``make faults`` runs the CI size, ``make faults-nightly`` the big numbers: 10,000 kills, an eight-hour
-soak (``SYNAPSE_SOAK_S`` changes its seconds). R15, the mutation score, is ``make mutants``. Exit status 0 when every row passed. Times are
-asserted here and nowhere else; the wait of this process for a CPU is taken off them and reported beside them.
+soak (``SYNAPSE_SOAK_S`` changes its seconds). R15, the mutation score, is ``make mutants``. Exit status 0 when every
+row passed. Times are asserted here and nowhere else; the wait of this process for a CPU is taken off them and reported
+beside them.
 """
 
 from __future__ import annotations
