@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from pathlib import Path
 
 import pytest
 
 from synapse_host.config import HostConfig
-from synapse_host.errors import EngineCrashed
+from synapse_host.errors import DeadlineExceeded, EngineCrashed
 from synapse_host.host import Host
 from tests.support.small_bundle import write_bundle, write_matrix
 
@@ -18,14 +17,21 @@ pytestmark = pytest.mark.process
 
 
 async def test_permits_bound_how_many_lanes_compute_at_once(tmp_path: Path) -> None:
+    go = tmp_path / "go"
     lanes = {name: {"task": "embed", "engines": ["scripted"]} for name in ("embed", "other")}
-    matrix = write_matrix(tmp_path, {"rules": [{"on": "serving", "do": [{"sleep": 0.4}]}]}, lanes=lanes)
+    held = {"on": "serving", "first_id": 13, "do": [{"wait_for": str(go)}]}
+    matrix = write_matrix(tmp_path, {"rules": [held]}, lanes=lanes)
     models = {"toy": write_bundle(tmp_path / "toy")}
     async with Host.open(matrix, models, HostConfig(permits={"cpu": 1})) as host:
         await asyncio.gather(host.load("toy", lane="embed"), host.load("toy", lane="other"))
-        started = time.monotonic()
-        await asyncio.gather(host.embed("toy", ["a"], lane="embed"), host.embed("toy", ["a"], lane="other"))
-        assert time.monotonic() - started >= 0.8, "one after the other"
+        first = asyncio.create_task(host.embed_ids("toy", [[13]], lane="embed"))
+        while host.health()["lanes"]["embed"]["state"] != "serving":
+            await asyncio.sleep(0.01)
+        with pytest.raises(DeadlineExceeded):
+            await host.embed_ids("toy", [[7]], lane="other", deadline=1.0)
+        go.touch()
+        await first
+        await host.embed_ids("toy", [[7]], lane="other")
 
 
 async def test_the_log_is_kept_and_forwarded_within_its_bounds(
