@@ -6,7 +6,8 @@
 #   make lock      resolve the newest versions for every supported Python and write constraints.txt
 #   make doctor    what this machine can run and what is wrong with it
 #   make faults    the fault campaign R1 to R17 (under six minutes): a table and reports/faults.json
-#   make faults-nightly   the same with the big numbers, the soak and the mutation score
+#   make faults-nightly   the same with the big numbers and the soak
+#   make mutants   does a test notice when the wire or a policy is changed? (SAMPLE=40: so many changes a module)
 #   make coverage  branch coverage of the protocol and the host's policy by their own tests: 95 % at least
 #   make bench     the benchmark suite: a table, reports/bench.json and reports/bench.html (QUICK=1: under 3 minutes)
 #   make bench-rivals   install what it is compared with into .venv-rivals and .venv-infinity (torch twice: large)
@@ -26,7 +27,7 @@ endif
 REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
-.PHONY: setup demo test lint lock doctor faults faults-nightly coverage bench bench-rivals goldens hw-cuda hw-ane hw-metal
+.PHONY: setup demo test lint lock doctor faults faults-nightly coverage mutants bench bench-rivals goldens hw-cuda hw-ane hw-metal
 
 setup:
 	@VENV="$(VENV)" $(or $(PYTHON),python3) scripts/setup.py
@@ -52,9 +53,12 @@ faults: setup
 	@$(BIN)/python -m tests.faults.campaign
 
 faults-nightly: setup
-	@$(BIN)/python -m tests.faults.guards --json reports/guards.json
 	@$(BIN)/python -m tests.faults.branches
 	@$(BIN)/python -m tests.faults.campaign --size nightly --report reports/faults-nightly.json
+
+mutants: setup
+	@$(BIN)/python -m pip install --quiet -e '.[mutation]'
+	@$(BIN)/python -m tests.faults.mutants $(if $(SAMPLE),--sample $(SAMPLE))
 
 coverage: setup
 	@$(BIN)/python -m tests.faults.branches

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from synapse_host.cli.console import Console
 
-SUITE: Final = Path("tests") / "benchmarks" / "__main__.py"
+SUITE: Final = Path("bench") / "__main__.py"
 END_S: Final = 10.0
 """Seconds that the suite gets to stop its hosts, workers and rivals and to remove its folder."""
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.matrix is not None:
         load(args.matrix)  # The suite has matrices of its own; a typo is told all the same, and before minutes of work.
     root = checkout()
-    command = [sys.executable, "-m", "tests.benchmarks"]
+    command = [sys.executable, "-m", "bench"]
     command += ["--quick"] if args.quick else []
     command += ["--only", args.only] if args.only else []
     command += ["--out", str(args.out.expanduser().absolute())] if args.out else []

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 import synapse_host
+from bench.plan import Plan
 from synapse_host.cli import bench, main
-from tests.benchmarks.plan import Plan
 
 
 def test_outside_a_checkout_it_says_so(
@@ -42,7 +42,7 @@ def test_its_flags_reach_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     out = tmp_path / "out"
     assert main(["bench", "--quick", "--only", "wire", "--out", str(out), "--threads", "1", "--json"]) == 0
     command, cwd = calls[0]
-    assert command[:3] == [sys.executable, "-m", "tests.benchmarks"]
+    assert command[:3] == [sys.executable, "-m", "bench"]
     flags = ["--quick", "--only", "wire", "--out", str(out), "--threads", "1", "--json", "--quiet", "--guarded"]
     assert command[3:] == flags
     assert cwd == bench.checkout() and (cwd / "pyproject.toml").is_file()

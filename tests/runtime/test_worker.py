@@ -314,10 +314,8 @@ def test_the_watcher_ignores_waiting_bytes_and_consumes_none() -> None:
         assert hook.entered.wait(10)
         ping = frame(msgspec.json.encode(Ping("p")))
         worker.end.socket.sendall(ping)
-        before = time.thread_time_ns()
         assert worker.worker_socket.recv(100, socket.MSG_PEEK) == ping
         assert worker.exits == []
-        assert time.thread_time_ns() >= before
         hook.leave.set()
         worker.end.finish()
 

@@ -1,4 +1,4 @@
-"""Hangs, deaths and orphans: reports 1 to 23. The registry names each one's guard."""
+"""Hangs, deaths and orphans: public reports 1 to 23."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from tests.support.toy_engine import ToyEngine
 pytestmark = [pytest.mark.process, pytest.mark.fault]
 
 
+@pytest.mark.report("huggingface/text-embeddings-inference#694")
 async def test_report_01_one_input_stops_the_server(make):
     """huggingface/text-embeddings-inference#694: one input hung a whole server; here it costs one lane one window."""
     ill, well = make(poison({"sleep": 600}), config=SHORT), make()
@@ -43,6 +44,7 @@ async def test_report_01_one_input_stops_the_server(make):
     await serve(ill)
 
 
+@pytest.mark.report("triton-inference-server/server#5381")
 async def test_report_02_death_by_the_kernel(make):
     """triton-inference-server/server#5381: the kernel's SIGKILL in LOAD and in mid-frame ends in a typed crash."""
     loading = make({"rules": [on("LOAD", {"signal": "SIGKILL"})]})
@@ -56,6 +58,7 @@ async def test_report_02_death_by_the_kernel(make):
     await serve(answering)
 
 
+@pytest.mark.report("triton-inference-server/server#7230")
 async def test_report_03_zombie_and_good_health(make):
     """triton-inference-server/server#7230: a dead stub stayed a zombie while health said 200; reaped and told here."""
     made = [make() for _ in range(3)]
@@ -68,6 +71,7 @@ async def test_report_03_zombie_and_good_health(make):
     assert [lane.health()["state"] for lane in made] == ["stopped"] * 3
 
 
+@pytest.mark.report("triton-inference-server/server#8841")
 async def test_report_04_an_abort_is_counted(make):
     """triton-inference-server/server#8841: an abort nobody counted; here a strike, and every request has its end."""
     lane = make(poison({"abort": True}))
@@ -80,6 +84,7 @@ async def test_report_04_an_abort_is_counted(make):
     assert health["strikes"] == 1 and health["last_fault"]["signal"] == "SIGABRT"
 
 
+@pytest.mark.report("triton-inference-server/server#8448")
 async def test_report_05_a_death_with_500_requests_queued(make, tmp_path):
     """triton-inference-server/server#8448: a stub's death at high concurrency hung everything that waited."""
     go = tmp_path / "go"
@@ -96,6 +101,7 @@ async def test_report_05_a_death_with_500_requests_queued(make, tmp_path):
     assert not exists(pid) and lane.health()["generation"] == 2
 
 
+@pytest.mark.report("vllm-project/vllm#41530")
 async def test_report_06_one_of_three_is_stopped(make):
     """vllm-project/vllm#41530: one stuck worker took the engine with it; a stopped one is killed at its window."""
     ill, *well = make(poison({"signal": "SIGSTOP"}), config=SHORT), make(), make()
@@ -112,6 +118,7 @@ async def test_report_06_one_of_three_is_stopped(make):
         end(pid)
 
 
+@pytest.mark.report("vllm-project/vllm#2050")
 async def test_report_07_ten_waiters_of_a_dead_worker(make, tmp_path):
     """vllm-project/vllm#2050: one worker died and later requests were stuck without an error."""
     go = tmp_path / "go"
@@ -170,11 +177,13 @@ def orphan(folder: Path, **script) -> bool:
     return True
 
 
+@pytest.mark.report("vllm-project/vllm#55510")
 def test_report_08_the_host_is_killed(tmp_path):
     """vllm-project/vllm#55510 (also 34643, 43060): a killed host's workers kept the GPU; the socket's end ends ours."""
     assert orphan(tmp_path, do=[{"ccall": 600}], parent_death=False), "the worker outlived its host"
 
 
+@pytest.mark.report("huggingface/trl#6628")
 def test_report_09_ends_of_pipes_that_siblings_hold():
     """huggingface/trl#6628: a pipe's end kept open elsewhere hides a death; a worker inherits nothing of the host's."""
 
@@ -207,6 +216,7 @@ def raising(error: Exception):
     return hook
 
 
+@pytest.mark.report("huggingface/sentence-transformers#3920")
 async def test_report_10_an_error_that_cannot_be_sent(make):
     """huggingface/sentence-transformers#3920: an exception that could not be pickled hung its parent; ours is text."""
     request = EmbedBatch(req_id="1", model_ref="toy:0", pooling=Pooling.MEAN, normalize=False, items=[Item("0", 1)])
@@ -231,6 +241,7 @@ def large() -> tuple[int, bytes]:
     return 16 * 2**20, bytes(64 * 2**20)
 
 
+@pytest.mark.report("noxdafox/pebble#97")
 async def test_report_11_the_peer_dies_while_the_host_sends(make):
     """noxdafox/pebble#97: blocked in send to a dead child; ours never blocks, and the window covers sending."""
     tokens, payload = large()
@@ -255,6 +266,7 @@ async def test_report_11_the_peer_dies_while_the_host_sends(make):
     assert caught.value.details["cause"] == "silence"
 
 
+@pytest.mark.report("python/cpython#10441")
 async def test_report_12_exit_inside_a_request(make):
     """python/cpython#10441 (bpo-22393): a pool hung when its worker left; here the request gets the exit status."""
     lane = make(poison({"exit": 123}))
@@ -263,6 +275,7 @@ async def test_report_12_exit_inside_a_request(make):
     await serve(lane)
 
 
+@pytest.mark.report("joblib/loky#360")
 def test_report_13_the_host_is_killed_while_c_code_holds_the_gil(tmp_path):
     """joblib/loky#360: children outlived a killed parent; the kernel's signal ends even one that holds its GIL."""
     if sys.platform != "linux":
@@ -270,6 +283,7 @@ def test_report_13_the_host_is_killed_while_c_code_holds_the_gil(tmp_path):
     assert orphan(tmp_path, do=[{"hold_gil": 600}], ignore=["EOF"]), "the worker outlived its host"
 
 
+@pytest.mark.report("Lightning-AI/LitServe#532")
 async def test_report_14_a_worker_that_crashed_while_idle(make):
     """Lightning-AI/LitServe#532: the worker was dead and the server healthy; here health follows the death."""
     lane = make()
@@ -284,6 +298,7 @@ async def test_report_14_a_worker_that_crashed_while_idle(make):
     assert lane.health()["generation"] == 2
 
 
+@pytest.mark.report("dask/distributed#1303")
 async def test_report_15_a_worker_that_ignores_every_polite_word(make):
     """dask/distributed#1303: a second worker was started beside one that would not leave; ours is dead first."""
     stubborn = {"ignore": ["SIGTERM", "SIGINT", "EOF"], "shutdown": [{"sleep": 600}], "eof": [{"sleep": 600}]}
@@ -298,6 +313,7 @@ async def test_report_15_a_worker_that_ignores_every_polite_word(make):
         end(old)
 
 
+@pytest.mark.report("dask/distributed#8537")
 async def test_report_16_a_loop_that_holds_the_gil(make):
     """dask/distributed#8537: a worker's own watchdog starved with it; ours sits in the host and asks for the stacks."""
     lane = make(poison({"spin": True}), config=SHORT)
@@ -306,6 +322,7 @@ async def test_report_16_a_loop_that_holds_the_gil(make):
     await serve(lane)
 
 
+@pytest.mark.report("dask/distributed#1863")
 async def test_report_17_no_storm_of_restarts(make, tmp_path):
     """dask/distributed#1863: restarted for ever; after two deaths in a row the lane is shut."""
     state = tmp_path / "state"
@@ -315,6 +332,7 @@ async def test_report_17_no_storm_of_restarts(make, tmp_path):
     assert [error.details["quarantined"] for error in errors] == [False, True, True, True, True]
 
 
+@pytest.mark.report("ollama/ollama#7779")
 async def test_report_18_unload_that_never_answers(make):
     """ollama/ollama#7779 (also 12179): a model for ever 'stopping'; UNLOAD has a window, then the worker goes."""
     config = dataclasses.replace(FAST, windows=Windows(setup=20.0, control=0.3, ping=20.0, inference=20.0))
@@ -338,6 +356,7 @@ ENDS = {
 }
 
 
+@pytest.mark.report("ollama/ollama#14093")
 async def test_report_19_stopped_unexpectedly_and_no_word_why(make):
     """ollama/ollama#14093 (also 14983): 'has unexpectedly stopped'; here signal or status and the last 8 KiB."""
 
@@ -359,6 +378,7 @@ async def test_report_19_stopped_unexpectedly_and_no_word_why(make):
         await asyncio.gather(*(one(make, name) for name in pair))
 
 
+@pytest.mark.report("ollama/ollama#12472")
 async def test_report_20_a_kill_that_does_not_take(make, tmp_path, monkeypatch):
     """ollama/ollama#12472: a process stuck in a driver can't be killed; the host goes on, starts none beside it."""
     state = tmp_path / "state"
@@ -382,6 +402,7 @@ async def test_report_20_a_kill_that_does_not_take(make, tmp_path, monkeypatch):
     assert spawns(state) == 2
 
 
+@pytest.mark.report("sgl-project/sglang#3836")
 async def test_report_21_idle_is_not_silence(make):
     """sgl-project/sglang#3836: a watchdog fired after a quiet time; ours watches exchanges only."""
     lane = make(config=dataclasses.replace(FAST, windows=Windows(20.0, 20.0, 20.0, inference=0.3)))
@@ -392,6 +413,7 @@ async def test_report_21_idle_is_not_silence(make):
     assert lane.health()["generation"] == 1
 
 
+@pytest.mark.report("NVIDIA/TensorRT-LLM#15612")
 async def test_report_22_a_hang_while_stopping(make, tmp_path):
     """NVIDIA/TensorRT-LLM#15612 and #16404: a polite stop deadlocked, a tree kill hit its host; ours is bounded."""
     pid_file = tmp_path / "pid"
@@ -414,6 +436,7 @@ async def test_report_22_a_hang_while_stopping(make, tmp_path):
             end(int(pid_file.read_text()))
 
 
+@pytest.mark.report("xorbitsai/inference#3202")
 async def test_report_23_stop_called_many_times(make):
     """xorbitsai/inference#3202: repeated stops hung; every one of twenty returns, and only when the worker is gone."""
     lane = make({"shutdown": [{"sleep": 0.3}]})

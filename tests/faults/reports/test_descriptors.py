@@ -43,6 +43,7 @@ def refused(call) -> str:
     return caught.value.details["reason"]
 
 
+@pytest.mark.report("bytedance/SandboxFusion#53")
 async def test_report_29_output_that_nobody_reads(make):
     """bytedance/SandboxFusion#53: a child stood still at 200 KB of output; both pipes are drained all the time."""
     flood = {"bytes": MIB, "text": "x"}
@@ -51,6 +52,7 @@ async def test_report_29_output_that_nobody_reads(make):
     await serve(lane, 13, deadline=soon(20.0))
 
 
+@pytest.mark.report("agronholm/anyio#1166")
 async def test_report_30_output_while_stopping(make):
     """agronholm/anyio#1166: closing waited for a child that waited for its pipe; ours is killed before any wait."""
     flood = {"bytes": MIB, "text": "x"}
@@ -67,6 +69,7 @@ async def test_report_30_output_while_stopping(make):
         end(pid)
 
 
+@pytest.mark.report("python/cpython#151983")
 async def test_report_31_a_grandchild_that_holds_stdout(make, tmp_path):
     """python/cpython#151983 (gh-119710): waiting for a child waited for its grandchild's pipe; the exit is enough."""
     pid_file = tmp_path / "pid"
@@ -79,6 +82,7 @@ async def test_report_31_a_grandchild_that_holds_stdout(make, tmp_path):
         end(int(pid_file.read_text()))
 
 
+@pytest.mark.report("MagicStack/uvloop#185")
 async def test_report_32_a_spawn_that_fails(make):
     """MagicStack/uvloop#185 (also python/cpython#79902, #156400): failed spawns lost descriptors, ours none."""
     lane = make(command=("/no/such/program",))
@@ -94,6 +98,7 @@ async def test_report_32_a_spawn_that_fails(make):
     assert lane.health()["strikes"] == 0
 
 
+@pytest.mark.report("quintel/pyetm#205")
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
 async def test_report_33_few_descriptors(make):
     """quintel/pyetm#205: 256 descriptors are macOS's limit; running out is said by name and is nobody's strike."""
@@ -118,6 +123,7 @@ async def test_report_33_few_descriptors(make):
     await serve(lane)
 
 
+@pytest.mark.report("Kludex/uvicorn#433")
 def test_report_34_a_socket_that_is_left(directory):
     """Kludex/uvicorn#433 (also neovim/neovim#37378): 'address in use'; the dead goes, the living and files stay."""
     path = directory.workers / "toy-1.sock"
@@ -137,6 +143,7 @@ def test_report_34_a_socket_that_is_left(directory):
     assert path.read_text() == "somebody's"
 
 
+@pytest.mark.report("benoitc/gunicorn#1298")
 def test_report_35_who_may_unlink(directory):
     """benoitc/gunicorn#1298 (also MagicStack/uvloop#28): a socket was unlinked by one who didn't own it."""
     missing = directory.listen("toy-1")
@@ -153,6 +160,7 @@ def test_report_35_who_may_unlink(directory):
     replaced.path.unlink()
 
 
+@pytest.mark.report("dotnet/runtime#79503")
 @pytest.mark.parametrize("letter", ["d", "é"])
 def test_report_36_long_paths(runtime_dir, letter):
     """dotnet/runtime#79503 (also agronholm/anyio#661, raine/workmux#293, meteor/meteor#3591): 104 bytes and no more."""
@@ -171,6 +179,7 @@ def test_report_36_long_paths(runtime_dir, letter):
         assert not listener.path.exists() and (short == made.workers or not short.exists())
 
 
+@pytest.mark.report("python/cpython#124779")
 async def test_report_37_connect_and_drop(make, directory):
     """python/cpython#124779 (also #100573, python-trio/trio#1773): one dropped connection ended an accept loop."""
 
@@ -213,6 +222,7 @@ async def test_report_37_connect_and_drop(make, directory):
     assert kernel.created[0]["pipe_mode"] & (0x4 | 0x2) == 0, "message type or message read mode"
 
 
+@pytest.mark.report("python/cpython#10305")
 @pytest.mark.parametrize("length", [1025, 0, 0x80000000, 0xFFFFFFFF])
 def test_report_38_length_fields(length):
     """python/cpython#10305 (bpo-17560): a length overflowed; ours is compared before a byte is allocated."""

@@ -76,6 +76,7 @@ def vectors(model: Any, rows: Sequence[Sequence[int]], pooling: Pooling = Poolin
 # --- the reports -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.report("ggml-org/llama.cpp#14812")
 async def test_report_40_nan_after_a_thousand_requests(make):
     """ggml-org/llama.cpp#14812 (also 13854): null vectors after hours and no error; ours is typed, and no strike."""
     lane = make({"rules": [on("EMBED_BATCH", {"reply": {"nan": 5}}, nth=1000)]})
@@ -87,6 +88,7 @@ async def test_report_40_nan_after_a_thousand_requests(make):
     assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
 
 
+@pytest.mark.report("ollama/ollama#15582")
 def test_report_41_nan_on_one_device_only():
     """ollama/ollama#15582: NaN on the GPU, fine on the CPU; each device has its own run, verdict and certificate."""
     assert verdict() == ("certified", [])
@@ -104,6 +106,7 @@ def verdict(task: str = "embed", **changes: Any) -> tuple[str, list[str]]:
     return judged.verdict, judged.reasons
 
 
+@pytest.mark.report("huggingface/text-embeddings-inference#932")
 def test_report_42_a_poison_request(tmp_path):
     """huggingface/text-embeddings-inference#932: a retried NaN took every replica; nothing here is sent twice."""
     state = tmp_path / "state"
@@ -125,6 +128,7 @@ def test_report_42_a_poison_request(tmp_path):
     run_limited(scenario)
 
 
+@pytest.mark.report("ggml-org/llama.cpp#12836")
 @pytest.mark.llama
 def test_report_43_sizes_on_which_the_library_asserts(llama):
     """ggml-org/llama.cpp#12836 (also 26352, gpustack/llama-box#13): batch above ubatch aborts; ours fits every call."""
@@ -142,6 +146,7 @@ def test_report_43_sizes_on_which_the_library_asserts(llama):
     assert vectors(model, [[7]] * 256).shape == (256, 64)
 
 
+@pytest.mark.report("ggml-org/llama.cpp#25447")
 @pytest.mark.llama
 def test_report_44_rerank_scores_that_are_no_scores(llama, tmp_path):
     """ggml-org/llama.cpp#25447 (also 16407, vllm-project/vllm#21681, withcatai/node-llama-cpp#617, #550): near zero,
@@ -167,6 +172,7 @@ def test_report_44_rerank_scores_that_are_no_scores(llama, tmp_path):
     run_limited(scenario)
 
 
+@pytest.mark.report("abetlen/llama-cpp-python#2051")
 @pytest.mark.llama
 def test_report_45_lengths_around_a_batch(llama):
     """abetlen/llama-cpp-python#2051 (also 1380, ollama/ollama#14121): several texts failed, 513 ids came out wrong."""
@@ -179,6 +185,7 @@ def test_report_45_lengths_around_a_batch(llama):
         assert reference.cosine(ours, theirs).min() >= 0.9999, pooling
 
 
+@pytest.mark.report("ggml-org/llama.cpp#5733")
 def test_report_46_nothing_to_compute(tmp_path):
     """ggml-org/llama.cpp#5733 (also vllm-project/vllm#7283, huggingface/text-generation-inference#1485,
     sgl-project/sglang#5621): empty input hung or divided by zero; here it is refused before a worker is started."""
@@ -204,6 +211,7 @@ def test_report_46_nothing_to_compute(tmp_path):
     run_limited(scenario)
 
 
+@pytest.mark.report("ggml-org/llama.cpp#7277")
 async def test_report_47_an_input_that_is_too_long(make, tmp_path):
     """ggml-org/llama.cpp#7277: too long an input came back as itself; ours is refused, replies are measured."""
     state = tmp_path / "state"
@@ -239,6 +247,7 @@ else:
 """
 
 
+@pytest.mark.report("microsoft/onnxruntime#23372")
 def test_report_48_cuda_that_is_not_there(tmp_path):
     """microsoft/onnxruntime#23372 (also 17801, 26232): without CUDA it ran on the CPU in silence; ours refuses."""
     if importlib.util.find_spec("onnxruntime") is None:
@@ -255,6 +264,7 @@ def test_report_48_cuda_that_is_not_there(tmp_path):
     assert done.stdout == "backend_missing\n", done.stderr
 
 
+@pytest.mark.report("microsoft/onnxruntime#32569")
 def test_report_49_wrong_but_finite():
     """microsoft/onnxruntime#32569 (also 16934, 22275): finite and wrong on one OS; numbers and build both count."""
     scores = rerank_inputs().reference
@@ -266,6 +276,7 @@ def test_report_49_wrong_but_finite():
     assert said == ["the operating system build changed 23F79 → 24B83"]
 
 
+@pytest.mark.report("apple/coremltools#2758")
 async def test_report_50_core_ml_compilers(make, tmp_path):
     """apple/coremltools#2758 (also 2367, 2110, ggml-org/whisper.cpp#937, soniqo/speech-swift#286): a compile that
     fails in silence, kills, never ends, or starts anew at every launch."""
@@ -302,6 +313,7 @@ async def test_report_50_core_ml_compilers(make, tmp_path):
     assert error.quarantined and killed.health()["state"] == "quarantined"
 
 
+@pytest.mark.report("microsoft/onnxruntime#9799")
 def test_report_51_numbers_that_depend_on_the_shape():
     """microsoft/onnxruntime#9799: wrong results in some shapes of a batch; a row that its neighbours change fails."""
     spoilt = [0.99999] * N
@@ -311,6 +323,7 @@ def test_report_51_numbers_that_depend_on_the_shape():
     assert verdict(inputs=inputs) == ("uncertified", ["batch_single"])
 
 
+@pytest.mark.report("microsoft/onnxruntime#9313")
 async def test_report_52_memory_that_grows(make):
     """microsoft/onnxruntime#9313 (also 11118, 22271): RSS grew with every new shape; PING tells it, health shows it."""
     lane = make(poison({"allocate_mb": 64}))
@@ -335,6 +348,7 @@ print(json.dumps([settings.parse({}, device="cpu", precision="f32").threads, mac
 """
 
 
+@pytest.mark.report("microsoft/onnxruntime#10166")
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no cpuset on this system")
 def test_report_53_threads_under_a_cpuset():
     """microsoft/onnxruntime#10166 (also 8313, 7207, headroomlabs-ai/headroom#2885): threads by the machine's size."""
@@ -351,6 +365,7 @@ def test_report_53_threads_under_a_cpuset():
     assert json.loads(done.stdout) == [1, 1, 1, 1]
 
 
+@pytest.mark.report("vllm-project/vllm#12754")
 async def test_report_54_a_fresh_interpreter(make, tmp_path):
     """vllm-project/vllm#12754 (also 8893, huggingface/tokenizers#187): CUDA and pools don't survive a fork; we exec."""
     from tokenizers import Tokenizer, models
@@ -366,6 +381,7 @@ async def test_report_54_a_fresh_interpreter(make, tmp_path):
     assert told["pid"] == lane.health()["worker_pid"] and told["ppid"] == os.getpid()
 
 
+@pytest.mark.report("ray-project/ray#64181")
 async def test_report_55_running_requests_at_sigterm(make, tmp_path):
     """ray-project/ray#64181: SIGTERM gave running requests a 500; ours are answered, the queued get a typed refusal."""
     go = tmp_path / "go"

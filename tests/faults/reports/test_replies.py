@@ -24,6 +24,7 @@ from tests.support.toy_gguf import build_toy
 pytestmark = [pytest.mark.process, pytest.mark.fault]
 
 
+@pytest.mark.report("redis/redis-py#2624")
 async def test_report_24_a_cancelled_command_leaves_its_reply(make, tmp_path):
     """redis/redis-py#2624 (also 2665): the next caller read a cancelled one's reply; ours is drained first."""
     go = tmp_path / "go"
@@ -47,6 +48,7 @@ async def test_report_24_a_cancelled_command_leaves_its_reply(make, tmp_path):
     assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
 
 
+@pytest.mark.report("huggingface/sentence-transformers#2955")
 async def test_report_25_two_callers_share_a_pool(make):
     """huggingface/sentence-transformers#2955: 100 came back as 98 and 102; replies belong to their req_id."""
     lane = make()
@@ -64,6 +66,7 @@ async def test_report_25_two_callers_share_a_pool(make):
     assert (await crash(confused)).details["cause"] == "protocol"
 
 
+@pytest.mark.report("ollama/ollama#6187")
 def test_report_26_shuffled_batches(tmp_path):
     """ollama/ollama#6187: vectors of a batch came back in another order; ours go by row, over several exchanges too."""
 
@@ -87,6 +90,7 @@ def token_batch(rows: list[list[int]]) -> TokenBatch:
     return TokenBatch(flat, np.cumsum([0, *map(len, rows)]).astype(np.int32))
 
 
+@pytest.mark.report("ollama/ollama#6262")
 @pytest.mark.llama
 def test_report_27_vectors_that_change_with_the_batch(tmp_path):
     """ollama/ollama#6262: vectors degraded with the batch's size; a row sees its own tokens alone, at any size."""
@@ -115,6 +119,7 @@ def test_report_27_vectors_that_change_with_the_batch(tmp_path):
         model.close()
 
 
+@pytest.mark.report("huggingface/text-embeddings-inference#424")
 async def test_report_28_a_full_queue(make, tmp_path):
     """huggingface/text-embeddings-inference#424: a full queue ended the server; here it is an answer to one caller."""
     go = tmp_path / "go"

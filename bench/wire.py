@@ -11,17 +11,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench import echo_worker, machine
+from bench.floor import Floor
+from bench.rounds import Row, Spread, interleaved, p50, row
 from engines.protocol.messages import EmbedBatch, Item, Pooling
 from synapse_host.config import HostConfig
 from synapse_host.lane import LaneSpec, LoadSpec
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.supervisor import Supervisor
-from tests.benchmarks import echo_worker, machine
-from tests.benchmarks.floor import Floor
-from tests.benchmarks.rounds import Row, Spread, interleaved, p50, row
 
 if TYPE_CHECKING:
-    from tests.benchmarks.plan import Plan
+    from bench.plan import Plan
 
 GROUP = "wire"
 ECHO_DIMS = 1024
@@ -223,7 +223,7 @@ def _size(size: int) -> str:
 
 
 if __name__ == "__main__":
-    from tests.benchmarks.plan import Plan
+    from bench.plan import Plan
 
     with Plan.make(quick=True) as small:
         for line in asyncio.run(rows(small)):

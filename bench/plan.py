@@ -9,7 +9,7 @@ from pathlib import Path
 
 from synapse_host.listener import RuntimeDirectory
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.benchmarks import picture, texts
-from tests.benchmarks.__main__ import main, text
-from tests.benchmarks.plan import Plan
-from tests.benchmarks.rivals import APART, Missing, Rival, interpreter
-from tests.benchmarks.rounds import Row, Spread, interleaved, row
+from bench import picture, texts
+from bench.__main__ import main, text
+from bench.plan import Plan
+from bench.rivals import APART, Missing, Rival, interpreter
+from bench.rounds import Row, Spread, interleaved, row
 
 
 def test_contestants_take_turns_in_a_rotating_order() -> None:
@@ -112,7 +112,7 @@ def test_texts_have_the_tokens_they_should() -> None:
 
 
 def test_a_rival_without_its_environment_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.benchmarks.rivals.ENVIRONMENT", tmp_path / "none")
+    monkeypatch.setattr("bench.rivals.ENVIRONMENT", tmp_path / "none")
     assert interpreter("fastembed") is None
     with Plan.make(quick=True) as plan, pytest.raises(Missing, match="make bench-rivals"):
         Rival("fastembed", plan)
@@ -136,7 +136,7 @@ def test_an_unknown_group_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is told by Linux only")
 def test_a_killed_suite_leaves_no_spinner() -> None:
-    script = "from tests.benchmarks.machine import spinners\nwith spinners(): print(flush=True); input()"
+    script = "from bench.machine import spinners\nwith spinners(): print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", script],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2],

@@ -1,6 +1,6 @@
 """The benchmark suite: one run, rivals in the same rounds, a table, a JSON document and a picture.
 
-    synapse bench [--quick] [--only wire,models,lifecycle] [--out DIR]        or: python -m tests.benchmarks
+    synapse bench [--quick] [--only wire,models,lifecycle] [--out DIR]        or: python -m bench
 
 Exit 0 when the run is complete, whether or not targets were reached: a figure is a finding, not a test. Ctrl-C ends it
 in order, with 130; --guarded does so when stdin ends.
@@ -23,10 +23,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from bench import lifecycle, machine, models, picture, wire
+from bench.plan import Plan
+from bench.rounds import Row
 from synapse_host.errors import EXIT_INTERRUPTED
-from tests.benchmarks import lifecycle, machine, models, picture, wire
-from tests.benchmarks.plan import Plan
-from tests.benchmarks.rounds import Row
 
 GROUPS = {"wire": wire.rows, "lifecycle": lifecycle.rows, "models": models.rows}
 

@@ -13,17 +13,17 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench import echo_worker
+from bench.rounds import Row, Spread, interleaved, row
+from bench.wire import SPEC, calls, echo_lane, request
 from synapse_host.config import HostConfig
 from synapse_host.errors import EngineCrashed
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.supervisor import Supervisor
-from tests.benchmarks import echo_worker
-from tests.benchmarks.rounds import Row, Spread, interleaved, row
-from tests.benchmarks.wire import SPEC, calls, echo_lane, request
 from tests.support.peer import WorkerProcess
 
 if TYPE_CHECKING:
-    from tests.benchmarks.plan import Plan
+    from bench.plan import Plan
 
 GROUP = "lifecycle"
 WORKERS = {"llama": ["-m", "engines.llama"], "owned (onnx-cpu)": ["-m", "engines.cuda"]}
@@ -122,8 +122,8 @@ async def idle(plan: Plan) -> list[Row]:
 def bulk(plan: Plan) -> list[Row]:
     """A large file through the host in a process of its own: texts a second and what the memory grows by."""
     lines = 20_000 if plan.quick else 200_000
-    command = [sys.executable, "-m", "tests.benchmarks.bulk", str(plan.folder), str(lines)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-m", "bench.bulk", str(plan.folder), str(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parents[1])
     if done.returncode:
         return [Row(GROUP, f"{lines} lines, one worker", "texts/s", "higher", status="failed", note=done.stderr[-300:])]
     rate, growth, peak = map(float, done.stdout.split())

@@ -1,6 +1,6 @@
 """A real worker of ``engines.runtime`` whose engine costs nothing: what a call through it takes is the wire.
 
-    python tests/benchmarks/echo_worker.py [--dims N] --socket … (the host's flags)
+    python bench/echo_worker.py [--dims N] --socket … (the host's flags)
 
 A row of N ids into a model of N dims comes back as its own bytes. Otherwise the answer is a preallocated array, so a
 reply of any size costs its engine nothing either.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     # Started as a file: this folder is no place to import from, the checkout is.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from engines.protocol.messages import LLAMA_ENGINE, Load
 from engines.runtime import main as runtime_main

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench import texts
+from bench.rivals import SETTLE_S, Missing, Rival
+from bench.rounds import Row, interleaved, row
+from bench.vocabulary import with_vocabulary
 from synapse_host import Host, HostConfig, catalogue
-from tests.benchmarks import texts
-from tests.benchmarks.rivals import SETTLE_S, Missing, Rival
-from tests.benchmarks.rounds import Row, interleaved, row
-from tests.benchmarks.vocabulary import with_vocabulary
 
 if TYPE_CHECKING:
-    from tests.benchmarks.plan import Plan
+    from bench.plan import Plan
 
 ENGINES = """version: 1
 hardware: {any: {}}

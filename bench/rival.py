@@ -1,6 +1,6 @@
 """One rival in its own process and environment, driven by JSON lines; it times itself around its own call.
 
-    .venv-rivals/bin/python tests/benchmarks/rival.py KIND OPTIONS_JSON
+    .venv-rivals/bin/python bench/rival.py KIND OPTIONS_JSON
 
 First line out: {"ready": true, "what": …} or {"error": …}. Then a line in, a line out: {"op": "embed", "texts": […]} ->
 {"seconds": s, "first": […]} with the first vector, so that the suite can see that the same thing was computed.

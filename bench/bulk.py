@@ -1,6 +1,6 @@
 """Embed a generated file of many lines through the host into a .npy, and watch the resident set.
 
-python -m tests.benchmarks.bulk FOLDER LINES      prints: texts/s, MiB grown after the first tenth, peak MiB
+python -m bench.bulk FOLDER LINES      prints: texts/s, MiB grown after the first tenth, peak MiB
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench import echo_worker
 from synapse_host import Host, HostConfig
 from synapse_host.cli.console import Console
 from synapse_host.cli.embed_file import embed_to_file
-from tests.benchmarks import echo_worker
 from tests.support.small_bundle import write_bundle
 
 DIMS = 32

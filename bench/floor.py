@@ -1,6 +1,6 @@
 """The floor of the wire: two blocking Python processes, one ``recv_into`` and one ``sendmsg`` a message, no checks.
 
-    python tests/benchmarks/floor.py SOCKET          the answering end
+    python bench/floor.py SOCKET          the answering end
 
 A message is a 100-byte header and a raw frame, each with its length prefix, as on our wire. Orders from the client are
 the header's first byte: ``E`` echo the message; ``S`` swallow it and answer one byte; ``P`` produce a raw frame as long

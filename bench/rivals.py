@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from tests.benchmarks.plan import ROOT
+from bench.plan import ROOT
 
 if TYPE_CHECKING:
-    from tests.benchmarks.plan import Plan
+    from bench.plan import Plan
 
 PROGRAM = Path(__file__).with_name("rival.py")
 ENVIRONMENT = ROOT / ".venv-rivals"
