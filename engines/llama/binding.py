@@ -209,15 +209,14 @@ class ContextShape:
     """None leaves it to the model file."""
     flash: FlashAttention = "auto"
     watched: bool = False
-    """Report finished layers and poll for an abort; for calls that may take seconds."""
+    """Report each finished layer; for calls that may take seconds."""
 
 
 class NativeContext:
     """One computing context with batch arrays of its own; used by one thread at a time."""
 
-    def __init__(self, model: NativeModel, shape: ContextShape, *, stop: threading.Event | None = None) -> None:
+    def __init__(self, model: NativeModel, shape: ContextShape) -> None:
         """Create the context. Raises EngineError ``config_invalid`` when llama.cpp gives none."""
-        import numpy as np
 
         self.shape = shape
         self.model = model
@@ -239,13 +238,9 @@ class NativeContext:
         if shape.causal is not None:
             params.attention_type = 0 if shape.causal else 1
         self._seen: set[bytes] = set()
-        if shape.watched:
-            if lib.names_nodes:
-                self._on_node = api.ggml_backend_sched_eval_callback(self._node)
-                params.cb_eval = self._on_node
-            if stop is not None:
-                self._on_poll = api.ggml_abort_callback(lambda _data: stop.is_set())
-                params.abort_callback = self._on_poll
+        if shape.watched and lib.names_nodes:
+            self._on_node = api.ggml_backend_sched_eval_callback(self._node)
+            params.cb_eval = self._on_node
         lib.last_error = ""
         self._context = api.llama_init_from_model(model.pointer, params)
         if not self._context:
@@ -254,6 +249,17 @@ class NativeContext:
                 f"llama.cpp gives no context for {shape}: {lib.last_error or 'no reason given'}",
             )
         self._memory = api.llama_get_memory(self._context)
+        try:
+            self._allocate_batch()
+        except BaseException:  # MemoryError above all: the native context would outlive this object
+            self.close()
+            raise
+
+    def _allocate_batch(self) -> None:
+        """Make the arrays that every call fills, and the native batch that points into them."""
+        import numpy as np
+
+        api, shape = self.api, self.shape
         size = shape.n_ubatch
         self._tokens = np.zeros(size, dtype=np.int32)
         self._positions = np.zeros(size, dtype=np.int32)
@@ -372,7 +378,6 @@ class NativeContext:
 
 _STATUS: Final = {
     1: (ErrorCode.INFERENCE_FAILED, "found no room in its cache"),
-    2: (ErrorCode.INFERENCE_FAILED, "was stopped"),
     -1: (ErrorCode.INVALID_REQUEST, "refused the batch"),
     -2: (ErrorCode.OOM, "could not allocate memory"),
     -3: (ErrorCode.INFERENCE_FAILED, "failed to compute"),

@@ -15,12 +15,12 @@ MAX_BATCH: Final = 2**20
 MAX_THREADS: Final = 512
 MAX_CONTEXTS: Final = 64
 
-PoolingImplementation: TypeAlias = Literal["manual", "builtin"]
 FlashAttention: TypeAlias = Literal["auto", "enabled", "disabled"]
 ForwardPass: TypeAlias = Literal["auto", "encode", "decode"]
 Choice = TypeVar("Choice", bound=str)
 
-POOLING_IMPLEMENTATIONS: Final[tuple[PoolingImplementation, ...]] = ("manual", "builtin")
+POOLING_IMPLEMENTATIONS: Final = ("manual",)
+"""Pooling is ours, in float32: llama.cpp's own is silently wrong for causal models and mixed lengths (U5, U6)."""
 FLASH_ATTENTIONS: Final[tuple[FlashAttention, ...]] = ("auto", "enabled", "disabled")
 FORWARD_PASSES: Final[tuple[ForwardPass, ...]] = ("auto", "encode", "decode")
 
@@ -41,12 +41,12 @@ class LlamaConfig:
     ubatch_size: int = 1024
     """Prompt tokens computed at once."""
     gpu_layers: int = 0
-    pooling_implementation: PoolingImplementation = "manual"
     flash_attention: FlashAttention = "auto"
     forward_pass: ForwardPass = "auto"  # noqa: S105 - a pass over the model
     microllm_max_tokens: int = 512
     """Ceiling of GENERATE.max_tokens."""
     encode_chunk_tokens: int = 512
+    """Most tokens of rows computed in one native call; cut further where the vocabulary is large."""
     contexts: int = 0
 
 
@@ -66,6 +66,7 @@ def parse(values: Mapping[str, str], *, backend: str, cores: int) -> LlamaConfig
                 ErrorCode.BACKEND_MISSING,
                 f"backend_unavailable: {key} is {wanted.strip()!r}, this worker runs on {backend!r}",
             )
+    _choice(values, "pooling_implementation", POOLING_IMPLEMENTATIONS)
     threads = _integer(values, "threads", math.ceil(cores / 2), 1, MAX_THREADS)
     contexts = values.get("contexts", "auto").strip()
     return LlamaConfig(
@@ -74,11 +75,10 @@ def parse(values: Mapping[str, str], *, backend: str, cores: int) -> LlamaConfig
         batch_size=_integer(values, "batch_size", 4096, 1, MAX_BATCH),
         ubatch_size=_integer(values, "ubatch_size", 1024, 1, MAX_BATCH),
         gpu_layers=_integer(values, "gpu_layers", 0 if backend == "cpu" else 99, 0, U32_MAX),
-        pooling_implementation=_choice(values, "pooling_implementation", POOLING_IMPLEMENTATIONS),
         flash_attention=_choice(values, "flash_attention", FLASH_ATTENTIONS),
         forward_pass=_choice(values, "forward_pass", FORWARD_PASSES),
         microllm_max_tokens=_integer(values, "microllm_max_tokens", 512, 0, U32_MAX),
-        encode_chunk_tokens=_integer(values, "encode_chunk_tokens", 512, 1, MAX_BATCH),
+        encode_chunk_tokens=_integer(values, "encode_chunk_tokens", 512 if backend == "cpu" else 4096, 1, MAX_BATCH),
         contexts=0 if contexts == "auto" else _integer(values, "contexts", 0, 1, MAX_CONTEXTS),
     )
 

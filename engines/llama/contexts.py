@@ -6,7 +6,6 @@ rows beyond the usual chunk are large; only one of those is kept.
 
 from __future__ import annotations
 
-import threading
 from typing import Final
 
 from engines.llama.binding import ContextShape, NativeContext, NativeModel
@@ -19,23 +18,21 @@ F32_BYTES: Final = 4
 
 
 class ContextPool:
-    """Contexts keyed by shape and lane; a lane is one of the threads that compute at the same time."""
+    """Contexts keyed by shape and slot; a slot is one of the threads that compute chunks side by side."""
 
     def __init__(self, native: NativeModel, header: Header) -> None:
         self._native = native
         self._header = header
         self._contexts: dict[tuple[ContextShape, int], NativeContext] = {}
         self._singles: dict[str, NativeContext] = {}
-        self.stop = threading.Event()
-        """Set it to make watched contexts return early; only on the way out."""
 
-    def get(self, shape: ContextShape, *, lane: int = 0, threads: int = 1, single: str | None = None) -> NativeContext:
-        """Return the context of *shape* and *lane*, set to *threads*.
+    def get(self, shape: ContextShape, *, slot: int = 0, threads: int = 1, single: str | None = None) -> NativeContext:
+        """Return the context of *shape* and *slot*, set to *threads*.
 
         *single* names a group of large contexts of which only one is kept. Raises EngineError ``oom`` when its cache
         doesn't fit the free memory, ``config_invalid`` when llama.cpp gives no context for another reason.
         """
-        key = (shape, lane)
+        key = (shape, slot)
         context = self._contexts.get(key)
         if context is None:
             if single is not None and (previous := self._singles.pop(single, None)) is not None:
@@ -46,7 +43,7 @@ class ContextPool:
                 raise EngineError(
                     ErrorCode.OOM, f"a context of {shape.n_ctx} tokens takes {needed} bytes, {free} bytes are free"
                 )
-            context = self._contexts[key] = NativeContext(self._native, shape, stop=self.stop)
+            context = self._contexts[key] = NativeContext(self._native, shape)
             if single is not None:
                 self._singles[single] = context
         context.set_threads(threads)
@@ -61,14 +58,17 @@ class ContextPool:
 
     def close(self) -> None:
         """Free them all; idempotent."""
-        self.stop.set()
         self._singles.clear()
         while self._contexts:
             self._contexts.popitem()[1].close()
 
 
 def context_bytes(header: Header, shape: ContextShape) -> int:
-    """Estimate the bytes of a context from the header: an f16 KV cache, one layer's activations, and the logits."""
+    """Estimate the bytes of a context from the header: f16 KV cache, one layer's activations, output buffer.
+
+    llama.cpp's output buffer has room for the logits of every output token, also in an encoder that computes none
+    (`llama_context::output_reserve`): vocabulary x outputs x 4 bytes, 8 GB for 8,192 tokens of a vocabulary of 250,000.
+    """
 
     def number(key: str, default: int) -> int:
         value = header.metadata.get(f"{header.architecture}.{key}", default)
@@ -83,9 +83,16 @@ def context_bytes(header: Header, shape: ContextShape) -> int:
     activations = shape.n_ubatch * (4 * hidden + number("feed_forward_length", 4 * hidden)) * F32_BYTES
     if shape.flash == "disabled":
         activations += heads * shape.n_ubatch**2 * F32_BYTES
+    outputs = shape.n_ubatch if shape.embeddings else shape.n_seq_max
+    logits = outputs * logits_bytes(header)
+    buffer = logits + (outputs * hidden * F32_BYTES if shape.embeddings else 0)
     if header.metadata.get(f"{header.architecture}.attention.causal") is False:
-        return activations
+        return activations + buffer
     key_value = number("attention.key_length", width) + number("attention.value_length", width)
     cache = shape.n_ctx * number("block_count", 0) * kv_heads * key_value * F16_BYTES
-    outputs = shape.n_ubatch if shape.embeddings else shape.n_seq_max
-    return cache + activations + outputs * (header.embedding_rows or 0) * F32_BYTES
+    return cache + activations + buffer + logits  # a decoder's graph holds its logits once more
+
+
+def logits_bytes(header: Header) -> int:
+    """Return what llama.cpp's output buffer reserves for the logits of one token, in bytes."""
+    return (header.token_count or header.embedding_rows or 0) * F32_BYTES

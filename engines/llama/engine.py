@@ -98,6 +98,7 @@ class LlamaEngine(Engine):
             "compiled_backend": found.backend,
             "machine": platform.machine(),
         }
+        self._keep_off_the_gpu()
         # The library is compiled for one CPU and dies of an illegal instruction on a lesser one, so a child tries it.
         home = Path(__file__).parents[2]
         command = [sys.executable, "-c", "from engines.llama.binding import system_info as s; print(s())"]
@@ -136,6 +137,7 @@ class LlamaEngine(Engine):
             raise EngineError(
                 ErrorCode.ARTIFACT_INVALID, f"format is {request.format[:40]!r}, the llama worker only loads gguf"
             )
+        self._keep_off_the_gpu()
         settings = config.parse(request.runtime_config, backend=self.backend, cores=usable_cores())
         expected_digest(request.artifact_digest)
         if self._installation is None:
@@ -153,6 +155,11 @@ class LlamaEngine(Engine):
             except BaseException:
                 native.close()
                 raise
+
+    def _keep_off_the_gpu(self) -> None:
+        """Register no Metal device in a CPU worker: llama.cpp would compile all its kernels for it."""
+        if self.backend == "cpu":
+            os.environ.setdefault("GGML_METAL_DEVICES", "0")
 
     def _load_native(
         self, descriptor: int, header: gguf.Header, gpu_layers: int, progress: ProgressReporter

@@ -42,7 +42,7 @@ BLOCKS: Final[Mapping[int, tuple[int, int]]] = {
     10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292),
     16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82),
     23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2),
-    34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18),
+    34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18),
 }  # fmt: skip
 """ggml tensor type -> (elements in a block, bytes of a block)."""
 F32: Final = 0
@@ -149,9 +149,11 @@ class Header:
     def special(self) -> SpecialIds:
         """Special ids from the metadata: ``llama_vocab_*`` answers -1 for files without a vocabulary."""
         limit = self.vocab_size or 0
-        ids = [self.integer(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "seperator", "eos", "padding")]
-        bos, sep, eos, pad = (id_ if id_ is not None and id_ < limit else None for id_ in ids)
-        return SpecialIds(bos=bos, sep=sep, eos=eos, pad=pad)
+        names = ("bos", "cls", "seperator", "eos", "padding")
+        ids = [self.integer(f"tokenizer.ggml.{name}_token_id") for name in names]
+        bos, cls, sep, eos, pad = (id_ if id_ is not None and id_ < limit else None for id_ in ids)
+        # Converters name BERT's first token either way.
+        return SpecialIds(bos=cls if bos is None else bos, sep=sep, eos=eos, pad=pad)
 
     @property
     def has_rank_head(self) -> bool:

@@ -13,12 +13,25 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Pooling
 
 if TYPE_CHECKING:
-    from engines.llama.gguf import SpecialIds
+    from engines.llama.gguf import Header, SpecialIds
     from engines.runtime.batch import FloatArray, IntArray, RerankPairs, TokenBatch
 
 MAX_SEQUENCES: Final = 64
 """Sequences in one native call. A power of two that divides every n_ubatch we use (U4)."""
 EPSILON: Final = 1e-12
+_PAIR_SEPARATORS: Final = {
+    ("bert", "no_vocab"): 1,  # as `synapse build` writes it
+    ("bert", "bert"): 1,
+    ("modern-bert", "no_vocab"): 1,
+    ("modern-bert", "gpt2"): 1,
+    ("nomic-bert", "bert"): 1,
+    ("jina-bert-v2", "bert"): 1,
+    ("bert", "gpt2"): 2,  # RoBERTa
+    ("bert", "t5"): 2,  # XLM-RoBERTa: llama.cpp's name of a Unigram vocabulary
+    ("jina-bert-v2", "gpt2"): 2,
+    ("jina-bert-v3", "t5"): 2,
+}
+"""(architecture, ``tokenizer.ggml.model``) -> separators between query and document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +82,29 @@ def check_lengths(lengths: Sequence[int], *, limit: int, what: str) -> None:
             )
 
 
-def compose_pairs(pairs: RerankPairs, special: SpecialIds, *, passage_shift: int = 0) -> TokenBatch:
+def pair_separators(header: Header) -> int:
+    """Return how many separators stand between query and document: 1 as BERT was trained, 2 as RoBERTa was.
+
+    llama.cpp calls RoBERTa and XLM-RoBERTa `bert`; what tells them apart is the kind of vocabulary. A score under the
+    wrong template looks plausible and is wrong, so ``model_unsupported`` is raised for an architecture we don't know.
+    """
+    kind = header.metadata.get("tokenizer.ggml.model")
+    separators = _PAIR_SEPARATORS.get((header.architecture, str(kind)))
+    if separators is None:
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"the pair template of {header.architecture!r} with a vocabulary of kind {kind!r} is not known here: "
+            "its scores would be wrong without any sign of it",
+        )
+    return separators
+
+
+def compose_pairs(
+    pairs: RerankPairs, special: SpecialIds, *, separators: int = 1, passage_shift: int = 0
+) -> TokenBatch:
     """Build [BOS] query [SEP] document [END] for each candidate, END being EOS, or SEP where there is no EOS.
 
+    With two *separators*: [BOS] query [END] [SEP] document [END], RoBERTa's ``<s> q </s></s> d </s>``.
     *passage_shift* is added to every id after the first SEP (the document and its END: token type 1 in a split
     vocabulary). Raises ``model_unsupported`` without BOS or SEP, ``invalid_request`` for an empty segment.
     """
@@ -87,7 +120,7 @@ def compose_pairs(pairs: RerankPairs, special: SpecialIds, *, passage_shift: int
     query = trim(pairs.query_ids.tolist(), special)
     if not query:
         raise EngineError(ErrorCode.INVALID_REQUEST, "the query is empty once its special tokens are taken off")
-    head = [bos, *query, sep]
+    head = [bos, *query, sep] if separators == 1 else [bos, *query, end, sep]
     flat: list[int] = []
     bounds = [0]
     for index, row in enumerate(pairs.candidates.rows()):

@@ -22,7 +22,7 @@ from engines.llama.binding import (
     NativeContext,
     NativeModel,
 )
-from engines.llama.contexts import ContextPool
+from engines.llama.contexts import ContextPool, logits_bytes
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import FinishReason, Pooling
 from engines.runtime.engine import Model
@@ -40,9 +40,14 @@ SLOW_CALL_S: Final = 5.0
 """A call predicted to take longer also reports each finished layer (4.5)."""
 FLOPS_PER_THREAD: Final = 20e9
 """A cautious rate for that prediction; measured here: about 100e9 for MiniLM."""
+SLICE_S: Final = 10.0
+"""A slice of a prompt is cut so that it is predicted to take no longer: each finished one is reported, and the host
+ends a worker after 120 s without a report."""
+MIN_SLICE_TOKENS: Final = 16
 GRANULE: Final = 64
 """n_ubatch is a multiple of this, as pooling inside llama.cpp needs it to be one of n_seq_max (U4)."""
-_BUILTIN: Final = {Pooling.MEAN: POOLING_MEAN, Pooling.CLS: POOLING_CLS, Pooling.LAST: POOLING_LAST}
+LOGITS_BUDGET_BYTES: Final = 256 * 2**20
+"""Most that the logits of one chunk may take: llama.cpp makes room for them, also where nobody reads them."""
 
 Compute = Callable[[NativeContext, "Chunk"], None]
 
@@ -62,6 +67,8 @@ class LlamaModel(Model):
         self._typeless = typeless
         self._contexts = ContextPool(native, header)
         self._pool: ThreadPoolExecutor | None = None
+        fits = LOGITS_BUDGET_BYTES // max(1, logits_bytes(header)) // GRANULE * GRANULE
+        self._chunk_tokens = min(config.encode_chunk_tokens, max(GRANULE, fits))
         self._qwen3 = "qwen3" in header.architecture.lower()
         self._reranks = header.has_rank_head and not self._qwen3
         self.dims = 1 if self._reranks else native.n_embd_out
@@ -98,22 +105,16 @@ class LlamaModel(Model):
             raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model reranks, it does not embed")
         self._check(batch, "item")
         vectors = np.empty((len(batch), self.dims), dtype=np.float32)
-        builtin = self._config.pooling_implementation == "builtin" and not self.has_memory  # U5, U6
 
         def compute(context: NativeContext, chunk: Chunk) -> None:
             rows = inputs.gather(batch, chunk.rows)
             context.clear(data=True)
             context.run_rows(rows.input_ids, rows.cu_seqlens)
-            if builtin:
-                vectors[list(chunk.rows)] = context.pooled(len(rows), self.dims)
-            else:
-                states = context.states(len(rows.input_ids))
-                vectors[list(chunk.rows)] = inputs.pool(states, rows.cu_seqlens, pooling)
+            states = context.states(len(rows.input_ids))
+            vectors[list(chunk.rows)] = inputs.pool(states, rows.cu_seqlens, pooling)
 
-        chunks = inputs.plan_chunks(
-            batch.lengths.tolist(), cap=self._config.encode_chunk_tokens, by_length=self.has_memory
-        )
-        self._run(chunks, compute, native_pooling=_BUILTIN[pooling] if builtin else POOLING_NONE, progress=progress)
+        chunks = inputs.plan_chunks(batch.lengths.tolist(), cap=self._chunk_tokens, by_length=self.has_memory)
+        self._run(chunks, compute, native_pooling=POOLING_NONE, progress=progress)
         inputs.require_finite(vectors, "item")
         return inputs.normalize_rows(vectors) if normalize else vectors
 
@@ -142,7 +143,10 @@ class LlamaModel(Model):
         inputs.check_lengths([len(pairs.query_ids)], limit=self.limit, what="query")
         self._check(pairs.candidates, "candidate")
         batch = inputs.compose_pairs(
-            pairs, self._header.special, passage_shift=self._header.token_type_vocab_offset or 0
+            pairs,
+            self._header.special,
+            separators=inputs.pair_separators(self._header),
+            passage_shift=self._header.token_type_vocab_offset or 0,
         )
         inputs.check_lengths(batch.lengths.tolist(), limit=self.limit, what="pair")
         scores = np.empty(len(batch), dtype=np.float32)
@@ -154,7 +158,7 @@ class LlamaModel(Model):
             scores[list(chunk.rows)] = context.pooled(len(rows), 1)[:, 0]
 
         # By length, so that which pairs meet in a call depends on the request alone and rows of a call are alike.
-        chunks = inputs.plan_chunks(batch.lengths.tolist(), cap=self._config.encode_chunk_tokens, by_length=True)
+        chunks = inputs.plan_chunks(batch.lengths.tolist(), cap=self._chunk_tokens, by_length=True)
         self._run(chunks, compute, native_pooling=POOLING_RANK, progress=progress)
         inputs.require_finite(scores, "candidate")
         return scores
@@ -172,8 +176,9 @@ class LlamaModel(Model):
         reason = FinishReason.LENGTH
         try:
             context.clear()
-            for start in range(0, n_prompt, context.shape.n_ubatch):
-                piece = input_ids[start : start + context.shape.n_ubatch]
+            size = self._slice_tokens(context.shape.n_ubatch)
+            for start in range(0, n_prompt, size):
+                piece = input_ids[start : start + size]
                 context.run_slice(piece, position=start, output=start + len(piece) == n_prompt)
                 progress.advance()
             while True:
@@ -197,7 +202,6 @@ class LlamaModel(Model):
         """Stop the helper threads, free the contexts, then the weights; idempotent."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            self._contexts.stop.set()
             pool.shutdown(wait=True)
         self._contexts.close()
         self._native.close()
@@ -244,12 +248,12 @@ class LlamaModel(Model):
         self, chunks: Sequence[Chunk], compute: Compute, *, native_pooling: int, progress: ProgressReporter
     ) -> None:
         """Compute every chunk: usual ones side by side where that is faster, long ones one by one."""
-        cap = self._config.encode_chunk_tokens
+        cap = self._chunk_tokens
         usual = [chunk for chunk in chunks if chunk.tokens <= cap]
         shape = self._row_shape(_round_up(cap, GRANULE), native_pooling)
-        lanes = min(self._lanes(), len(usual))
-        if lanes > 1:
-            self._side_by_side(usual, shape, lanes, compute, progress)
+        slots = min(self._slots(), len(usual))
+        if slots > 1:
+            self._side_by_side(usual, shape, slots, compute, progress)
         else:
             for chunk in usual:
                 self._one(chunk, shape, 0, self._config.threads, compute, progress)
@@ -260,31 +264,33 @@ class LlamaModel(Model):
                 self._one(chunk, long, 0, self._config.threads, compute, progress)
 
     def _side_by_side(
-        self, chunks: Sequence[Chunk], shape: ContextShape, lanes: int, compute: Compute, progress: ProgressReporter
+        self, chunks: Sequence[Chunk], shape: ContextShape, slots: int, compute: Compute, progress: ProgressReporter
     ) -> None:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(max_workers=self._lanes() - 1, thread_name_prefix="llama-lane")
-        threads = max(1, self._config.threads // lanes)
+            self._pool = ThreadPoolExecutor(max_workers=self._slots() - 1, thread_name_prefix="llama-slot")
+        # Every thread of the budget computes: the first slots take the rest of the division.
+        each, rest = divmod(self._config.threads, slots)
+        threads = [each + (number < rest) for number in range(slots)]
         queue = iter(range(len(chunks)))
         lock = threading.Lock()
         failures: dict[int, BaseException] = {}
 
-        def lane(number: int) -> None:
+        def slot(number: int) -> None:
             while not failures:
                 with lock:
                     index = next(queue, None)
                 if index is None:
                     return
                 try:
-                    self._one(chunks[index], shape, number, threads, compute, progress)
+                    self._one(chunks[index], shape, number, threads[number], compute, progress)
                 except BaseException as exc:
                     failures[index] = exc
                     return
 
-        for number in range(lanes):  # made here, one after the other: the pool isn't for several threads
-            self._contexts.get(shape, lane=number, threads=threads)
-        others = [self._pool.submit(lane, number) for number in range(1, lanes)]
-        lane(0)
+        for number in range(slots):  # made here, one after the other: the pool isn't for several threads
+            self._contexts.get(shape, slot=number, threads=threads[number])
+        others = [self._pool.submit(slot, number) for number in range(1, slots)]
+        slot(0)
         for other in others:
             other.result()
         if failures:
@@ -294,13 +300,13 @@ class LlamaModel(Model):
         self,
         chunk: Chunk,
         shape: ContextShape,
-        lane: int,
+        slot: int,
         threads: int,
         compute: Compute,
         progress: ProgressReporter,
     ) -> None:
         single = "long rows" if shape.n_seq_max == 1 else None
-        context = self._contexts.get(shape, lane=lane, threads=threads, single=single)
+        context = self._contexts.get(shape, slot=slot, threads=threads, single=single)
         layers = max(1, self._native.n_layer)
         reported = 0
 
@@ -327,10 +333,10 @@ class LlamaModel(Model):
 
     # --- shapes ------------------------------------------------------------------------------------------------------
 
-    def _lanes(self) -> int:
+    def _slots(self) -> int:
         if self._config.contexts:
             return min(self._config.contexts, self._config.threads)  # more would exceed the quota
-        small = self._native.n_params < SMALL_MODEL and not self._config.gpu_layers
+        small = self._computed_weights() < SMALL_MODEL and not self._config.gpu_layers
         return self._config.threads if small else 1
 
     def _row_shape(self, n_ubatch: int, native_pooling: int, *, long: bool = False) -> ContextShape:
@@ -346,12 +352,29 @@ class LlamaModel(Model):
         )
 
     def _is_slow(self, tokens: int) -> bool:
-        """Predict whether computing *tokens* at once takes longer than :data:`SLOW_CALL_S`."""
+        """Predict whether computing *tokens* at once takes longer than :data:`SLOW_CALL_S`.
+
+        Never on an accelerator: watching a layer there means waiting for it, which halves the speed.
+        """
+        return not self._config.gpu_layers and self._seconds(tokens) > SLOW_CALL_S
+
+    def _slice_tokens(self, most: int) -> int:
+        """Return how many prompt tokens go into one call: a power of two at most, *most* on an accelerator."""
+        size = most
+        while size > MIN_SLICE_TOKENS and not self._config.gpu_layers and self._seconds(size) > SLICE_S:
+            size //= 2
+        return size
+
+    def _seconds(self, tokens: int) -> float:
+        """Predict, on the slow side, how long the processor computes *tokens* in one call."""
+        attention = self._native.n_layer * self._native.n_embd * tokens
+        return 2.0 * tokens * (self._computed_weights() + attention) / FLOPS_PER_THREAD / self._config.threads
+
+    def _computed_weights(self) -> int:
+        """Return the parameters that take part in a product: the embedding table is only looked up."""
         table = self._header.tensors.get("token_embd.weight")
         looked_up = table.shape[0] * table.shape[1] if table is not None and len(table.shape) > 1 else 0
-        weights = max(0, self._native.n_params - looked_up)
-        attention = self._native.n_layer * self._native.n_embd * tokens
-        return 2.0 * tokens * (weights + attention) / FLOPS_PER_THREAD / self._config.threads > SLOW_CALL_S
+        return max(0, self._native.n_params - looked_up)
 
     def _generation_context(self, tokens: int) -> NativeContext:
         """Return the kept generation context, grown where *tokens* don't fit it."""

@@ -50,8 +50,8 @@ def test_the_packaged_matrix_is_valid_and_complete() -> None:
     assert set(matrix.engines) == {"ane", "cuda", "onnx-cpu", "llama-metal", "llama-cpu"}
     assert set(matrix.lanes) == {"embed", "rerank", "generate", "quiet"}
     assert matrix.lanes["quiet"].engines[0] == "ane"
-    # What the demo shows: embed on llama-cpu, rerank on onnx-cpu where there is no accelerator.
-    assert [id for id in matrix.lanes["embed"].engines if id.endswith("-cpu")] == ["llama-cpu", "onnx-cpu"]
+    # onnx-cpu was the faster one on every processor measured (docs/performance.md).
+    assert [id for id in matrix.lanes["embed"].engines if id.endswith("-cpu")] == ["onnx-cpu", "llama-cpu"]
     assert [id for id in matrix.lanes["rerank"].engines if id.endswith("-cpu")] == ["onnx-cpu", "llama-cpu"]
     assert matrix.threshold("ane", "placement", "share") == 0.90
     markers = {engine.id: engine.pytest_marker for engine in matrix.engines.values()}

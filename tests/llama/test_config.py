@@ -13,6 +13,9 @@ def test_defaults_and_unknown_keys() -> None:
     assert parse({}, backend="cpu", cores=4) == expected
     assert parse({"artifact_path": "x", "tokenizer": "y"}, backend="cpu", cores=4) == expected
     assert parse({}, backend="metal", cores=1).gpu_layers == 99
+    assert (
+        parse({}, backend="metal", cores=1).encode_chunk_tokens > parse({}, backend="cpu", cores=1).encode_chunk_tokens
+    )
     assert parse({}, backend="cpu", cores=1).threads == 1
     assert parse({}, backend="cpu", cores=3).threads == 2, "half, rounded up"
 
@@ -25,7 +28,7 @@ def test_values_are_read() -> None:
         "ubatch_size": "32",
         "gpu_layers": "7",
         "threads": "3",
-        "pooling_implementation": "builtin",
+        "pooling_implementation": "manual",
         "flash_attention": "disabled",
         "forward_pass": "decode",
         "microllm_max_tokens": "9",
@@ -38,7 +41,6 @@ def test_values_are_read() -> None:
         batch_size=64,
         ubatch_size=32,
         gpu_layers=7,
-        pooling_implementation="builtin",
         flash_attention="disabled",
         forward_pass="decode",
         microllm_max_tokens=9,
@@ -68,7 +70,7 @@ def test_threads_never_exceed_the_quota() -> None:
         ("contexts", "0"),
         ("contexts", "all"),
         ("contexts", "65"),
-        ("pooling_implementation", "mean"),
+        ("pooling_implementation", "builtin"),
         ("flash_attention", "on"),
         ("forward_pass", "both"),
         ("backend", "  "),

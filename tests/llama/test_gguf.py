@@ -227,4 +227,5 @@ def test_random_bytes_behind_the_magic(data: bytes, tmp_path_factory: pytest.Tem
 def test_block_sizes_are_those_of_the_gguf_package() -> None:
     package = pytest.importorskip("gguf")
     theirs = {int(kind): size for kind, size in package.GGML_QUANT_SIZES.items()}
+    theirs.setdefault(42, (64, 18))  # Q2_0: llama.cpp has it (ggml-common.h, block_q2_0), released packages do not yet
     assert dict(gguf.BLOCKS) == {kind: theirs[kind] for kind in gguf.BLOCKS}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.llama import inputs
-from engines.llama.gguf import SpecialIds
+from engines.llama.gguf import Header, SpecialIds
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Pooling
 from engines.runtime.batch import RerankPairs, TokenBatch
@@ -44,6 +44,32 @@ def compose(query: list[int], documents: list[list[int]], special: SpecialIds, s
 )
 def test_pairs(name: str, query: list[int], document: list[int], special: SpecialIds, expected: list[int]) -> None:
     assert compose(query, [document], special) == [expected], name
+
+
+@pytest.mark.parametrize(
+    ("architecture", "vocabulary", "expected"),
+    [
+        ("bert", "no_vocab", [2, 10, 3, 20, 3]),
+        ("bert", "bert", [2, 10, 3, 20, 3]),
+        ("bert", "t5", [2, 10, 3, 3, 20, 3]),  # XLM-RoBERTa: <s> q </s></s> d </s>
+        ("bert", "gpt2", [2, 10, 3, 3, 20, 3]),  # RoBERTa
+        ("modern-bert", "gpt2", [2, 10, 3, 20, 3]),
+        ("bert", "rwkv", None),
+        ("gemma-embedding", "llama", None),
+    ],
+)
+def test_the_pair_template_follows_the_vocabulary(
+    architecture: str, vocabulary: str, expected: list[int] | None
+) -> None:
+    header = Header(3, {"general.architecture": architecture, "tokenizer.ggml.model": vocabulary}, {}, 0)
+    pairs = RerankPairs(np.array([2, 10, 3], dtype=np.int32), batch([[20, 3]]))
+    if expected is None:
+        with pytest.raises(EngineError, match="pair template") as caught:
+            inputs.pair_separators(header)
+        assert caught.value.code is ErrorCode.MODEL_UNSUPPORTED
+    else:
+        composed = inputs.compose_pairs(pairs, BERT, separators=inputs.pair_separators(header))
+        assert [row.tolist() for row in composed.rows()] == [expected]
 
 
 def test_several_candidates_share_the_query() -> None:

@@ -177,9 +177,9 @@ from engines.runtime.main import run
 
 
 class Unguarded(binding.NativeContext):
-    def __init__(self, model, shape, *, stop=None):
+    def __init__(self, model, shape):
         import dataclasses
-        super().__init__(model, dataclasses.replace(shape, n_ubatch=2048), stop=stop)
+        super().__init__(model, dataclasses.replace(shape, n_ubatch=2048))
         self.api.llama_free(self._context)
         params = self.api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max, params.embeddings = 2048, 2048, 64, 64, True
