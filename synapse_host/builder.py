@@ -155,7 +155,7 @@ def build(
                 **{key: value for key, value in fields.items() if value is not None},
             )
             manifest.write(folder, built)
-            manifest.read(folder)
+            try_tokenizer(manifest.read(folder), checkpoint.config["vocab_size"])
         return manifest.read(out)
     except BundleError as exc:
         raise BundleInvalid(str(exc)) from exc
@@ -163,12 +163,34 @@ def build(
         raise BundleInvalid(f"{exc.filename or out}: {exc.strerror or exc}") from exc
 
 
+def try_tokenizer(bundle: Bundle, vocab_size: int) -> None:
+    """Open a bundle's tokenizer and read one text with it: a bundle that can't take texts must not be built.
+
+    Raises BundleInvalid, also for an id beyond the model's *vocab_size* rows. A bundle without one takes ids only.
+    """
+    from synapse_host.tokenize import TextTokenizer
+
+    if bundle.manifest.tokenizer is UNSET:
+        return
+    tokenizer = TextTokenizer(bundle)
+    last = tokenizer.last_id
+    if last >= vocab_size:
+        raise BundleInvalid(
+            f"{bundle.manifest.tokenizer.path}: its largest id is {last}, config.json's vocab_size is {vocab_size}: "
+            "the tokenizer belongs to another model"
+        )
+    try:
+        tokenizer.rows(["a"], truncate=True)
+    except InvalidRequest as exc:
+        raise BundleInvalid(f"{bundle.manifest.tokenizer.path}: it can't read the text 'a': {exc}") from exc
+
+
 def _described(checkpoint: Checkpoint, known: facts.Facts) -> dict[str, Any]:
     return {
         "max_tokens": known.max_tokens,
         "pooling": known.pooling,
         "normalize": known.normalize,
-        "score": "sigmoid" if checkpoint.task == "rerank" else None,
+        "score": known.score,
         "special_ids": known.special_ids or None,
         "head": known.head,
         "token_types": known.token_types,

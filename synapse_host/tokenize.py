@@ -150,6 +150,11 @@ class TextTokenizer:
         """True when reading the text's special-token literals as tokens would change its ids."""
         return self.template(text) != self.literal(text)
 
+    @property
+    def last_id(self) -> int:
+        """The largest id that this tokenizer can give, added tokens included."""
+        return max(self._plain.get_vocab(with_added_tokens=True).values())
+
     def token(self, id: int) -> str:
         """Return the text of a token id; empty where the vocabulary has no such id."""
         return self._plain.id_to_token(id) or ""

@@ -106,6 +106,21 @@ class Checkpoint:
 
 def read_json(file: Path) -> dict[str, Any]:
     """Read one bounded JSON object; duplicate keys are refused. Raises CheckpointError naming the file."""
+    obj = _read_json(file)
+    if not isinstance(obj, dict):
+        raise CheckpointError(f"{file} must hold one JSON object")
+    return obj
+
+
+def read_json_list(file: Path) -> list[dict[str, Any]]:
+    """Read one bounded JSON list of objects, as :func:`read_json` reads one."""
+    obj = _read_json(file)
+    if not isinstance(obj, list) or not all(isinstance(item, dict) for item in obj):
+        raise CheckpointError(f"{file} must hold a JSON list of objects")
+    return obj
+
+
+def _read_json(file: Path) -> Any:
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         obj = dict(items)
@@ -124,8 +139,6 @@ def read_json(file: Path) -> dict[str, Any]:
         obj = json.loads(data, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as exc:
         raise CheckpointError(f"{file} is not valid JSON: {exc}") from exc
-    if not isinstance(obj, dict):
-        raise CheckpointError(f"{file} must hold one JSON object")
     return obj
 
 

@@ -1,7 +1,7 @@
 """What a checkpoint folder says beyond its weights: pooling, normalisation, length limit, special ids, head.
 
-Sources: ``modules.json`` with ``1_Pooling`` (sentence-transformers), ``sentence_bert_config.json``, ``1_LogitScore``,
-``tokenizer.json`` and its ``tokenizer_config.json``, ``config.json``. Nothing here needs the tokenizers package.
+How each file beside the weights is read, and what is refused, stands in :mod:`engines.bundle.pipeline`. Nothing here
+needs the tokenizers package.
 
 Shapes of what goes into a manifest:
 
@@ -21,16 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from engines.bundle import pipeline
 from engines.bundle.checkpoint import Checkpoint, CheckpointError, read_json
 from engines.protocol.messages import Pooling
 
 _ROLES: Final = ("cls", "sep", "bos", "eos", "pad", "unk", "mask")
-_POOLING_FLAGS: Final[dict[str, Pooling]] = {
-    "pooling_mode_mean_tokens": Pooling.MEAN,
-    "pooling_mode_cls_token": Pooling.CLS,
-    "pooling_mode_lasttoken": Pooling.LAST,
-}
-_POOLING_NAMES: Final[dict[str, Pooling]] = {"mean": Pooling.MEAN, "cls": Pooling.CLS, "lasttoken": Pooling.LAST}
 _POOLING_BY_FAMILY: Final[dict[str, Pooling]] = {
     "bert": Pooling.MEAN,
     "modernbert": Pooling.CLS,
@@ -51,59 +46,38 @@ class Facts:
     head: dict[str, Any] | None = None
     token_types: bool | None = None
     chat_template: str | None = None
+    score: str | None = None
+    """``sigmoid`` or ``identity``, of a reranker."""
+    end_ids: tuple[int, ...] = ()
+    """Every id that ends a generation."""
+    notes: tuple[str, ...] = ()
+    """What the person who builds this should know: sentences."""
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> Facts:
-    """Read the facts of an opened checkpoint. Raises CheckpointError where a file contradicts itself."""
-    config, family, task = checkpoint.config, checkpoint.family, checkpoint.task
-    special = special_ids(checkpoint)
-    embed = task == "embed"
+    """Read the facts of an opened checkpoint. Raises CheckpointError for what would silently change its numbers."""
+    config, family, task, folder = checkpoint.config, checkpoint.family, checkpoint.task, checkpoint.folder
+    raw = read_json(folder / "config.json")
+    pipeline.check_config(raw, folder / "config.json")
+    lowers = pipeline.check_tokenizer_files(folder)
+    steps = pipeline.read_pipeline(folder)
+    embed, generate = task == "embed", task == "generate"
+    notes = pipeline.check_prompts(folder) if embed else pipeline.check_generation(folder) if generate else []
+    limits = [config["max_position_embeddings"], pipeline.read_limit(folder, tokenizer_lowers=lowers)]
+    limits.append(None if generate else pipeline.tokenizer_limit(folder))
     return Facts(
         dims=1 if task == "rerank" else config["hidden_size"],
-        max_tokens=max_tokens(checkpoint),
-        pooling=pooling(checkpoint) if embed else None,
-        normalize=normalize(checkpoint) if embed else None,
-        special_ids=special,
-        head=head(checkpoint) if task == "rerank" else None,
+        max_tokens=min(limit for limit in limits if limit),
+        pooling=(steps and steps.pooling) or _POOLING_BY_FAMILY[family] if embed else None,
+        normalize=(steps is None or steps.normalize) if embed else None,
+        special_ids=special_ids(checkpoint),
+        head=head(checkpoint, steps) if task == "rerank" else None,
         token_types=True if family == "bert" and task == "rerank" and config["type_vocab_size"] > 1 else None,
-        chat_template=chat_template(checkpoint.folder) if task == "generate" else None,
+        chat_template=pipeline.chat_template(folder) if generate else None,
+        score=pipeline.read_score(raw, folder / "config.json") if task == "rerank" else None,
+        end_ids=tuple(pipeline.end_ids(folder, raw, config["vocab_size"])) if generate else (),
+        notes=tuple(notes),
     )
-
-
-def pooling(checkpoint: Checkpoint) -> Pooling:
-    """Return the pooling of ``1_Pooling/config.json``, else the family's own."""
-    file = checkpoint.folder / "1_Pooling" / "config.json"
-    if not file.exists():
-        return _POOLING_BY_FAMILY[checkpoint.family]
-    conf = read_json(file)
-    on = [key for key, value in conf.items() if key.startswith("pooling_mode_") and value is True]
-    named = conf.get("pooling_mode")
-    if not on and isinstance(named, str) and named in _POOLING_NAMES:
-        return _POOLING_NAMES[named]
-    if len(on) != 1 or on[0] not in _POOLING_FLAGS:
-        raise CheckpointError(f"{file}: pooling {on or 'none'} is not supported, only one of mean, cls, last token")
-    return _POOLING_FLAGS[on[0]]
-
-
-def normalize(checkpoint: Checkpoint) -> bool:
-    """Tell whether vectors are L2-normalised: as ``modules.json`` says, true where there is none."""
-    file = checkpoint.folder / "modules.json"
-    if not file.exists():
-        return True
-    try:
-        return "Normalize" in file.read_text("utf-8")  # a JSON list of class names; the last part is what counts
-    except (OSError, UnicodeDecodeError) as exc:
-        raise CheckpointError(f"{file}: {exc}") from exc
-
-
-def max_tokens(checkpoint: Checkpoint) -> int:
-    """Return the longest row served, in tokens with specials: the model's own limit, cut to its position table."""
-    limit: int = checkpoint.config["max_position_embeddings"]
-    file = checkpoint.folder / "sentence_bert_config.json"
-    said = read_json(file).get("max_seq_length") if file.exists() else None
-    if type(said) is int and said > 0:
-        limit = min(limit, said)
-    return limit
 
 
 def special_ids(checkpoint: Checkpoint) -> dict[str, int]:
@@ -142,13 +116,15 @@ def special_ids(checkpoint: Checkpoint) -> dict[str, int]:
     return {role: ids[role] for role in _ROLES if role in ids}
 
 
-def head(checkpoint: Checkpoint) -> dict[str, Any]:
+def head(checkpoint: Checkpoint, steps: pipeline.Pipeline | None) -> dict[str, Any]:
     """Return what the manifest says about a reranker's head."""
     if checkpoint.family == "bert":
         return {"kind": "pooler"}
     if checkpoint.family == "modernbert":
         return {"kind": "dense", "pooling": checkpoint.config["classifier_pooling"]}
-    file = checkpoint.folder / "1_LogitScore" / "config.json"
+    # Without a pipeline the folder's usual name counts: older exports have the module's settings and no modules.json.
+    module = steps.score_folder if steps is not None and steps.score_folder else checkpoint.folder / "1_LogitScore"
+    file = module / "config.json"
     conf = read_json(file) if file.exists() else {}
     ids = {}
     vocabulary = _vocabulary(checkpoint.folder)
@@ -161,16 +137,6 @@ def head(checkpoint: Checkpoint) -> dict[str, Any]:
             )
         ids[word] = value
     return {"kind": "yes_no", **ids}
-
-
-def chat_template(folder: Path) -> str | None:
-    """Return the chat template, from its own file or tokenizer_config.json."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text("utf-8")
-    file = folder / "tokenizer_config.json"
-    template = read_json(file).get("chat_template") if file.exists() else None
-    return template if isinstance(template, str) else None
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from engines.bundle.safetensors import Array, FloatArray
 
 DTYPES: Final = ("f32", "f16", "bf16", "q8_0")
+END_KEY: Final = "synapse.end_token_ids"
 TOKEN_TYPE_KEY: Final = "synapse.token_type_vocab_offset"  # noqa: S105
 _FILE_TYPES: Final = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 _POOLING_TYPES: Final = {"mean": 1, "cls": 2, "last": 3, "rank": 4}
@@ -275,6 +276,8 @@ def _vocabulary(writer: Any, checkpoint: Checkpoint, known: facts.Facts) -> None
         if role in known.special_ids:
             writer.add_uint32(f"tokenizer.ggml.{key}_token_id", known.special_ids[role])
     if checkpoint.task == "generate":
+        if known.end_ids:
+            writer.add_array(END_KEY, list(known.end_ids))
         writer.add_add_bos_token(False)
         if known.chat_template:
             writer.add_chat_template(known.chat_template)

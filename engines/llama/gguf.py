@@ -156,6 +156,13 @@ class Header:
         return SpecialIds(bos=cls if bos is None else bos, sep=sep, eos=eos, pad=pad)
 
     @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end a generation by the model's own files; llama.cpp's vocabulary knows one, or guesses by name."""
+        listed = self.metadata.get("synapse.end_token_ids")
+        values = listed.values if isinstance(listed, Array) else None
+        return frozenset(value for value in values or () if isinstance(value, int))
+
+    @property
     def has_rank_head(self) -> bool:
         """Whether the file was made for RANK pooling and carries the classifier for it (U7)."""
         return self.pooling_type == 4 and any(name.startswith("cls") for name in self.tensors)

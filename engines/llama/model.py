@@ -71,6 +71,7 @@ class LlamaModel(Model):
         self._chunk_tokens = min(config.encode_chunk_tokens, max(GRANULE, fits))
         self._qwen3 = "qwen3" in header.architecture.lower()
         self._reranks = header.has_rank_head and not self._qwen3
+        self._ends = header.end_ids
         self.dims = 1 if self._reranks else native.n_embd_out
         limits = [native.n_ctx_train, header.context_length, header.position_rows]  # U3
         self.limit = min(limit for limit in limits if limit)
@@ -183,7 +184,7 @@ class LlamaModel(Model):
                 progress.advance()
             while True:
                 token = self._choose(context)
-                if self._native.is_end(token):
+                if token in self._ends or self._native.is_end(token):
                     reason = FinishReason.STOP
                     break
                 tokens.append(token)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
+from engines.bundle import facts
 from engines.bundle.checkpoint import Checkpoint
 from synapse_host import builder
 from synapse_host.cli.console import Console
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     limit = checkpoint.config["max_position_embeddings"]
     if args.max_tokens is not None and args.max_tokens > limit:
         raise InvalidRequest(f"--max-tokens {args.max_tokens}: the checkpoint has {limit} positions")
+    notes = facts.of_checkpoint(checkpoint).notes
     with console.stages(out.name) as progress:
         bundle = builder.build(
             checkpoint.folder,
@@ -84,11 +86,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
                 {"format": a.format, "path": a.path, "digest": a.digest, "bytes": a.bytes, "dtype": a.dtype}
                 for a in bundle.manifest.artifacts
             ],
+            "notes": list(notes),
         }
     )
     console.line(f"{bundle.root}  {bundle.manifest.family} {bundle.manifest.task}, manifest {bundle.digest[:12]}")
     for artifact in bundle.manifest.artifacts:
         console.line(f"  {artifact.format:<20} {artifact.dtype:<5} {artifact.bytes:>12,} bytes  {artifact.path}")
+    for note in notes:
+        console.line(f"  note: {note}")
     return EXIT_OK
 
 

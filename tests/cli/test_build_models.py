@@ -45,7 +45,7 @@ def test_build_prints_the_documented_keys(tmp_path: Path, checkpoint: Path, caps
     code, found = document(capsys, "build", checkpoint, out, "--max-tokens", 32, "--pooling", "cls")
     assert code == 0
     assert found["bundle"] == str(out)
-    assert set(found) == {"bundle", "manifest_digest", "artifacts"}
+    assert set(found) == {"bundle", "manifest_digest", "artifacts", "notes"} and found["notes"] == []
     assert [(a["format"], a["dtype"]) for a in found["artifacts"]] == [
         ("gguf", "f16"), ("safetensors-package", "f32"),
     ]  # fmt: skip

@@ -283,3 +283,52 @@ def test_greedy_tokens_as_transformers_computes_them(tmp_path: Path, load: Any, 
     for row, expected in zip(rows(known), known["greedy"], strict=True):
         found = model.generate(np.asarray(row, np.int32), max_tokens=8, progress=silent())
         assert list(found.generated_token_ids) == expected.tolist()
+
+
+def test_every_end_that_the_model_names_ends_a_generation(tmp_path: Path, load: Any) -> None:
+    """lighteval#1278: the turn's end stands in generation_config.json's list alone, and generation never stopped."""
+    ids = np.array([5, 6, 7], dtype=np.int32)
+
+    def generated(folder: Path) -> tuple[int, ...]:
+        out = folder.with_suffix(".gguf")
+        builder.build(Checkpoint.open(folder), out, dtype="f32")
+        toy = ToyGguf(out, folder, sha256(out))
+        return load(toy).generate(ids, max_tokens=6, grammar=None, progress=silent()).generated_token_ids  # type: ignore[no-any-return]
+
+    folder = toy_models.write_llama(tmp_path / "plain")
+    full = generated(folder)
+    last = next(n for n in range(1, 6) if full[n] not in full[:n])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, full[last]]}))
+    assert generated(folder) == full[:last]
+
+
+def test_sentencepiece_tokens_spell_words_and_bytes(tmp_path: Path, load: Any) -> None:
+    """Llama-2's kind of BPE used to be taken for byte-level, and texts came out as ``[UNK_BYTE_0x…``."""
+    folder = toy_models.write_llama(tmp_path / "spm")
+    words = [f"▁w{n}" for n in range(320 - 259)]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    special = [{"id": n, "content": tokens[n], "special": True} for n in range(3)]
+    document = {
+        "added_tokens": special,
+        "decoder": {"type": "Sequence", "decoders": [{"type": "Replace"}, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "merges": [],
+                  "vocab": {text: n for n, text in enumerate(tokens)}},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    out = tmp_path / "spm.gguf"
+    builder.build(Checkpoint.open(folder), out, dtype="f32")
+    model = load(ToyGguf(out, folder, sha256(out)))
+    spelled = {"special": 0, "byte": 0, "word": 0}
+    for first in range(5, 60):
+        made = model.generate(np.array([first], np.int32), max_tokens=8, grammar=None, progress=silent())
+        parts = []
+        for id in made.generated_token_ids:
+            kind = "special" if id < 3 else "byte" if id < 259 else "word"
+            spelled[kind] += 1
+            parts.append(b"" if id < 3 else bytes([id - 3]) if id < 259 else f" w{id - 259}".encode())
+        assert made.text == b"".join(parts).decode("utf-8", "replace")
+    assert spelled["byte"] and spelled["word"]
+    document["decoder"] = {"type": "WordPiece"}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(BundleError, match="decoder"):
+        builder.build(Checkpoint.open(folder), tmp_path / "no.gguf", dtype="f32")
