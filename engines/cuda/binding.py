@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from engines.cuda.faults import refuse
 from engines.cuda.floor import LINUX, WINDOWS, Facts
-from engines.cuda.graph import UNFUSED, Graph
+from engines.cuda.graph import Graph
+from engines.cuda.options import CPU_OPTIMIZERS_OFF, CUDA_OPTIMIZERS_OFF, session_entries
 from engines.protocol.errors import EngineError, ErrorCode
 
 # Since 1.31 onnxruntime keeps a database of events and sends them to its maker unless this is set before its import.
@@ -78,17 +79,12 @@ def session(
     options.intra_op_num_threads = threads
     options.enable_mem_pattern = False  # [P]: patterns are cached per input shape, and shapes vary here
     options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin)))  # [K]
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # [K]: idle threads give their core away
-    if cpus:
-        options.add_session_config_entry("session.intra_op_thread_affinities", cpus)  # [K]
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")  # [K]
+    for key, value in session_entries(cuda=cuda is not None, spin=spin, cpus=cpus).items():
+        options.add_session_config_entry(key, value)  # [K]
     values = [ort.OrtValue.ortvalue_from_numpy(array) for array in graph.weights.values()]  # [P]: no copy on the CPU
     options.add_external_initializers(list(graph.weights), values)  # [P]
-    wanted, off = ("CPUExecutionProvider", UNFUSED) if cuda is None else ("CUDAExecutionProvider", None)
-    if cuda is not None:
-        # [K]: creation fails when a node would land on the CPU; without it onnxruntime falls back and says nothing.
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    wanted = "CPUExecutionProvider" if cuda is None else "CUDAExecutionProvider"
+    off = list(CPU_OPTIMIZERS_OFF if cuda is None else CUDA_OPTIMIZERS_OFF)
     providers = [(wanted, cuda or {})]  # [E] options
     try:
         made = ort.InferenceSession(graph.model, options, providers, enable_fallback=0, disabled_optimizers=off)  # [P]

@@ -164,8 +164,12 @@ class CudaDevice:
         self._events: list[Any] = []
         self._ladder = policy.ladder
         names = sorted({name for r in (*routes, *captured) for name in r.graph.inputs})
-        self._out = min(policy.rows, policy.tokens) * dims * 4
-        size = slot_bytes(names, cells=max(policy.tokens, widest), rows=min(policy.rows, policy.tokens))
+        # A recorded shape runs whole, so a slot holds the largest one however small the call budget is.
+        shapes = [(CAPTURED_ROWS[-1], width) for width in self._captured_widths()]
+        rows = max([policy.max_rows(1), *(rows for rows, _ in shapes)])
+        cells = max([policy.tokens, widest, *(rows * width for rows, width in shapes)])
+        self._out = rows * dims * 4
+        size = slot_bytes(names, cells=cells, rows=rows)
         self.slots: tuple[Slot, ...] = tuple(self._slot(size) for _ in range(2))
         self._recorded: dict[tuple[int, int], tuple[Binding, int, int, str]] = {}
 
@@ -230,13 +234,14 @@ class CudaDevice:
         slot.native.pop("binding", None)
         return slot.out[: shape.rows * self.dims].reshape(shape.rows, self.dims)
 
-    def record(self, recorded: Callable[[], None]) -> None:
-        """Record the latency shapes, each with its own buffers; *recorded* is told of each. At LOAD only, one thread.
+    def _captured_widths(self) -> tuple[int, ...]:
+        """Widths to record: only those of the ladder, since a model may need its widths in whole blocks."""
+        return tuple(width for width in CAPTURED_WIDTHS if width in self._ladder) if self.captured else ()
 
-        Only widths of the ladder: a model may need its widths in whole blocks.
-        """
+    def record(self, recorded: Callable[[], None]) -> None:
+        """Record the latency shapes, each with its own buffers; *recorded* is told of each. At LOAD, one thread."""
         slot = self.slots[0]
-        for width in (w for w in CAPTURED_WIDTHS if w in self._ladder):
+        for width in self._captured_widths():
             chosen = route(self.captured, width)
             for rows in CAPTURED_ROWS:
                 shape = layout(chosen.graph.inputs, rows=rows, width=width)

@@ -22,6 +22,7 @@ from engines.bundle.package import profile_of
 from engines.bundle.safetensors import SafetensorsFile
 from engines.cuda import floor, settings
 from engines.cuda.buckets import Policy, ladder_up_to
+from engines.cuda.options import cuda_provider
 from engines.cuda.settings import (
     CPU_CALL_TOKENS,
     CPU_CALL_TOKENS_INT8,
@@ -220,14 +221,14 @@ class _Assembly:
         return self._cpu() if self.device == "cpu" else self._cuda()
 
     def _graph(self, variant: Variant) -> Graph:
-        from engines.cuda.graph import build
+        from engines.cuda.families import build
 
         return build(self.spec, self.store, variant)
 
     def _cpu(self) -> OwnedModel:
         from engines.cuda import binding
         from engines.cuda.devices import CpuDevice, Route
-        from engines.cuda.graph import cpu_variants
+        from engines.cuda.families import cpu_variants
         from engines.cuda.model import OwnedModel
 
         multiple, free = self.blocks()
@@ -263,7 +264,7 @@ class _Assembly:
     def _cuda(self) -> OwnedModel:
         from engines.cuda import binding
         from engines.cuda.devices import CudaDevice, Route
-        from engines.cuda.graph import cuda_variants, recorded_variants
+        from engines.cuda.families import cuda_variants, recorded_variants
         from engines.cuda.model import OwnedModel
 
         multiple, free = self.blocks()
@@ -318,20 +319,13 @@ class _Assembly:
         return window, window + 1
 
     def _options(self, cuda: Any) -> dict[str, str]:
-        """Provider options of every session (7.1): one stream for copies and kernels, a bounded arena, exact fp32."""
-        options = {
-            "device_id": str(cuda.index),
-            "user_compute_stream": str(int(cuda.stream)),
-            "do_copy_in_default_stream": "1",
-            "arena_extend_strategy": "kSameAsRequested",
-            "use_tf32": "0",
-            "enable_cudnn": "0",  # no operator here needs it, and without this a machine lacking it is refused
-            "enable_skip_layer_norm_strict_mode": "1",
-            "enable_cuda_graph": "1" if self.chosen.cuda_graphs else "0",
-        }
-        if self.chosen.gpu_mem_limit_mb:
-            options["gpu_mem_limit"] = str(self.chosen.gpu_mem_limit_mb * 2**20)
-        return options
+        """Provider options of a session (7.1)."""
+        return cuda_provider(
+            index=cuda.index,
+            stream=int(cuda.stream),
+            cuda_graphs=self.chosen.cuda_graphs,
+            memory_limit=self.chosen.gpu_mem_limit_mb * 2**20,
+        )
 
     def _smoke(self, model: OwnedModel, lengths: list[int]) -> None:
         """Run rows of pad tokens and look at the result: a model that can't answer isn't loaded."""

@@ -6,7 +6,9 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-SOURCES: Final = ("graph.py", "graph_bert.py", "graph_int8.py", "graph_modernbert.py", "graph_qwen3.py")
+SOURCES: Final = (
+    "families.py", "graph.py", "graph_bert.py", "graph_int8.py", "graph_modernbert.py", "graph_qwen3.py", "options.py",
+)  # fmt: skip
 
 
 def source_revision() -> str:

@@ -15,8 +15,9 @@ from cuda.bindings import driver, runtime
 
 from engines.bundle.checkpoint import Checkpoint
 from engines.cuda import binding
+from engines.cuda.families import build
 from engines.cuda.faults import refuse
-from engines.cuda.graph import Graph, Variant, WeightStore, build
+from engines.cuda.graph import Graph, Variant, WeightStore
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime.engine import DeviceLost
 from tests.cuda.test_graph import spec_of
