@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from engines.bundle import manifest as bundles
 from engines.bundle.manifest import Bundle, BundleError
 from engines.cuda import floor
+from engines.cuda.settings import PRECISION_VARIABLE
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import MAX_ITEMS, PackedCapability, Request
 from engines.runtime.engine import OWNED_SERVING, Engine, EngineIdentity, Probe, WorkerOptions
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
     from engines.protocol.messages import Load
     from engines.runtime.engine import Model
     from engines.runtime.progress import ProgressReporter
-
-PRECISION_VARIABLE: Final = "SYNAPSE_CUDA_PRECISION"
-"""f16 or f32: HELLO names the numerics, so they are chosen before LOAD. f32 on the GPU is the oracle; the CPU has no
-other."""
 
 
 class CudaEngine(Engine):

@@ -145,6 +145,15 @@ class WeightStore:
                 self._on_tensor()
         return array
 
+    def not_finite(self) -> str | None:
+        """Return the name of a converted tensor that holds NaN or infinity; None where all are finite."""
+        import numpy as np
+
+        for name, array in self._cache.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                return name
+        return None
+
 
 class GraphBuilder:
     """Collects nodes and weights; every method returns the name of a value."""

@@ -24,7 +24,7 @@ import msgspec
 
 from engines.protocol.errors import EngineError, RemoteProtocolError
 from engines.protocol.messages import VERSION
-from engines.runtime.engine import Engine, EngineIdentity, WorkerOptions, own_version
+from engines.runtime.engine import DeviceLost, Engine, EngineIdentity, WorkerOptions, own_version
 from engines.runtime.transport import HANDSHAKE_S, PeerGone, Transport, TransportFailed, connect_socket
 from engines.runtime.worker import DeviceLostExit, Worker
 
@@ -123,6 +123,9 @@ def _guarded(program: str, body: Callable[[], None]) -> int:
         body()
     except (RemoteProtocolError, TransportFailed, DeviceLostExit, EngineError) as exc:
         print(f"{program}: fatal: {exc}", file=sys.stderr, flush=True)
+        if isinstance(exc, (DeviceLostExit, DeviceLost)):
+            # A native library's destructors may abort on a lost device: leave without running them.
+            os._exit(1)
         return 1
     except PeerGone:
         return 0

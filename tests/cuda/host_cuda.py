@@ -49,7 +49,13 @@ class HostCuda:
         assert event in self.fired, "waited for an event that was never recorded"
         self.calls.append(f"wait {event}")
 
-    def free(self, pinned: tuple[int, ...], device: tuple[int, ...], events: tuple[Any, ...]) -> None:
-        for address in (*pinned, *device):
-            del self.live[address]
-        self.events -= len(events)
+    def upload(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+        """No weights on a device: the CPU provider's sessions keep their own."""
+        return {}
+
+    def settle(self) -> None:
+        self.calls.append("settle")
+
+    def close(self) -> None:
+        self.live.clear()
+        self.events = 0

@@ -104,7 +104,7 @@ def test_a_wrong_argument_would_be_noticed() -> None:
 def test_size_and_sources() -> None:
     """Small enough to be read against the vendor's pages, and every native call names its page."""
     lines = SOURCE.splitlines()
-    assert len(lines) < 200
+    assert len(lines) < 260
     for owner, name, call in native_calls():
         span = lines[max(0, call.lineno - 2) : call.end_lineno]
         assert any(re.search(r"\[[DRPKE]\]", line) for line in span), f"{owner}.{name} in line {call.lineno}"
