@@ -40,17 +40,32 @@ def driver_facts(index: int) -> Facts:
     try:
         if driver.cuInit(0)[0]:  # [D] cuInit: before any other driver call
             return Facts()
-        version = driver.cuDriverGetVersion()[1]  # [D]: 1000 x major + 10 x minor
-        status, device = driver.cuDeviceGet(index)  # [D] cuDeviceGet
+        version = int(driver.cuDriverGetVersion()[1])  # [D]: 1000 x major + 10 x minor
+        found = capability(index)
+        if found is None:
+            return Facts(version)
+        name = driver.cuDeviceGetName(64, driver.cuDeviceGet(index)[1])[1]  # [D]
+    except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError: no libcuda at all
+        return Facts()
+    return Facts(version, found, missing_library(), bytes(name).rstrip(b"\0 ").decode())
+
+
+def capability(index: int) -> tuple[int, int] | None:
+    """Return the compute capability of device *index*, None where there is no driver or no such device."""
+    try:
+        from cuda.bindings import driver
+
+        if driver.cuInit(0)[0]:  # [D]
+            return None
+        status, device = driver.cuDeviceGet(index)  # [D]
         if status:
-            return Facts(driver_api=int(version))
+            return None
         names = (f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}" for part in ("MAJOR", "MINOR"))
         kinds = [getattr(driver.CUdevice_attribute, name) for name in names]
         major, minor = (int(driver.cuDeviceGetAttribute(kind, device)[1]) for kind in kinds)  # [D] attributes 75 and 76
-        name = driver.cuDeviceGetName(64, device)[1]  # [D] cuDeviceGetName
-    except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError: no libcuda at all
-        return Facts()
-    return Facts(int(version), (major, minor), missing_library(), bytes(name).rstrip(b"\0 ").decode())
+    except (ImportError, RuntimeError):
+        return None
+    return major, minor
 
 
 def missing_library() -> str | None:

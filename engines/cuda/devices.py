@@ -173,7 +173,7 @@ class CudaDevice:
         cells = max([policy.tokens, widest, *(rows * width for rows, width in shapes)])
         self._out = rows * dims * 4
         size = slot_bytes(names, cells=cells, rows=rows)
-        self.slots: tuple[Slot, ...] = tuple(self._slot(size) for _ in range(2))
+        self.slots: tuple[Slot, ...] = (self._slot(size), self._slot(size))
         self._recorded: dict[tuple[int, int], tuple[Binding, int, int, str]] = {}
 
     def _slot(self, size: int) -> Slot:

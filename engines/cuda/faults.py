@@ -23,6 +23,7 @@ STICKY: Final = {
     "cudaErrorLaunchFailure": 719,
     "cudaErrorTensorMemoryLeak": 721,
     "cudaErrorMpsClientTerminated": 810,
+    "cudaErrorExternalDevice": 911,
     "cudaErrorUnknown": 999,
 }
 """cudaError_t after which NVIDIA's reference has the process terminated; every later call would fail too.

@@ -394,10 +394,9 @@ class _Assembly:
                 ErrorCode.ARTIFACT_INVALID, f"the model answers NaN or infinity; its weights are damaged: {damaged}"
             )
         what = f"the model answers NaN or infinity for rows of {width} tokens, though every weight is finite"
+        cause = f"a value leaves {self.store.dtype}'s range, or {self.device} computes wrong values"
         if self.precision == "f16":
-            cause = f"a value may leave float16's range; set {PRECISION_VARIABLE}=f32 in the engine's env of the matrix"
-        else:
-            cause = f"{self.device} computes wrong values"
+            cause += f"; try {PRECISION_VARIABLE}=f32 in the engine's env of the matrix"
         return EngineError(ErrorCode.NONFINITE_OUTPUT, f"{what}: {cause}")
 
 

@@ -39,6 +39,9 @@ class HostCuda:
 
     def copy(self, target: int, source: int, size: int, *, up: bool) -> None:
         self.calls.append("up" if up else "down")
+        for address in (target, source):
+            inside = any(start <= address and address + size <= start + a.nbytes for start, a in self.live.items())
+            assert inside, f"a copy of {size} bytes beyond its block"
         ctypes.memmove(target, source, size)
 
     def record(self, event: int) -> None:
