@@ -12,6 +12,7 @@
 #   make bench     the benchmark suite: a table, reports/bench.json and reports/bench.html (QUICK=1: under 3 minutes)
 #   make bench-rivals   install what it is compared with into .venv-rivals and .venv-infinity (torch twice: large)
 #   make goldens   recompute the golden files (needs torch and transformers in .venv-reference)
+#   make rehearse-cuda   the CUDA lane on stub libraries, every family, precision and compute capability (no GPU)
 #   make hw-cuda   hardware tests on an NVIDIA GPU, at most ten minutes; fails rather than skips without one
 #   make hw-ane    hardware tests on the Apple Neural Engine; fails rather than skips without one
 #   make hw-metal  hardware tests on Metal; fails rather than skips without it
@@ -27,7 +28,8 @@ endif
 REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
-.PHONY: setup demo test lint lock doctor faults faults-nightly coverage mutants bench bench-rivals goldens hw-cuda hw-ane hw-metal
+.PHONY: setup demo test lint lock doctor faults faults-nightly coverage mutants bench bench-rivals goldens hw-cuda \
+  hw-ane hw-metal rehearse-cuda w-cuda
 
 setup:
 	@VENV="$(VENV)" $(or $(PYTHON),python3) scripts/setup.py
@@ -75,6 +77,9 @@ bench-rivals: setup
 
 goldens:
 	@for script in $(GOLDENS); do echo "$$script"; $(REFERENCE) $$script || exit 1; done
+
+rehearse-cuda: setup
+	@$(BIN)/python -m pytest -m "soak or not soak" tests/rehearsal
 
 hw-cuda: setup
 	@$(BIN)/python -m pytest -m cuda --hw=cuda --session-timeout=590 tests/hardware

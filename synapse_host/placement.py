@@ -138,7 +138,14 @@ def floor_text(floor: Floor) -> str:
         return f"{text}: API {_get(floor.observed, 'driver_api')}, needs {_get(floor.required, 'driver_api')}"
     if code == "cuda_compute_capability_too_low":
         return f"{text}: {_capability(floor.observed)}, needs {_capability(floor.required)}"
+    if has_no_code(floor):
+        return f"onnxruntime-gpu has no machine code for this device ({detail.removeprefix('onnxruntime-')})"
     return f"{text}: {detail}" if detail else text
+
+
+def has_no_code(floor: Floor) -> bool:
+    """Tell whether the CUDA runtime has no machine code for the device, which nothing to install would bring."""
+    return floor.code.startswith("cuda_runtime_missing:onnxruntime-sm_")
 
 
 _FLOOR_TEXTS: Final = {

@@ -15,15 +15,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.cuda.faults import refuse
+from engines.cuda import dlpack
+from engines.cuda.faults import STICKY, refuse
 from engines.cuda.floor import LINUX, WINDOWS, Facts
-from engines.cuda.graph import UNFUSED, Graph
+from engines.cuda.graph import Graph
+from engines.cuda.options import CPU_OPTIMIZERS_OFF, CUDA_OPTIMIZERS_OFF, session_entries
 from engines.protocol.errors import EngineError, ErrorCode
 
 # Since 1.31 onnxruntime keeps a database of events and sends them to its maker unless this is set before its import.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     import numpy.typing as npt
 
 
@@ -36,17 +40,32 @@ def driver_facts(index: int) -> Facts:
     try:
         if driver.cuInit(0)[0]:  # [D] cuInit: before any other driver call
             return Facts()
-        version = driver.cuDriverGetVersion()[1]  # [D]: 1000 x major + 10 x minor
-        status, device = driver.cuDeviceGet(index)  # [D] cuDeviceGet
+        version = int(driver.cuDriverGetVersion()[1])  # [D]: 1000 x major + 10 x minor
+        found = capability(index)
+        if found is None:
+            return Facts(version)
+        name = driver.cuDeviceGetName(64, driver.cuDeviceGet(index)[1])[1]  # [D]
+    except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError: no libcuda at all
+        return Facts()
+    return Facts(version, found, missing_library(), bytes(name).rstrip(b"\0 ").decode())
+
+
+def capability(index: int) -> tuple[int, int] | None:
+    """Return the compute capability of device *index*, None where there is no driver or no such device."""
+    try:
+        from cuda.bindings import driver
+
+        if driver.cuInit(0)[0]:  # [D]
+            return None
+        status, device = driver.cuDeviceGet(index)  # [D]
         if status:
-            return Facts(driver_api=int(version))
+            return None
         names = (f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}" for part in ("MAJOR", "MINOR"))
         kinds = [getattr(driver.CUdevice_attribute, name) for name in names]
         major, minor = (int(driver.cuDeviceGetAttribute(kind, device)[1]) for kind in kinds)  # [D] attributes 75 and 76
-        name = driver.cuDeviceGetName(64, device)[1]  # [D] cuDeviceGetName
-    except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError: no libcuda at all
-        return Facts()
-    return Facts(int(version), (major, minor), missing_library(), bytes(name).rstrip(b"\0 ").decode())
+    except (ImportError, RuntimeError):
+        return None
+    return major, minor
 
 
 def missing_library() -> str | None:
@@ -69,26 +88,33 @@ def _opens(library: str) -> bool:
 
 
 def session(
-    graph: Graph, *, threads: int, spin: bool = False, cpus: str = "", cuda: dict[str, str] | None = None
+    graph: Graph,
+    *,
+    threads: int,
+    spin: bool = False,
+    cpus: str = "",
+    cuda: dict[str, str] | None = None,
+    shared: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Create a session, by *cuda* on the GPU only (EngineError); *cpus*: of its threads but the caller's, from 1."""
+    """Create a session, by *cuda* on the GPU only (EngineError); *cpus*: of its threads but the caller's, from 1.
+
+    *shared*: weights by name that lie on the device already (:meth:`Cuda.upload`); the session makes no copy of them.
+    """
     import onnxruntime as ort
 
     options = ort.SessionOptions()  # [P] SessionOptions
     options.intra_op_num_threads = threads
     options.enable_mem_pattern = False  # [P]: patterns are cached per input shape, and shapes vary here
     options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin)))  # [K]
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # [K]: idle threads give their core away
-    if cpus:
-        options.add_session_config_entry("session.intra_op_thread_affinities", cpus)  # [K]
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")  # [K]
+    for key, value in session_entries(cuda=cuda is not None, spin=spin, cpus=cpus).items():
+        options.add_session_config_entry(key, value)  # [K]
     values = [ort.OrtValue.ortvalue_from_numpy(array) for array in graph.weights.values()]  # [P]: no copy on the CPU
-    options.add_external_initializers(list(graph.weights), values)  # [P]
-    wanted, off = ("CPUExecutionProvider", UNFUSED) if cuda is None else ("CUDAExecutionProvider", None)
-    if cuda is not None:
-        # [K]: creation fails when a node would land on the CPU; without it onnxruntime falls back and says nothing.
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    options.add_external_initializers(list(graph.weights), values)  # [P]: what graph optimisation may look into
+    for name, tensor in (shared or {}).items():
+        if name in graph.weights:
+            options.add_initializer(name, tensor)  # [P]: what runs
+    wanted = "CPUExecutionProvider" if cuda is None else "CUDAExecutionProvider"
+    off = list(CPU_OPTIMIZERS_OFF if cuda is None else CUDA_OPTIMIZERS_OFF)
     providers = [(wanted, cuda or {})]  # [E] options
     try:
         made = ort.InferenceSession(graph.model, options, providers, enable_fallback=0, disabled_optimizers=off)  # [P]
@@ -136,7 +162,7 @@ class Binding:
 
 
 class Cuda:
-    """One device's stream, memory and events; no arithmetic happens here."""
+    """One device's stream, memory and events; no arithmetic happens here. Owns all it makes until :meth:`close`."""
 
     kind = "cuda"
 
@@ -144,8 +170,15 @@ class Cuda:
         from cuda.bindings import runtime
 
         self._rt, self.index = runtime, index
+        self._owned: list[tuple[Callable[[Any], Any], Any]] = []
         self._call(runtime.cudaSetDevice(index))  # [R]: makes the primary context, the one onnxruntime uses, current
-        self.stream = self._call(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking))  # [R]
+        made = runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)  # [R]
+        self.stream = self._own(made, runtime.cudaStreamDestroy)  # [R]
+
+    def _own(self, result: Any, release: Callable[[Any], Any]) -> Any:
+        value = self._call(result)
+        self._owned.append((release, value))
+        return value
 
     def _call(self, result: Any) -> Any:
         status = int(result[0])
@@ -157,20 +190,35 @@ class Cuda:
         """Return (uint8 array, address) of page-locked host memory."""
         import numpy as np
 
-        address = int(self._call(self._rt.cudaHostAlloc(size, self._rt.cudaHostAllocDefault)))  # [R]
+        made = self._rt.cudaHostAlloc(size, self._rt.cudaHostAllocDefault)  # [R]
+        address = int(self._own(made, self._rt.cudaFreeHost))  # [R]
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)), address
 
     def memory(self, size: int) -> int:
         """Return the address of device memory."""
-        return int(self._call(self._rt.cudaMalloc(size)))  # [R]
+        return int(self._own(self._rt.cudaMalloc(size), self._rt.cudaFree))  # [R]
+
+    def upload(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
+        """Return *arrays* as tensors on the device, in one block of memory, for any number of sessions."""
+        import onnxruntime as ort
+
+        sizes = [-(-array.nbytes // 256) * 256 for array in arrays.values()]
+        address, tensors = self.memory(max(sum(sizes), 1)), {}
+        for (name, array), size in zip(arrays.items(), sizes, strict=True):
+            if array.nbytes:
+                self.copy(address, array.ctypes.data, array.nbytes, up=True)
+            tensors[name] = ort.OrtValue.from_dlpack(dlpack.capsule(address, array, self.index))  # [P]
+            address += size
+        self.settle()
+        return tensors
 
     def event(self) -> Any:
         """Return an event whose waiter sleeps instead of spinning."""
         flags = self._rt.cudaEventBlockingSync | self._rt.cudaEventDisableTiming
-        return self._call(self._rt.cudaEventCreateWithFlags(flags))  # [R]
+        return self._own(self._rt.cudaEventCreateWithFlags(flags), self._rt.cudaEventDestroy)  # [R]
 
     def copy(self, target: int, source: int, size: int, *, up: bool) -> None:
-        """Queue a copy between page-locked and device memory."""
+        """Queue a copy between host and device memory; only page-locked host memory lets the host go on meanwhile."""
         kinds = self._rt.cudaMemcpyKind
         kind = kinds.cudaMemcpyHostToDevice if up else kinds.cudaMemcpyDeviceToHost
         self._call(self._rt.cudaMemcpyAsync(target, source, size, kind, self.stream))  # [R]
@@ -188,11 +236,25 @@ class Cuda:
         free, total = self._call(self._rt.cudaMemGetInfo())  # [R]
         return int(free), int(total)
 
-    def free(self, pinned: tuple[int, ...], device: tuple[int, ...], events: tuple[Any, ...]) -> None:
-        """Release memory and events; the stream goes with the process."""
-        for address in pinned:
-            self._call(self._rt.cudaFreeHost(address))  # [R]
-        for address in device:
-            self._call(self._rt.cudaFree(address))  # [R]
-        for event in events:
-            self._call(self._rt.cudaEventDestroy(event))  # [R]
+    def settle(self) -> None:
+        """Wait until nothing is queued. Raises DeviceLost; any other error belongs to a run that has reported it.
+
+        After a failed run: its copies may still read a slot, and neither onnxruntime nor cuBLAS always says of what
+        they report that the device is lost.
+        """
+        result = self._rt.cudaStreamSynchronize(self.stream)  # [R]
+        if int(result[0]) in STICKY.values():
+            self._call(result)
+
+    def close(self) -> None:
+        """Release everything made here, the newest first, the stream last. Idempotent.
+
+        A failure doesn't keep the rest from being released; the first one is raised at the end.
+        """
+        failed = None
+        while self._owned:
+            release, value = self._owned.pop()
+            result = release(value)
+            failed = failed or (result if int(result[0]) else None)
+        if failed is not None:
+            self._call(failed)

@@ -42,10 +42,15 @@ class Policy:
     rows: int = 512
     multiple: int = 1
     free: int = 0
+    scores: int = 0
+    """Most attention scores of a bucket, rows x width x width, where a graph stores them; 0: none does (8.3.2)."""
 
     def max_rows(self, width: int) -> int:
         """Rows of *width* that a bucket may hold, at least one."""
-        return max(1, min(self.rows, self.tokens // width))
+        rows = min(self.rows, self.tokens // width)
+        if self.scores:
+            rows = min(rows, self.scores // width**2)
+        return max(1, rows)
 
     def widths(self, lengths: IntArray) -> IntArray:
         """Return the width each length runs at, int32, same shape."""

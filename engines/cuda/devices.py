@@ -16,6 +16,7 @@ from engines.cuda.buckets import Bucket, Policy
 from engines.cuda.graph import Graph
 from engines.cuda.staging import RESIDENT, Filler, Shape, Slot, layout, slot_bytes
 from engines.machine import bound_to
+from engines.protocol.errors import EngineError
 
 if TYPE_CHECKING:
     from engines.runtime.batch import FloatArray
@@ -140,7 +141,11 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """The CUDA provider on one stream: upload, forward and download of two slots follow each other on it."""
+    """The CUDA provider on one stream: upload, forward and download of two slots follow each other on it.
+
+    The host waits for a slot's event only, so it prepares one slot while the GPU works on the other. All memory belongs
+    to *cuda*, which the device closes; whoever fails to make a device closes it himself.
+    """
 
     def __init__(
         self,
@@ -160,13 +165,15 @@ class CudaDevice:
         pinned.view(np.int32)[:] = self._host_counting
         self._counting = cuda.memory(self._host_counting.nbytes)
         cuda.copy(self._counting, address, self._host_counting.nbytes, up=True)
-        self._pinned, self._memory = [address], [self._counting]
-        self._events: list[Any] = []
         self._ladder = policy.ladder
         names = sorted({name for r in (*routes, *captured) for name in r.graph.inputs})
-        self._out = min(policy.rows, policy.tokens) * dims * 4
-        size = slot_bytes(names, cells=max(policy.tokens, widest), rows=min(policy.rows, policy.tokens))
-        self.slots: tuple[Slot, ...] = tuple(self._slot(size) for _ in range(2))
+        # A recorded shape runs whole, so a slot holds the largest one however small the call budget is.
+        shapes = [(CAPTURED_ROWS[-1], width) for width in self._captured_widths()]
+        rows = max([policy.max_rows(1), *(rows for rows, _ in shapes)])
+        cells = max([policy.tokens, widest, *(rows * width for rows, width in shapes)])
+        self._out = rows * dims * 4
+        size = slot_bytes(names, cells=cells, rows=rows)
+        self.slots: tuple[Slot, ...] = (self._slot(size), self._slot(size))
         self._recorded: dict[tuple[int, int], tuple[Binding, int, int, str]] = {}
 
     def _slot(self, size: int) -> Slot:
@@ -174,11 +181,9 @@ class CudaDevice:
 
         host, address = self.cuda.pinned(size)
         out, out_address = self.cuda.pinned(self._out)
-        device, device_out, event = self.cuda.memory(size), self.cuda.memory(self._out), self.cuda.event()
-        self._pinned += [address, out_address]
-        self._memory += [device, device_out]
-        self._events.append(event)
-        native = {"device": device, "device_out": device_out, "event": event}
+        native = {
+            "device": self.cuda.memory(size), "device_out": self.cuda.memory(self._out), "event": self.cuda.event()
+        }  # fmt: skip
         return Slot(host, address, out.view(np.float32), out_address, native)
 
     def shape(self, filler: Filler, bucket: Bucket) -> Shape:
@@ -220,7 +225,11 @@ class CudaDevice:
     def _queue(self, slot: Slot, shape: Shape, binding: Binding, device: int, device_out: int, number: str) -> None:
         self.cuda.copy(device, slot.address, shape.size, up=True)
         slot.native["binding"] = binding  # onnxruntime may still read it until the event has fired
-        binding.run({"disable_synchronize_execution_providers": "1", "gpu_graph_id": number})
+        try:
+            binding.run({"disable_synchronize_execution_providers": "1", "gpu_graph_id": number})
+        except EngineError:
+            self.cuda.settle()  # what was queued still reads the slot, which the caller may fill again; DeviceLost
+            raise
         self.cuda.copy(slot.out_address, device_out, shape.rows * self.dims * 4, up=False)
         self.cuda.record(slot.native["event"])
 
@@ -230,18 +239,18 @@ class CudaDevice:
         slot.native.pop("binding", None)
         return slot.out[: shape.rows * self.dims].reshape(shape.rows, self.dims)
 
-    def record(self, recorded: Callable[[], None]) -> None:
-        """Record the latency shapes, each with its own buffers; *recorded* is told of each. At LOAD only, one thread.
+    def _captured_widths(self) -> tuple[int, ...]:
+        """Widths to record: only those of the ladder, since a model may need its widths in whole blocks."""
+        return tuple(width for width in CAPTURED_WIDTHS if width in self._ladder) if self.captured else ()
 
-        Only widths of the ladder: a model may need its widths in whole blocks.
-        """
+    def record(self, recorded: Callable[[], None]) -> None:
+        """Record the latency shapes, each with its own buffers; *recorded* is told of each. At LOAD, one thread."""
         slot = self.slots[0]
-        for width in (w for w in CAPTURED_WIDTHS if w in self._ladder):
+        for width in self._captured_widths():
             chosen = route(self.captured, width)
             for rows in CAPTURED_ROWS:
                 shape = layout(chosen.graph.inputs, rows=rows, width=width)
                 device, device_out = self.cuda.memory(shape.size), self.cuda.memory(rows * self.dims * 4)
-                self._memory += [device, device_out]
                 binding, number = self._bound(chosen, shape, device, device_out), str(len(self._recorded) + 1)
                 for name, value in (("input_ids", 0), ("lens", width), ("type_starts", width)):
                     if name in shape.places:
@@ -253,10 +262,10 @@ class CudaDevice:
                 recorded()
 
     def close(self) -> None:
-        """Drop the sessions, then the memory they were bound to."""
+        """Drop the sessions, then the memory and the stream they work with. Raises DeviceLost before anything is."""
+        self.cuda.settle()
         self._recorded.clear()
         self.routes = self.captured = ()
         for slot in self.slots:
             slot.native.clear()
-        self.cuda.free(tuple(self._pinned), tuple(self._memory), tuple(self._events))
-        self._pinned, self._memory, self._events = [], [], []
+        self.cuda.close()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from engines.bundle import manifest as bundles
 from engines.bundle.manifest import Bundle, BundleError
 from engines.cuda import floor
+from engines.cuda.settings import PRECISION_VARIABLE
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import MAX_ITEMS, PackedCapability, Request
 from engines.runtime.engine import OWNED_SERVING, Engine, EngineIdentity, Probe, WorkerOptions
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
     from engines.protocol.messages import Load
     from engines.runtime.engine import Model
     from engines.runtime.progress import ProgressReporter
-
-PRECISION_VARIABLE: Final = "SYNAPSE_CUDA_PRECISION"
-"""f16 or f32: HELLO names the numerics, so they are chosen before LOAD. f32 on the GPU is the oracle; the CPU has no
-other."""
 
 
 class CudaEngine(Engine):
@@ -47,7 +44,7 @@ class CudaEngine(Engine):
                 self._bundle_error = str(exc)
 
     def identity(self) -> EngineIdentity:
-        """Return what HELLO says, from metadata, the manifest and this package's source only."""
+        """Return what HELLO says, from metadata, the manifest, this package's source and the driver's word on a GPU."""
         version = runtime_version()
         flags = {
             "backend": "cpu" if self.on_cpu else "cuda",
@@ -66,7 +63,7 @@ class CudaEngine(Engine):
             version=f"onnxruntime-{version}",
             build_flags=flags,
             manifest_digest=self._bundle.digest if self._bundle is not None else None,
-            kernel_revision=kernel_revision(version, self.options.device, self.precision),
+            kernel_revision=kernel_revision(version, self.options.device, self.precision, self._capability()),
             packed=self._packed(),
         )
 
@@ -76,8 +73,7 @@ class CudaEngine(Engine):
             return floor.skipped(missing_package())
         from engines.cuda import binding
 
-        index = int(self.options.device.partition(":")[2] or 0)
-        return floor.judge(binding.driver_facts(index))
+        return floor.judge(binding.driver_facts(self._index()))
 
     def load(self, request: Load, *, progress: ProgressReporter) -> Model:
         """Verify and load one package; see :mod:`engines.cuda.load`."""
@@ -94,6 +90,17 @@ class CudaEngine(Engine):
             request, self._bundle, device=self.options.device, precision=self.precision, probe=self.probe_floor,
             progress=progress,
         )  # fmt: skip
+
+    def _index(self) -> int:
+        return int(self.options.device.partition(":")[2] or 0)
+
+    def _capability(self) -> tuple[int, int] | None:
+        """Ask the driver for the compute capability, without a context; None on the CPU or without a driver."""
+        if self.options.device.partition(":")[0] != "cuda":
+            return None
+        from engines.cuda import binding
+
+        return binding.capability(self._index())
 
     def _packed(self) -> PackedCapability | None:
         """BERT's rows run end to end on the GPU, any number of any length: nothing for the host to choose."""
@@ -113,11 +120,15 @@ class CudaEngine(Engine):
         return cast("Precision", text)
 
 
-def kernel_revision(version: str, device: str, precision: str) -> str:
-    """Name the numerics: graph builder source, runtime version, kind of device, precision (protocol-v3, 2)."""
+def kernel_revision(version: str, device: str, precision: str, capability: tuple[int, int] | None = None) -> str:
+    """Name the numerics: graphs and options, runtime version, kind of device, precision (protocol-v3, 2).
+
+    On a GPU also its compute capability, by which onnxruntime and cuBLAS choose their kernels.
+    """
     from engines.cuda.revision import source_revision
 
-    return f"graph-{source_revision()}/onnxruntime-{version}/{device.partition(':')[0]}/{precision}"
+    kind = device.partition(":")[0] + ("-sm_{}{}".format(*capability) if capability else "")
+    return f"graph-{source_revision()}/onnxruntime-{version}/{kind}/{precision}"
 
 
 def missing_package() -> str | None:

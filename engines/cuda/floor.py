@@ -18,6 +18,9 @@ MIN_CAPABILITY: Final = (7, 5)
 BUILT_FOR: Final = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 """Machine code in onnxruntime-gpu 1.31.1 (llama-cuda.md 7.1). It carries no PTX, so nothing else can run it."""
 
+NO_CODE: Final = "onnxruntime-sm_"
+"""``cuda_runtime_missing:<this><architecture>``: nothing to install brings machine code for the device."""
+
 LINUX: Final = (
     "nvidia/cu13/lib",
     ("libcudart.so.13", "libcublasLt.so.13", "libcublas.so.13", "libcurand.so.10"),
@@ -63,7 +66,7 @@ def judge(facts: Facts) -> Probe:
     elif facts.missing is not None:
         code = f"cuda_runtime_missing:{facts.missing}"
     elif facts.capability is not None and not runs_on(facts.capability):
-        code = "cuda_runtime_missing:onnxruntime-sm_{}{}".format(*facts.capability)
+        code = f"cuda_runtime_missing:{NO_CODE}" + "{}{}".format(*facts.capability)
     return Probe(status="ok" if code == "ok" else "refused", code=code, required=required(), observed=observed)
 
 
@@ -83,12 +86,16 @@ FIXES: Final = {
     "cuda_driver_too_old": "the NVIDIA driver is older than CUDA 13.0; install series 580 or later",
     "cuda_compute_capability_too_low": "the GPU is older than compute capability 7.5",
     "cuda_runtime_missing": "a library is missing; pip install 'synapse-workers[cuda,cuda-libraries]'",
+    NO_CODE: "onnxruntime-gpu has no machine code for this GPU's architecture; use a GPU of compute capability "
+    + ", ".join("{}.{}".format(*built) for built in BUILT_FOR)
+    + " or a newer minor version of one of these, or an onnxruntime-gpu that was built for this one",
 }
 
 
 def refusal(probe: Probe) -> EngineError:
     """Return LOAD's typed refusal: upstream's word first, so that it stays searchable (8.2)."""
-    fix = FIXES[probe.code.partition(":")[0]]
+    word, _, missing = probe.code.partition(":")
+    fix = FIXES[NO_CODE if missing.startswith(NO_CODE) else word]
     seen = f"; observed {probe.observed}" if probe.observed else ""
     return EngineError(ErrorCode.BACKEND_MISSING, f"{probe.code}: {fix}{seen}; this lane never runs on the CPU instead")
 

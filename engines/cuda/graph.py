@@ -1,7 +1,8 @@
 """ONNX graphs written node by node with the ``onnx`` helpers, in memory, at LOAD: no exporter, no torch.
 
 What every family shares lives here: the builder, dense layers, norms, masks, pooling, the L2 form and the read-outs.
-The families are :mod:`graph_bert`, :mod:`graph_modernbert` and :mod:`graph_qwen3`; :func:`build` picks one.
+The families (:mod:`graph_bert`, :mod:`graph_modernbert`, :mod:`graph_qwen3`) import this module; the table of them is
+:mod:`engines.cuda.families`.
 
 Rules of every graph (llama-cuda.md 8.5): int32 inputs; no Shape node and no arithmetic on shapes (reshapes are
 constants of 0 and -1), so no node needs the host; heads, L2 and logits in float32; raw logits out, never a sigmoid.
@@ -12,7 +13,7 @@ tensors aren't copied.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from engines.protocol.errors import EngineError, ErrorCode
@@ -28,8 +29,6 @@ OPSET_INT8: Final = 21
 """21 brought quantisation in blocks: a range a row."""
 IR_VERSION: Final = 10
 CONTRIB: Final = "com.microsoft"
-UNFUSED: Final = ["SkipLayerNormFusion", "BiasGeluFusion"]
-"""Optimizers off on the CPU: there these kernels take longer than their two parts (performance.md)."""
 
 Precision = Literal["f32", "f16"]
 Attention = Literal["plain", "fused", "packed"]
@@ -49,8 +48,9 @@ class Variant:
     precision: Precision = "f32"
     attention: Attention = "plain"
     window: bool = False
-    fused_qk_norm: bool = False
-    """Qwen3: norm weights inside GroupQueryAttention, which only the CUDA kernel takes."""
+    cuda: bool = False
+    """``fused`` for the CUDA provider's kernels: BERT's rows by GroupQueryAttention, because MultiHeadAttention there
+    asks for cuDNN; Qwen3's norm weights inside GroupQueryAttention, which the CPU provider doesn't take."""
     int8: bool = False
     """The layers' matrices are int8 (:mod:`graph_int8`); BERT, plain, float32 otherwise."""
 
@@ -88,7 +88,10 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A finished graph. ``model``: serialised ModelProto; ``weights``: name -> array, the external initializers."""
+    """A finished graph. ``model``: serialised ModelProto; ``weights``: name -> array, the external initializers.
+
+    ``inputs``: only what a node reads. An input that no node reads would be copied to the host in every run on CUDA.
+    """
 
     model: bytes
     weights: dict[str, Array]
@@ -142,6 +145,15 @@ class WeightStore:
                 self._on_tensor()
         return array
 
+    def not_finite(self) -> str | None:
+        """Return the name of a converted tensor that holds NaN or infinity; None where all are finite."""
+        import numpy as np
+
+        for name, array in self._cache.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                return name
+        return None
+
 
 class GraphBuilder:
     """Collects nodes and weights; every method returns the name of a value."""
@@ -164,8 +176,9 @@ class GraphBuilder:
     # -- values ------------------------------------------------------------------------------------------------------
 
     def input(self, name: str, shape: Sequence[str | int]) -> str:
-        """Declare an int32 graph input."""
-        self._inputs.append(self._helper.make_tensor_value_info(name, self._proto.INT32, list(shape)))
+        """Return an int32 graph input, declared where a node reads it."""
+        if all(info.name != name for info in self._inputs):
+            self._inputs.append(self._helper.make_tensor_value_info(name, self._proto.INT32, list(shape)))
         return name
 
     def ints(self, *values: int) -> str:
@@ -231,23 +244,30 @@ class GraphBuilder:
         return names
 
     def finish(self, value: str, name: str, shape: Sequence[str | int]) -> Graph:
-        """Name the float32 output and serialise."""
+        """Name the float32 output and serialise what leads to it: nodes, inputs and weights that nothing reads go."""
         self._nodes.append(self._helper.make_node("Identity", [value], [name], name="output"))
+        read, nodes = {name}, []
+        for node in reversed(self._nodes):  # they are in the order of their making: a reader comes after its inputs
+            if read.intersection(node.output):
+                nodes.append(node)
+                read.update(node.input)
+        inputs = [info for info in self._inputs if info.name in read]
         output = self._helper.make_tensor_value_info(name, self._proto.FLOAT, list(shape))
         graph = self._helper.make_graph(
-            self._nodes,
+            nodes[::-1],
             f"{self.spec.family}-{self.spec.task}",
-            self._inputs,
+            inputs,
             [output],
-            list(self._initializers.values()),
+            [initializer for key, initializer in self._initializers.items() if key in read],
         )
         opset = OPSET_INT8 if self.variant.int8 else OPSET
         opsets = [self._helper.make_opsetid("", opset), self._helper.make_opsetid(CONTRIB, 1)]
         model = self._helper.make_model(
             graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="synapse-workers"
         )
-        inputs = tuple(info.name for info in self._inputs)
-        return Graph(model.SerializeToString(deterministic=True), self._weights, inputs, name, self.variant)
+        weights = {key: array for key, array in self._weights.items() if key in read}
+        names = tuple(info.name for info in inputs)
+        return Graph(model.SerializeToString(deterministic=True), weights, names, name, self.variant)
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
@@ -367,6 +387,19 @@ class GraphBuilder:
         scores = self.add(scores, mask)
         return self.op("MatMul", self.op("Softmax", scores, axis=-1), v)
 
+    def attend_by_length(self, q: str, k: str, v: str, lens: str, *more: str, **attributes: Any) -> str:
+        """GroupQueryAttention on right-padded (B, S, heads·d): keys beyond a row's length are left out, no mask.
+
+        *more*: the operator's further inputs, rotary tables first. Keeps the flash kernel, which a mask would not.
+        """
+        # The CUDA kernel refuses a node without present_key and present_value, though nothing here reads them; the
+        # CPU kernel does without and would only copy.
+        outputs = 3 if self.variant.cuda else 1
+        seqlens = self.once("Sub", lens, self.scalar(1, "i32"))
+        total = self.input("max_len", [1])
+        inputs = (q, k, v, "", "", seqlens, total, *more)
+        return self.ops("GroupQueryAttention", *inputs, outputs=outputs, domain=CONTRIB, **attributes)[0]
+
     def join_heads(self, x: str, hidden: int) -> str:
         """(B, heads, S, d) -> (B, S, heads·d)."""
         return self.op("Reshape", self.heads_first(x), self.ints(0, 0, hidden))
@@ -382,62 +415,3 @@ def rope_tables(theta: float, head_dim: int, length: int) -> tuple[Array, Array]
     frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     angles = np.arange(length, dtype=np.float64)[:, None] * frequencies
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
-def build(spec: ModelSpec, store: WeightStore, variant: Variant) -> Graph:
-    """Build one graph of a model; ``model_unsupported`` for a family this engine doesn't know."""
-    from engines.cuda import graph_bert, graph_modernbert, graph_qwen3
-
-    families: dict[str, Callable[[GraphBuilder], Graph]] = {
-        "bert": graph_bert.build, "modernbert": graph_modernbert.build, "qwen3": graph_qwen3.build,
-    }  # fmt: skip
-    if spec.family not in families:
-        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"family {spec.family!r} is not bert, modernbert or qwen3")
-    if spec.task not in ("embed", "rerank"):
-        raise EngineError(
-            ErrorCode.MODEL_UNSUPPORTED, f"this engine embeds and reranks, the bundle's task is {spec.task}"
-        )
-    if variant.int8 and (spec.family != "bert" or variant.attention != "plain"):
-        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"int8 is built for bert on the CPU, not for {spec.family}")
-    return families[spec.family](GraphBuilder(spec, store, variant))
-
-
-UNLIMITED: Final = 2**31 - 1
-
-
-def cpu_variants(spec: ModelSpec, attention: str, *, int8: bool = False) -> list[tuple[Variant, int]]:
-    """Return the graphs of a model on the CPU, each with the widest row it takes, in rising order.
-
-    Standard operators by default: as fast as the fused ones on this provider or faster (models.md 2).
-    """
-    if int8:
-        return _by_width(spec, Variant("f32", "plain", int8=True))
-    chosen: Attention = "fused" if attention == "fused" else "plain"
-    return _by_width(spec, Variant("f32", chosen))
-
-
-def cuda_variants(spec: ModelSpec, attention: str, precision: Precision) -> list[tuple[Variant, int]]:
-    """Return the graphs of a model on the GPU: packed for BERT, fused for the others, unless *attention* says which."""
-    if attention == "auto":
-        attention = "packed" if spec.family == "bert" else "fused"
-    if attention == "fused":
-        return recorded_variants(spec, precision)
-    return _by_width(spec, Variant(precision, attention))  # type: ignore[arg-type]
-
-
-def recorded_variants(spec: ModelSpec, precision: Precision) -> list[tuple[Variant, int]]:
-    """Return the graphs whose launches are recorded for latency: padded rows, since a recording's shapes are fixed."""
-    if precision == "f32" and spec.family != "bert":
-        # onnxruntime's GroupQueryAttention has CUDA kernels for 16-bit types only; the oracle takes standard operators.
-        return _by_width(spec, Variant(precision, "plain"))
-    return _by_width(spec, Variant(precision, "fused", fused_qk_norm=spec.family == "qwen3"))
-
-
-def _by_width(spec: ModelSpec, variant: Variant) -> list[tuple[Variant, int]]:
-    if spec.family != "modernbert" or "sliding_attention" not in spec.value("layer_types", []):
-        return [(variant, UNLIMITED)]
-    from engines.cuda.graph_modernbert import half_window
-
-    # Up to one half window plus one token, every pair is inside the window: local layers need no blocks there.
-    short = half_window(spec.number("local_attention", 128)) + 1
-    return [(variant, short), (replace(variant, window=True), UNLIMITED)]

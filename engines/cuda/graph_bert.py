@@ -21,12 +21,12 @@ def build(b: GraphBuilder) -> Graph:
     if spec.value("hidden_act", "gelu") != "gelu":
         raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"hidden_act {spec.value('hidden_act')!r}: only gelu is built")
     packed = b.variant.attention == "packed"
-    lens = b.input("lens", ["B"])
     if packed:
         ids, positions = b.input("input_ids", ["T"]), b.input("positions", ["T"])
         offsets, cu = b.input("token_offset", ["B", "S"]), b.input("cu_seqlens", ["B1"])
-        real = ""
+        lens = real = ""
     else:
+        lens = b.input("lens", ["B"])
         ids, positions = b.input("input_ids", ["B", "S"]), b.input("positions", ["S"])
         offsets = cu = ""
         real = b.real_positions(positions, lens)
@@ -41,18 +41,27 @@ def build(b: GraphBuilder) -> Graph:
             states = _layer(b, states, prefix, mask=mask, first=reads_first and layer == layers - 1)
         else:
             states = _fused_layer(b, states, prefix, lens=lens, offsets=offsets, cu=cu)
-    if packed:
-        # Padding positions come back as zeros, so a plain sum over S is a sum over real tokens.
-        states = b.op("RestorePadding", states, offsets, domain=CONTRIB)
-    if spec.task == "rerank":
-        return b.logit(_classify(b, b.pool(states, real, lens, "cls")))
-    if packed and spec.pooling == "mean":
-        # A row of ones times the states: a sum over S that doesn't need cuDNN. The ones come from any (B, S) input.
-        ones = b.cast(b.op("GreaterOrEqual", offsets, b.scalar(0, "i32")), "f32")
-        total = b.op("MatMul", b.op("Unsqueeze", ones, b.ints(1)), b.float32(states))
-        count = b.op("Unsqueeze", b.cast(lens, "f32"), b.ints(1))
-        return b.embedding(b.op("Div", b.op("Squeeze", total, b.ints(1)), count))
-    return b.embedding(b.pool(states, real, lens, spec.pooling))
+    pooling = "cls" if spec.task == "rerank" else spec.pooling
+    pooled = _pool_packed(b, states, cu, pooling) if packed else b.pool(states, real, lens, pooling)
+    return b.logit(_classify(b, pooled)) if spec.task == "rerank" else b.embedding(pooled)
+
+
+def _pool_packed(b: GraphBuilder, states: str, cu: str, pooling: str) -> str:
+    """Pool rows that lie end to end: states (T, H) -> float32 (B, H).
+
+    By gathers from ``cu_seqlens``: onnxruntime's RestorePadding copies a flag to the host and waits for it in each run.
+    """
+    starts, ends = (
+        b.op("Slice", cu, b.ints(first), b.ints(last), b.ints(0)) for first, last in ((0, -1), (1, 2**31 - 1))
+    )
+    if pooling == "cls":
+        return b.float32(b.op("Gather", states, starts, axis=0))
+    # A padded view (B, S) for the mean: padding takes its own row's last token, never a neighbour's, and weighs 0.
+    columns = b.input("columns", ["S"])
+    last = b.op("Unsqueeze", b.op("Sub", ends, b.scalar(1, "i32")), b.ints(1))
+    places = b.op("Min", b.add(b.op("Unsqueeze", starts, b.ints(1)), columns), last)
+    lens = b.op("Sub", ends, starts)
+    return b.pool(b.op("Gather", states, places, axis=0), b.real_positions(columns, lens), lens, pooling)
 
 
 def _embed(b: GraphBuilder, ids: str, positions: str, *, packed: bool) -> str:
@@ -156,10 +165,14 @@ def _fused_layer(b: GraphBuilder, states: str, prefix: str, *, lens: str, offset
 
     qkv = b.op("MatMul", states, b.derived(own + "qkv.weight:T", lambda: joined("weight", (hidden, hidden))))
     bias = b.derived(own + "qkv.bias", lambda: joined("bias", (hidden,)))
+    if b.variant.cuda:
+        qkv = b.add(qkv, bias)  # GroupQueryAttention takes no bias
     q, k, v = b.ops("Split", qkv, axis=1 if offsets else 2, num_outputs=3, outputs=3)
     common: dict[str, Any] = {"num_heads": heads, "scale": 1.0, "mask_filter_value": MASKED, "domain": CONTRIB}
     if offsets:
         context = b.op("PackedMultiHeadAttention", q, k, v, bias, offsets, cu, **common)
+    elif b.variant.cuda:
+        context = b.attend_by_length(q, k, v, lens, num_heads=heads, kv_num_heads=heads, causal=0, scale=1.0)
     else:
         context = b.op("MultiHeadAttention", q, k, v, bias, lens, **common)
     projected = b.linear(context, prefix + "attention.output.dense.weight", out=hidden, into=hidden)

@@ -87,11 +87,6 @@ class _Masks:
         return self.b.op("Unsqueeze", self.b.additive(self.real), self.b.ints(1, 2))
 
     @cached_property
-    def lengths(self) -> tuple[str, str]:
-        """GroupQueryAttention's ``seqlens_k`` (length - 1) and total length."""
-        return self.b.op("Sub", self.lens, self.b.scalar(1, "i32")), self.b.input("max_len", [1])
-
-    @cached_property
     def blocks(self) -> str:
         """(B, 1, S / w, w, 3w): the band, and padding or missing keys, in one additive mask."""
         import numpy as np
@@ -145,11 +140,9 @@ def _attention(b: GraphBuilder, x: str, prefix: str, masks: _Masks, *, local: bo
     if biased:
         qkv = b.add(qkv, b.derived(prefix + "Wqkv.bias" + suffix, lambda: scaled("bias", (3 * hidden,))))
     if fused:
-        # Full attention with lengths instead of a mask keeps the flash kernel; rotation happens inside.
-        seqlens, total = masks.lengths
         q, k, v = b.ops("Split", qkv, axis=2, num_outputs=3, outputs=3)
-        context = b.op(
-            "GroupQueryAttention", q, k, v, "", "", seqlens, total, cos, sin, domain=CONTRIB,
+        context = b.attend_by_length(
+            q, k, v, masks.lens, cos, sin,
             num_heads=heads, kv_num_heads=heads, do_rotary=1, causal=0, scale=float(head_dim**-0.5),
         )  # fmt: skip
     else:

@@ -100,19 +100,17 @@ class _Attention:
 
     def __init__(self, b: GraphBuilder, positions: str, lens: str, eps: float) -> None:
         spec = b.spec
-        self.b, self.positions, self.eps = b, positions, eps
+        self.b, self.positions, self.lens, self.eps = b, positions, lens, eps
         self.heads, self.groups = spec.integer("num_attention_heads"), spec.integer("num_key_value_heads")
         self.head_dim = spec.integer("head_dim", spec.integer("hidden_size") // self.heads)
         self.cos, self.sin = rope_weights(b, spec.number("rope_theta", 1e6), self.head_dim)
         self.biased = spec.value("attention_bias", False)
-        if b.variant.attention == "fused":
-            self.seqlens = b.op("Sub", lens, b.scalar(1, "i32"))
-            self.total = b.input("max_len", [1])
-        else:
+        if b.variant.attention == "plain":
             before = b.op(
                 "LessOrEqual", b.op("Unsqueeze", positions, b.ints(0)), b.op("Unsqueeze", positions, b.ints(1))
             )
-            self.mask = b.additive(before)
+            # Query heads that share a key head lie below each other, so the mask repeats for each of them.
+            self.mask = b.op("Concat", *[b.additive(before)] * (self.heads // self.groups), axis=0)
 
     def layer(self, x: str, prefix: str) -> str:
         """Attention of one layer on normed states (B, S, H)."""
@@ -143,7 +141,7 @@ class _Attention:
         b, d = self.b, self.head_dim
         optional: list[str] = []
         attributes: dict[str, Any] = {"num_heads": self.heads, "kv_num_heads": self.groups, "do_rotary": 1}
-        if b.variant.fused_qk_norm:
+        if b.variant.cuda:
             optional = ["", "", "", "", "", *(b.weight(f"{prefix}{name}_norm.weight", (d,)) for name in "qk")]
             attributes["qk_norm_epsilon"] = float(self.eps)
         else:
@@ -151,21 +149,19 @@ class _Attention:
                 b.op("Reshape", self._normed(x, f"{prefix}{name}_norm.weight", heads, 1.0), b.ints(0, 0, heads * d))
                 for x, name, heads in ((q, "q", self.heads), (k, "k", self.groups))
             )
-        return b.op(
-            "GroupQueryAttention", q, k, v, "", "", self.seqlens, self.total, self.cos, self.sin, *optional,
-            domain=CONTRIB, scale=float(d**-0.5), **attributes,
-        )  # fmt: skip
+        more = (self.cos, self.sin, *optional)
+        return b.attend_by_length(q, k, v, self.lens, *more, scale=float(d**-0.5), **attributes)
 
     def _plain(self, q: str, k: str, v: str, prefix: str) -> str:
         b, d = self.b, self.head_dim
-        share = self.heads // self.groups
         q = b.heads_first(self._normed(q, prefix + "q_norm.weight", self.heads, d**-0.5))
         k = b.heads_first(self._normed(k, prefix + "k_norm.weight", self.groups, 1.0))
         v = b.heads_first(b.op("Reshape", v, b.ints(0, 0, self.groups, d)))
         q, k = (rotate(b, part, self.cos, self.sin, self.positions) for part in (q, k))
-        q = b.op("Reshape", q, b.ints(0, self.groups, share, -1, d))
-        k, v = (b.op("Unsqueeze", part, b.ints(2)) for part in (k, v))
-        context = b.attend(q, k, v, self.mask, rank=5)
+        # Queries of one key head as one matrix. Broadcasting keys over them instead makes onnxruntime copy tables of
+        # pointers to the GPU in every run, and a recorded run would read them from host memory that it has given back.
+        q = b.op("Reshape", q, b.ints(0, self.groups, -1, d))
+        context = b.attend(q, k, v, self.mask)
         return b.join_heads(b.op("Reshape", context, b.ints(0, self.heads, -1, d)), self.heads * d)
 
 

@@ -7,7 +7,7 @@ made, a bucket warmed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -22,18 +22,22 @@ from engines.bundle.package import profile_of
 from engines.bundle.safetensors import SafetensorsFile
 from engines.cuda import floor, settings
 from engines.cuda.buckets import Policy, ladder_up_to
+from engines.cuda.options import cuda_provider
 from engines.cuda.settings import (
     CPU_CALL_TOKENS,
     CPU_CALL_TOKENS_INT8,
     CUDA_CALL_TOKENS,
     CUDA_CALL_TOKENS_SMALL,
+    CUDA_SCORE_BYTES,
+    PRECISION_VARIABLE,
     Settings,
 )
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime import artifact
-from engines.runtime.engine import Probe
+from engines.runtime.engine import DeviceLost, Probe
 
 if TYPE_CHECKING:
+    from engines.cuda.binding import Cuda
     from engines.cuda.graph import Graph, Precision, Variant, WeightStore
     from engines.cuda.model import OwnedModel
     from engines.protocol.messages import Load
@@ -226,14 +230,14 @@ class _Assembly:
         return self._cpu() if self.device == "cpu" else self._cuda()
 
     def _graph(self, variant: Variant) -> Graph:
-        from engines.cuda.graph import build
+        from engines.cuda.families import build
 
         return build(self.spec, self.store, variant)
 
     def _cpu(self) -> OwnedModel:
         from engines.cuda import binding
         from engines.cuda.devices import CpuDevice, Route
-        from engines.cuda.graph import cpu_variants
+        from engines.cuda.families import cpu_variants
         from engines.cuda.model import OwnedModel
 
         multiple, free = self.blocks()
@@ -268,51 +272,92 @@ class _Assembly:
 
     def _cuda(self) -> OwnedModel:
         from engines.cuda import binding
+
+        cuda = binding.Cuda(int(self.device.partition(":")[2] or 0))
+        try:
+            return self._on_cuda(cuda)
+        except DeviceLost:
+            raise  # nothing can be released any more, and no session may be destroyed (faults.KEPT)
+        except BaseException as exc:
+            _forget_frames(exc)
+            cuda.close()
+            raise
+
+    def _on_cuda(self, cuda: Cuda) -> OwnedModel:
+        from engines.cuda import binding
         from engines.cuda.devices import CudaDevice, Route
-        from engines.cuda.graph import cuda_variants, recorded_variants
+        from engines.cuda.families import cuda_variants, recorded_variants
         from engines.cuda.model import OwnedModel
 
-        multiple, free = self.blocks()
-        widest = _round(self.facts.max_tokens, multiple, free)
-        small = self.spec.integer("hidden_size") <= 512
-        policy = Policy(
-            tokens=self.chosen.call_tokens or (CUDA_CALL_TOKENS_SMALL if small else CUDA_CALL_TOKENS),
-            ladder=ladder_up_to(widest, multiple=multiple, free=free),
-            merge_cells=0 if self.chosen.bucket_policy == "v1" else 128,
-        )
-        cuda = binding.Cuda(int(self.device.partition(":")[2] or 0))
+        main = cuda_variants(self.spec, self.chosen.attention, self.precision)
+        recorded = recorded_variants(self.spec, self.precision) if self.chosen.cuda_graphs else []
+        widths = dict([*recorded, *main])
+        policy, widest = self._cuda_policy(stores_scores=any(v.attention == "plain" for v, _ in main))
+        graphs = {variant: self._graph(variant) for variant in widths}
+        weights = {name: array for graph in graphs.values() for name, array in graph.weights.items()}
+        limits = self._memory_limits(graphs, [v for v, _ in main], policy, sum(a.nbytes for a in weights.values()))
+        shared = cuda.upload(weights)
         made: dict[Variant, Route] = {}
-
-        def routes(variants: list[tuple[Variant, int]]) -> list[Route]:
-            for variant, limit in variants:
-                if variant not in made:
-                    graph = self._graph(variant)
-                    made[variant] = Route(
-                        graph, binding.session(graph, threads=1, cuda=self._options(cuda)), min(limit, widest)
-                    )
-                    self.progress.advance()
-            return [made[variant] for variant, _ in variants]
-
-        main = routes(cuda_variants(self.spec, self.chosen.attention, self.precision))
-        recorded = routes(recorded_variants(self.spec, self.precision)) if self.chosen.cuda_graphs else []
-        device = CudaDevice(cuda, main, policy=policy, dims=self.facts.dims, widest=widest, captured=recorded)
+        for variant, graph in graphs.items():
+            session = binding.session(graph, threads=1, cuda=self._options(cuda, limits[variant]), shared=shared)
+            made[variant] = Route(graph, session, min(widths[variant], widest))
+            self.progress.advance()
+        device = CudaDevice(
+            cuda,
+            [made[variant] for variant, _ in main],
+            policy=policy,
+            dims=self.facts.dims,
+            widest=widest,
+            captured=[made[variant] for variant, _ in recorded],
+        )
         model = OwnedModel(self.facts, policy, device)
-        try:
-            if self.chosen.warm:
-                for step in policy.ladder:
-                    width = min(step, self.facts.max_tokens)
-                    self._smoke(model, [width] * min(256, policy.max_rows(step)))
-            if recorded:
-                device.record(self.progress.advance)
-        except BaseException:
-            model.close()
-            raise
+        if self.chosen.warm:
+            for step in policy.ladder:
+                width = min(step, self.facts.max_tokens)
+                self._smoke(model, [width] * min(256, policy.max_rows(step)))
+        if recorded:
+            device.record(self.progress.advance)
         free, total = cuda.memory_info()
         log.info(
             "cuda: %s, onnxruntime on CUDAExecutionProvider, %d graphs, %d of %d MiB of the device in use",
             self.device, len(made), (total - free) // 2**20, total // 2**20,
         )  # fmt: skip
         return model
+
+    def _cuda_policy(self, *, stores_scores: bool) -> tuple[Policy, int]:
+        """Return how rows become calls, and the widest row. *stores_scores*: a graph writes attention scores out."""
+        multiple, free = self.blocks()
+        widest = _round(self.facts.max_tokens, multiple, free)
+        small = self.spec.integer("hidden_size") <= 512
+        score = self.spec.integer("num_attention_heads") * (2 if self.precision == "f16" else 4)
+        policy = Policy(
+            tokens=self.chosen.call_tokens or (CUDA_CALL_TOKENS_SMALL if small else CUDA_CALL_TOKENS),
+            ladder=ladder_up_to(widest, multiple=multiple, free=free),
+            merge_cells=0 if self.chosen.bucket_policy == "v1" else 128,
+            scores=CUDA_SCORE_BYTES // score if stores_scores else 0,
+        )
+        return policy, widest
+
+    def _memory_limits(
+        self, graphs: Mapping[Variant, Graph], main: Sequence[Variant], policy: Policy, weights: int
+    ) -> dict[Variant, int]:
+        """Return each session's part of ``gpu_mem_limit_mb``, in bytes; 0: no limit.
+
+        Every session has an arena of its own, so what the weights leave is divided by the size of their calls.
+        """
+        from engines.cuda.devices import CAPTURED_ROWS, CAPTURED_WIDTHS
+
+        limit = self.chosen.gpu_mem_limit_mb * 2**20
+        if not limit:
+            return dict.fromkeys(graphs, 0)
+        if limit <= weights:
+            raise EngineError(
+                ErrorCode.OOM,
+                f"gpu_mem_limit_mb {self.chosen.gpu_mem_limit_mb}: the weights alone take {-(-weights // 2**20)} MiB",
+            )
+        largest = CAPTURED_ROWS[-1] * CAPTURED_WIDTHS[-1]
+        cells = {variant: max(policy.tokens, largest) if variant in main else largest for variant in graphs}
+        return {variant: (limit - weights) * share // sum(cells.values()) for variant, share in cells.items()}
 
     def blocks(self) -> tuple[int, int]:
         """Return (multiple, free): above *free* tokens a ModernBERT row's width is a whole number of half windows."""
@@ -323,21 +368,14 @@ class _Assembly:
         window = half_window(self.spec.number("local_attention", 128))
         return window, window + 1
 
-    def _options(self, cuda: Any) -> dict[str, str]:
-        """Provider options of every session (7.1): one stream for copies and kernels, a bounded arena, exact fp32."""
-        options = {
-            "device_id": str(cuda.index),
-            "user_compute_stream": str(int(cuda.stream)),
-            "do_copy_in_default_stream": "1",
-            "arena_extend_strategy": "kSameAsRequested",
-            "use_tf32": "0",
-            "enable_cudnn": "0",  # no operator here needs it, and without this a machine lacking it is refused
-            "enable_skip_layer_norm_strict_mode": "1",
-            "enable_cuda_graph": "1" if self.chosen.cuda_graphs else "0",
-        }
-        if self.chosen.gpu_mem_limit_mb:
-            options["gpu_mem_limit"] = str(self.chosen.gpu_mem_limit_mb * 2**20)
-        return options
+    def _options(self, cuda: Cuda, memory_limit: int) -> dict[str, str]:
+        """Provider options of a session (7.1)."""
+        return cuda_provider(
+            index=cuda.index,
+            stream=int(cuda.stream),
+            cuda_graphs=self.chosen.cuda_graphs,
+            memory_limit=memory_limit,
+        )
 
     def _smoke(self, model: OwnedModel, lengths: list[int]) -> None:
         """Run rows of pad tokens and look at the result: a model that can't answer isn't loaded."""
@@ -352,8 +390,31 @@ class _Assembly:
         values = model.forward(batch, silent())
         self.progress.advance()
         if not np.isfinite(values).all():
-            raise EngineError(ErrorCode.ARTIFACT_INVALID, "the model answers NaN or infinity; its weights are damaged")
+            raise self._not_finite(max(lengths))
+
+    def _not_finite(self, width: int) -> EngineError:
+        """Say whose fault NaN or infinity is: the package's, float16's or the device's."""
+        damaged = self.store.not_finite()
+        if damaged is not None:
+            return EngineError(
+                ErrorCode.ARTIFACT_INVALID, f"the model answers NaN or infinity; its weights are damaged: {damaged}"
+            )
+        what = f"the model answers NaN or infinity for rows of {width} tokens, though every weight is finite"
+        cause = f"a value leaves {self.store.dtype}'s range, or {self.device} computes wrong values"
+        if self.precision == "f16":
+            cause += f"; try {PRECISION_VARIABLE}=f32 in the engine's env of the matrix"
+        return EngineError(ErrorCode.NONFINITE_OUTPUT, f"{what}: {cause}")
 
 
 def _round(width: int, multiple: int, free: int) -> int:
     return width if width <= free else -(-width // multiple) * multiple
+
+
+def _forget_frames(exc: BaseException) -> None:
+    """Clear the frames that a failure went through: they hold sessions, which go before the memory they work with."""
+    import traceback
+
+    link: BaseException | None = exc
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__

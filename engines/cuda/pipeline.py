@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from engines.protocol.errors import EngineError, ErrorCode
+from engines.runtime.engine import DeviceLost
 
 if TYPE_CHECKING:
     from engines.cuda.buckets import Bucket
@@ -92,9 +92,18 @@ class _Run:
             # After an error: nothing may still read or write a slot that the next request fills.
             if ready is not None:
                 ready.exception()
-            for slot, _, shape in self.inflight:
-                with suppress(EngineError):  # the request fails with the first error; this one only had to end
-                    self.device.wait(slot, shape)
+            self.drain()
+
+    def drain(self) -> None:
+        """Let what is in flight end. The request fails with its first error, unless the device turns out to be lost."""
+        while self.inflight:
+            slot, _, shape = self.inflight.popleft()
+            try:
+                self.device.wait(slot, shape)
+            except DeviceLost:
+                raise  # the process has to end, and nothing can be waited for any more
+            except EngineError:
+                continue
 
     def prepare(self, slot: Slot, bucket: Bucket, done: Callable[[int], None] | None = None) -> Shape:
         shape = self.device.shape(self.filler, bucket)
@@ -105,9 +114,12 @@ class _Run:
         try:
             self.device.submit(slot, shape, alone=alone)
         except EngineError as exc:
-            self.retry(exc, slot, bucket)
+            if not halving_helps(exc, bucket):
+                raise
         else:
             self.inflight.append((slot, bucket, shape))
+            return
+        self.halve(slot, bucket)
 
     def collect(self) -> None:
         """Bring the oldest submission home."""
@@ -115,14 +127,18 @@ class _Run:
         try:
             values = self.device.wait(slot, shape)
         except EngineError as exc:
-            self.retry(exc, slot, bucket)
+            if not halving_helps(exc, bucket):
+                raise
         else:
             self.finish(bucket, values)
+            return
+        self.halve(slot, bucket)
 
-    def retry(self, exc: EngineError, slot: Slot, bucket: Bucket) -> None:
-        """Out of memory: run the bucket once more in halves, alone (8.2). Anything else, or twice, is the answer."""
-        if exc.code is not ErrorCode.OOM or bucket.rows < 2:
-            raise exc
+    def halve(self, slot: Slot, bucket: Bucket) -> None:
+        """Run a bucket once more in halves, alone (8.2); out of memory again is the answer.
+
+        Called outside the handler: a kept exception would keep the failed run's frames, and with them device memory.
+        """
         while self.inflight:
             self.collect()
         for half in bucket.halves():
@@ -134,3 +150,8 @@ class _Run:
         rows = self.filler.plan.order[bucket.start : bucket.stop]
         self.out[rows] = values[: len(rows)]
         self.progress.advance(bucket.rows)
+
+
+def halving_helps(exc: EngineError, bucket: Bucket) -> bool:
+    """Tell whether a bucket that failed with *exc* may fit in two halves."""
+    return exc.code is ErrorCode.OOM and bucket.rows > 1

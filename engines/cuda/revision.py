@@ -1,4 +1,4 @@
-"""The builder's revision: what decides which numbers come out of a checkpoint."""
+"""The revision of what decides which numbers come out of a checkpoint: graphs, session options, provider options."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-SOURCES: Final = ("graph.py", "graph_bert.py", "graph_int8.py", "graph_modernbert.py", "graph_qwen3.py")
+SOURCES: Final = (
+    "families.py", "graph.py", "graph_bert.py", "graph_int8.py", "graph_modernbert.py", "graph_qwen3.py", "options.py",
+)  # fmt: skip
 
 
 def source_revision() -> str:
-    """Return 12 hex digits over the graph builder's source files."""
+    """Return 12 hex digits over these source files."""
     digest = hashlib.sha256()
     for name in SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes().replace(b"\r\n", b"\n"))

@@ -21,6 +21,12 @@ CUDA_CALL_TOKENS: Final = 32768
 CUDA_CALL_TOKENS_SMALL: Final = 65536
 """For models of at most 512 hidden units, such as MiniLM (8.3.2)."""
 
+CUDA_SCORE_BYTES: Final = 2**30
+"""Attention scores of a call where a graph writes them out (8.3.2); without it a float32 call asks for 88 GiB."""
+PRECISION_VARIABLE: Final = "SYNAPSE_CUDA_PRECISION"
+"""f16 or f32: HELLO names the numerics, so they are chosen before LOAD. f32 on the GPU is the oracle; the CPU has no
+other."""
+
 
 class Settings(Struct, frozen=True):
     """Checked LOAD settings. ``call_tokens`` 0: by device and model size; ``attention`` auto: by device and family."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT: Final = 256
 """What cudaMalloc guarantees for a block, kept for each input inside it."""
-RESIDENT: Final = frozenset({"max_len", "positions"})
+RESIDENT: Final = frozenset({"max_len", "positions", "columns"})
 """Inputs that don't change: they point into a resident 0, 1, 2, … (``positions`` of a packed graph does change)."""
 
 
@@ -105,9 +105,9 @@ class Filler:
         import numpy as np
 
         rows = self.plan.order[bucket.start : bucket.stop]
-        ids, lens = slot.view(shape, "input_ids"), slot.view(shape, "lens")
+        ids = slot.view(shape, "input_ids")
         if "token_offset" in shape.places:
-            lens[:] = self.batch.lengths[rows]
+            lens = self.batch.lengths[rows]
             offset, cu_seqlens, positions = inputs.packed_offsets(lens, shape.width)
             for name, value in (("token_offset", offset), ("cu_seqlens", cu_seqlens), ("positions", positions)):
                 slot.view(shape, name)[...] = value
@@ -115,6 +115,7 @@ class Filler:
             if "type_starts" in shape.places and self.starts is not None:
                 slot.view(shape, "type_starts")[...] = np.repeat(self.starts[rows], lens)
             return
+        lens = slot.view(shape, "lens")
         if "type_starts" in shape.places and self.starts is not None:
             starts = slot.view(shape, "type_starts")
             starts[: len(rows)] = self.starts[rows]

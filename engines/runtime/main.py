@@ -24,7 +24,7 @@ import msgspec
 
 from engines.protocol.errors import EngineError, RemoteProtocolError
 from engines.protocol.messages import VERSION
-from engines.runtime.engine import Engine, EngineIdentity, WorkerOptions, own_version
+from engines.runtime.engine import DeviceLost, Engine, EngineIdentity, WorkerOptions, own_version
 from engines.runtime.transport import HANDSHAKE_S, PeerGone, Transport, TransportFailed, connect_socket
 from engines.runtime.worker import DeviceLostExit, Worker
 
@@ -117,12 +117,17 @@ def run(
     return _guarded(program, lambda: serve(factory, options, arguments, worker))
 
 
-def _guarded(program: str, body: Callable[[], None]) -> int:
-    """Run *body*; expected ends become an exit status and one line. Anything else is a bug and keeps its traceback."""
+def _guarded(program: str, body: Callable[[], None], leave: Callable[[int], object] = os._exit) -> int:
+    """Run *body*; expected ends become an exit status and one line. Anything else is a bug and keeps its traceback.
+
+    *leave* ends the process at once, without destructors: after a lost device those of a native library may abort it.
+    """
     try:
         body()
     except (RemoteProtocolError, TransportFailed, DeviceLostExit, EngineError) as exc:
         print(f"{program}: fatal: {exc}", file=sys.stderr, flush=True)
+        if isinstance(exc, (DeviceLostExit, DeviceLost)):
+            leave(1)
         return 1
     except PeerGone:
         return 0

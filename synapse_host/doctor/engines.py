@@ -12,7 +12,7 @@ from synapse_host.doctor.finding import Finding, Severity
 from synapse_host.floor import Floor
 from synapse_host.hardware import HostProfile
 from synapse_host.matrix import Engine, HardwareMatrix
-from synapse_host.placement import floor_text, hardware_reason
+from synapse_host.placement import floor_text, hardware_reason, has_no_code
 
 _INSTALL: Final = {
     "llama": "pip install 'synapse-workers[llama]'   (compiles for about 4 minutes on 2 cores)",
@@ -53,6 +53,7 @@ def report_on(
     else:
         code = floor.code.partition(":")[0]
         fixable = code in ("llama_missing", "bindings_missing", "cuda_runtime_missing", "cpu_unsupported")
+        fixable = fixable and not has_no_code(floor)
         status, what = ("failed" if fixable else "passed_over"), floor_text(floor)
     return EngineReport(engine.id, status, what, engine.device, versions, asdict(floor) if floor else None, worker)
 

@@ -39,6 +39,9 @@ class HostCuda:
 
     def copy(self, target: int, source: int, size: int, *, up: bool) -> None:
         self.calls.append("up" if up else "down")
+        for address in (target, source):
+            inside = any(start <= address and address + size <= start + a.nbytes for start, a in self.live.items())
+            assert inside, f"a copy of {size} bytes beyond its block"
         ctypes.memmove(target, source, size)
 
     def record(self, event: int) -> None:
@@ -49,7 +52,13 @@ class HostCuda:
         assert event in self.fired, "waited for an event that was never recorded"
         self.calls.append(f"wait {event}")
 
-    def free(self, pinned: tuple[int, ...], device: tuple[int, ...], events: tuple[Any, ...]) -> None:
-        for address in (*pinned, *device):
-            del self.live[address]
-        self.events -= len(events)
+    def upload(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+        """No weights on a device: the CPU provider's sessions keep their own."""
+        return {}
+
+    def settle(self) -> None:
+        self.calls.append("settle")
+
+    def close(self) -> None:
+        self.live.clear()
+        self.events = 0

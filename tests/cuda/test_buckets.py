@@ -107,3 +107,11 @@ def test_merging_adds_fewer_cells_than_its_limit_for_each_launch_saved(lengths: 
     apart, merged = (plan(array, Policy(tokens=1 << 30, merge_cells=cells, rows=512)) for cells in (0, 128))
     assert len(merged.buckets) <= len(apart.buckets)
     assert cells(merged) - cells(apart) < 128 * max(1, len(merged.buckets))
+
+
+def test_stored_attention_scores_bound_a_bucket() -> None:
+    """rows x width x width, which the token budget lets grow without end; a single row always runs."""
+    policy = Policy(tokens=65536, scores=10**6)
+    assert [policy.max_rows(width) for width in (16, 512, 1024, 8192)] == [512, 3, 1, 1]
+    buckets = plan(np.full(40, 512, np.int32), policy).buckets
+    assert max(bucket.rows for bucket in buckets) == 3 and sum(bucket.rows for bucket in buckets) == 40

@@ -66,6 +66,12 @@ def test_refusal_is_backend_missing_with_upstreams_word_first(facts: Facts) -> N
     assert error.msg.startswith(f"{probe.code}: ") and "never runs on the CPU" in error.msg
 
 
+def test_nothing_to_install_brings_code_for_another_architecture() -> None:
+    error = floor.refusal(floor.judge(Facts(13000, (10, 0))))
+    assert error.msg.startswith("cuda_runtime_missing:onnxruntime-sm_100: ")
+    assert "pip install" not in error.msg and "7.5, 8.0, 8.6, 8.9, 9.0, 12.0" in error.msg
+
+
 def test_the_cpu_lane_skips_the_floor() -> None:
     assert (floor.skipped(None).status, floor.skipped(None).code) == ("ok", "ok")
     assert floor.skipped("onnxruntime").code == "cuda_runtime_missing:onnxruntime"

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from engines.cuda import binding
 from engines.cuda import engine as engine_module
 from engines.cuda.devices import CudaDevice
 from engines.cuda.engine import CudaEngine, kernel_revision, runtime_version
-from engines.cuda.graph import Graph
+from engines.cuda.graph import Graph, Variant
 from engines.cuda.model import OwnedModel
 from engines.cuda.revision import source_revision
 from engines.protocol.errors import EngineError, ErrorCode
@@ -207,12 +208,21 @@ def test_a_truncated_package_is_refused(forged: Callable[..., tuple[Bundle, Load
     refused(engine_for(bundle), request, ErrorCode.ARTIFACT_INVALID, "model.safetensors")
 
 
-def test_weights_that_answer_nan_are_refused(forged: Callable[..., tuple[Bundle, Load]]) -> None:
+@pytest.mark.parametrize(
+    ("value", "code", "words"),
+    [
+        (np.nan, ErrorCode.ARTIFACT_INVALID, "NaN or infinity; its weights are damaged: encoder.layer.0.output.dense"),
+        (3e38, ErrorCode.NONFINITE_OUTPUT, "though every weight is finite: a value leaves float32"),
+    ],
+)
+def test_a_model_that_answers_nan_is_refused_with_the_cause(
+    value: float, code: ErrorCode, words: str, forged: Callable[..., tuple[Bundle, Load]]
+) -> None:
     def poison(tensors: dict[str, np.ndarray]) -> None:
-        tensors["encoder.layer.0.output.dense.weight"][0, 0] = np.nan
+        tensors["encoder.layer.0.output.dense.weight"][:] = value
 
     bundle, request = forged(lambda file: rewrite(file, poison))
-    refused(engine_for(bundle), request, ErrorCode.ARTIFACT_INVALID, "NaN or infinity")
+    refused(engine_for(bundle), request, code, words)
 
 
 # --- identity --------------------------------------------------------------------------------------------------------
@@ -231,11 +241,17 @@ def test_identity_says_what_runs(bundles: Bundles) -> None:
 
 
 def test_kernel_revision_names_the_numerics() -> None:
-    revision = kernel_revision("1.31.1", "cuda:0", "f16")
-    assert revision == f"graph-{source_revision()}/onnxruntime-1.31.1/cuda/f16"
-    others = {kernel_revision("1.31.1", "cpu", "f16"), kernel_revision("1.32.0", "cuda", "f16")}
-    assert revision not in others | {kernel_revision("1.31.1", "cuda", "f32")}
-    assert kernel_revision("1.31.1", "cuda:3", "f16") == revision
+    revision = kernel_revision("1.31.1", "cuda:0", "f16", (9, 0))
+    assert revision == f"graph-{source_revision()}/onnxruntime-1.31.1/cuda-sm_90/f16"
+    assert kernel_revision("1.31.1", "cuda:3", "f16", (9, 0)) == revision
+    others = {
+        kernel_revision("1.31.1", "cpu", "f16"),
+        kernel_revision("1.32.0", "cuda", "f16", (9, 0)),
+        kernel_revision("1.31.1", "cuda", "f32", (9, 0)),
+        kernel_revision("1.31.1", "cuda", "f16", (8, 9)),  # other kernels
+        kernel_revision("1.31.1", "cuda", "f16"),
+    }
+    assert len(others | {revision}) == 6
 
 
 def test_runtime_version_is_the_installed_one() -> None:
@@ -283,7 +299,7 @@ def test_cuda_assembly(
     asked: list[dict[str, str]] = []
     original = binding.session
 
-    def session(graph: Graph, *, threads: int, cuda: dict[str, str] | None = None) -> Any:
+    def session(graph: Graph, *, threads: int, cuda: dict[str, str] | None = None, shared: Any = None) -> Any:
         assert cuda is not None
         asked.append(cuda)
         return original(graph, threads=threads)
@@ -310,8 +326,9 @@ def test_cuda_assembly(
     for options in asked:
         assert options["user_compute_stream"] == "0" and options["device_id"] == "0" and options["use_tf32"] == "0"
         assert options["enable_cudnn"] == "0"
-        assert options["gpu_mem_limit"] == str(100 * 2**20)
         assert options["enable_cuda_graph"] == graphs and options["arena_extend_strategy"] == "kSameAsRequested"
+    arenas = [int(options["gpu_mem_limit"]) for options in asked]
+    assert all(arenas) and sum(arenas) < 100 * 2**20, "one limit: the weights and all arenas together"
     assert model.buckets == model.policy.ladder and model.buckets[-1] == (256 if windowed else 64)
     recorded = len(model.device._recorded)
     assert recorded == (0 if graphs == "0" else 4 * len({16, 32, 64, 128} & set(model.buckets)))
@@ -323,3 +340,55 @@ def test_cuda_assembly(
         assert cosines(output, goldens[name]).min() >= 0.99999
     model.close()
     assert not host.live and host.events == 0
+
+
+@pytest.mark.parametrize("fails", ["upload", "session", "slots", "record"])
+def test_a_load_that_fails_leaves_nothing(fails: str, bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever step runs out of memory: sessions go first, then all memory, then the error is told."""
+    original, sessions, closed = binding.session, [], []
+    host = HostCuda()
+    host.memory_info = lambda: (0, 1)  # type: ignore[attr-defined]
+    gone = EngineError(ErrorCode.OOM, "no memory left")
+
+    def session(graph: Graph, *, threads: int, cuda: dict[str, str], shared: Any) -> Any:
+        if fails == "session" and sessions:
+            raise gone
+        made = original(graph, threads=threads)
+        sessions.append(weakref.ref(made))
+        return made
+
+    def close() -> None:
+        closed.append([alive() is not None for alive in sessions])
+        HostCuda.close(host)
+
+    def raising(*_: object) -> None:
+        raise gone
+
+    host.close = close  # type: ignore[method-assign]
+    if fails == "upload":
+        monkeypatch.setattr(host, "upload", raising)
+    elif fails == "slots":
+        monkeypatch.setattr(host, "event", raising)
+    elif fails == "record":
+        monkeypatch.setattr(CudaDevice, "record", raising)
+    monkeypatch.setattr(binding, "session", session)
+    monkeypatch.setattr(binding, "Cuda", lambda index: host)
+    monkeypatch.setenv(engine_module.PRECISION_VARIABLE, "f32")
+    engine = engine_for(bundles("modernbert-mean"), "cuda:0")
+    monkeypatch.setattr(engine, "probe_floor", lambda: Probe("ok", "ok", {}, None))
+    refused(engine, load_request(bundles("modernbert-mean"), call_tokens="512"), ErrorCode.OOM, "no memory left")
+    assert closed == [[False] * {"upload": 0, "session": 1}.get(fails, 2)]
+    assert not host.live
+
+
+def test_a_limit_below_the_weights_is_out_of_memory(bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = HostCuda()
+    monkeypatch.setattr(binding, "Cuda", lambda index: host)
+    engine = engine_for(bundles("qwen3-last"), "cuda:0")
+    monkeypatch.setattr(engine, "probe_floor", lambda: Probe("ok", "ok", {}, None))
+    monkeypatch.setattr("engines.cuda.load._Assembly._graph", lambda self, variant: heavy)
+    heavy = Graph(b"", {"table": np.zeros(3 << 20, np.uint8)}, (), "embedding", Variant())
+    refused(
+        engine, load_request(bundles("qwen3-last"), gpu_mem_limit_mb="2"), ErrorCode.OOM, "weights alone take 3 MiB"
+    )
+    assert not host.live

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -16,12 +19,14 @@ from engines.bundle.checkpoint import Checkpoint
 from engines.cuda import binding
 from engines.cuda.buckets import Bucket, Policy, ladder_up_to, plan
 from engines.cuda.devices import CAPTURED_ROWS, CudaDevice, Route
-from engines.cuda.graph import UNLIMITED, Variant, WeightStore, build
+from engines.cuda.families import UNLIMITED, build
+from engines.cuda.graph import Variant, WeightStore
 from engines.cuda.model import Facts, OwnedModel
 from engines.cuda.pipeline import Pipeline
 from engines.cuda.staging import Filler, Shape, Slot, layout, slot_bytes
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Phase
+from engines.runtime.engine import DeviceLost
 from engines.runtime.progress import ProgressReporter, silent
 from tests.cuda.conftest import batch_of, case, cosines
 from tests.cuda.host_cuda import HostCuda
@@ -65,8 +70,8 @@ class Recorder:
         self.flying.discard(id(slot))
         with self.lock:
             self.events.append("wait")
-        if (exc := slot.native.pop("error", None)) is not None:
-            raise exc
+        if "error" in slot.native:
+            raise slot.native.pop("error")
         ids, lens = slot.view(shape, "input_ids"), slot.view(shape, "lens")
         real = np.arange(shape.width) < lens[:, None]
         slot.out[: shape.rows] = (ids * real).sum(1)
@@ -154,6 +159,36 @@ def test_an_error_leaves_nothing_in_flight(slots: int, fail_at: int) -> None:
         run(device, [8] * 16)
     # Halves of a bucket are waited for at once; every other submission must have come home too.
     assert not device.flying
+
+
+def test_a_device_lost_meanwhile_outranks_the_requests_own_error() -> None:
+    """The first error would leave the worker serving on a device that is gone."""
+
+    class Lost(Recorder):
+        def submit(self, slot: Slot, shape: Shape, *, alone: bool) -> None:
+            if self.submitted:
+                raise EngineError(ErrorCode.INFERENCE_FAILED, "broken")
+            super().submit(slot, shape, alone=alone)
+            slot.native["error"] = DeviceLost(ErrorCode.INFERENCE_FAILED, "the CUDA context is lost")
+
+    with pytest.raises(DeviceLost):
+        run(Lost(), [8] * 16)
+
+
+@pytest.mark.parametrize("options", [{"most_rows": 0}, {"fail_at": 1}, {"most_rows": 4}])
+def test_a_failed_request_holds_nothing(options: dict[str, int]) -> None:
+    """A cycle through an exception's traceback would keep sessions and device memory until the collector comes by."""
+    device = Recorder(**options)
+    alive = weakref.ref(device)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(EngineError):
+            run(device, [1] * 8 + [3] * 5, tokens=15)
+        del device
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_two_requests_use_the_same_second_thread() -> None:
@@ -253,3 +288,29 @@ def test_a_small_bucket_takes_the_recorded_shape_that_holds_it(cuda_model) -> No
     alone = made.model.forward(batch_of([[7, 8, 9]]), silent())
     plain = cuda_model("bert-mean").model.forward(batch_of([[7, 8, 9]]), silent())
     assert np.abs(alone - plain).max() <= 2e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+@pytest.mark.parametrize("record", [False, True])
+def test_a_slot_holds_any_bucket_and_any_recorded_shape(tokens: int, record: bool, cuda_model) -> None:  # type: ignore[no-untyped-def]
+    """However small the call budget is: a recorded shape has 8 rows of up to 128 tokens, a long row runs alone."""
+    made = cuda_model("bert-mean", tokens=tokens, record=record)
+    rows = case("bert-mean").rows()
+    output = made.model.forward(batch_of(rows), silent())
+    expected = cuda_model("bert-mean").model.forward(batch_of(rows), silent())
+    assert np.abs(output - expected).max() <= 2e-6
+
+
+def test_a_failed_run_is_settled_before_its_slot_is_filled_again(cuda_model, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    made = cuda_model("bert-mean", tokens=64)
+    original, failures = binding.Binding.run, iter([EngineError(ErrorCode.OOM, "the arena is full")])
+
+    def run_once(self: binding.Binding, entries: dict[str, str]) -> None:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        original(self, entries)
+
+    monkeypatch.setattr(binding.Binding, "run", run_once)
+    made.cuda.calls.clear()
+    assert np.isfinite(made.model.forward(batch_of([[5] * 16] * 4), silent())).all()
+    assert made.cuda.calls == ["up", "settle", "up", "down", "record 1", "wait 1", "up", "down", "record 1", "wait 1"]

@@ -262,6 +262,8 @@ CAPABILITY = {"compute_capability": {"major": 6, "minor": 1}}
          "the NVIDIA device is too old: 6.1, needs 7.5"),
         (Floor("refused", "cuda_compute_capability_too_low"), "the NVIDIA device is too old: unknown, needs unknown"),
         (Floor("refused", "cuda_runtime_missing:libcudnn.so.9"), "a library is missing: libcudnn.so.9"),
+        (Floor("refused", "cuda_runtime_missing:onnxruntime-sm_100"),
+         "onnxruntime-gpu has no machine code for this device (sm_100)"),
         (Floor("refused", "no_neural_engine"), "no Neural Engine"),
     ],
 )  # fmt: skip

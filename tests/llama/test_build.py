@@ -293,7 +293,7 @@ def test_every_end_that_the_model_names_ends_a_generation(tmp_path: Path, load: 
         out = folder.with_suffix(".gguf")
         builder.build(Checkpoint.open(folder), out, dtype="f32")
         toy = ToyGguf(out, folder, sha256(out))
-        return load(toy).generate(ids, max_tokens=6, grammar=None, progress=silent()).generated_token_ids  # type: ignore[no-any-return]
+        return load(toy).generate(ids, max_tokens=6, progress=silent()).generated_token_ids  # type: ignore[no-any-return]
 
     folder = toy_models.write_llama(tmp_path / "plain")
     full = generated(folder)
@@ -320,7 +320,7 @@ def test_sentencepiece_tokens_spell_words_and_bytes(tmp_path: Path, load: Any) -
     model = load(ToyGguf(out, folder, sha256(out)))
     spelled = {"special": 0, "byte": 0, "word": 0}
     for first in range(5, 60):
-        made = model.generate(np.array([first], np.int32), max_tokens=8, grammar=None, progress=silent())
+        made = model.generate(np.array([first], np.int32), max_tokens=8, progress=silent())
         parts = []
         for id in made.generated_token_ids:
             kind = "special" if id < 3 else "byte" if id < 259 else "word"

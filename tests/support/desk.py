@@ -49,7 +49,7 @@ class WorkerThread:
 
     def _run(self) -> None:
         try:
-            self.status = runtime_main._guarded("worker-under-test", self._serve)
+            self.status = runtime_main._guarded("worker-under-test", self._serve, self.exits.append)
         except BaseException as exc:  # a bug of an engine: the test asks for it
             self.bug = exc
 

@@ -1,0 +1,40 @@
+"""The hardware floor, asked through a real driver interface: what is missing is what is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rehearsal.conftest import Environment
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({}, "ok"),
+        ({"CUDASHIM_CC": "12.1"}, "ok"),
+        ({"CUDASHIM_DRIVER_API": "12080"}, "cuda_driver_too_old"),
+        ({"CUDASHIM_CC": "6.1"}, "cuda_compute_capability_too_low"),
+        ({"CUDASHIM_CC": "10.0"}, "cuda_runtime_missing:onnxruntime-sm_100"),
+        ({"without": "libcublas.so.13"}, "cuda_runtime_missing:libcublas.so.13"),
+        ({"without": "libcuda.so.1"}, "cuda_no_driver"),
+    ],
+)
+def test_the_probes_verdict(
+    settings: dict[str, str], code: str, environment: Environment, stubs: Path, tmp_path: Path
+) -> None:
+    env = environment(**{key: value for key, value in settings.items() if key != "without"})
+    if "without" in settings:
+        folder = tmp_path / "libraries"
+        shutil.copytree(stubs, folder)
+        (folder / settings["without"]).unlink()
+        env["LD_LIBRARY_PATH"] = str(folder)
+    command = [sys.executable, "-m", "engines.cuda", "--probe-floor"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert json.loads(done.stdout)["code"] == code
+    assert done.returncode == (0 if code == "ok" else 2)

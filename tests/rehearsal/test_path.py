@@ -1,0 +1,82 @@
+"""Every family, precision and compute capability through LOAD, recordings, requests and the end, in one process.
+
+The plain run takes both tasks of each family on one compute capability and one task on the oldest; everything else is
+marked soak and belongs to `make rehearse-cuda`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.rehearsal.conftest import Bundles, Rehearse, case
+
+OLDEST, USUAL = "7.5", "9.0"
+CAPABILITIES = (OLDEST, "8.0", "8.6", "8.9", USUAL, "12.0")
+EMBED, RERANK = ("bert-mean", "modernbert-mean", "qwen3-last"), ("bert-rerank", "modernbert-rerank", "qwen3-rerank")
+NAMES = (*EMBED, *RERANK, "bert-cls", "modernbert-cls")
+OURS = {"cudaMemcpyAsync pinned to device", "cudaMemcpyAsync device to pinned", "cudaMemcpyAsync device to device"}
+"""The only copies of a request: one up and one down a submission; within the device a graph may copy."""
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
+LEFT = ("device_blocks", "pinned_blocks", "events", "streams", "graphs_live")
+
+
+def cells() -> list[Any]:
+    quick = {(name, OLDEST) for name in EMBED} | {(name, USUAL) for name in (*EMBED, *RERANK)}
+    return [
+        pytest.param(name, precision, cc, marks=() if (name, cc) in quick else (pytest.mark.soak,))
+        for cc in CAPABILITIES
+        for name in NAMES
+        for precision in ("f16", "f32")
+    ]
+
+
+def cost(stats: dict[str, Any]) -> None:
+    """Check a request's order of calls: see cudashim_event."""
+    order = stats["order"].replace("G", "")
+    submissions = order.count("R")
+    assert submissions and order.count("U") == order.count("D") == order.count("W") == submissions, order
+    assert not order.replace("UDR", "").replace("W", ""), f"a copy of onnxruntime's own or a wait: {order}"
+    body, in_flight = order.rstrip("W"), 0
+    for call in body:
+        in_flight += {"R": 1, "W": -1}.get(call, 0)
+        # A wait before the second submission is queued would leave the device idle while the host prepares.
+        assert call != "W" or in_flight == 1, f"the host waits before it has queued the next bucket: {order}"
+    assert not any(stats["calls"].get(wait) for wait in WAITS), stats["calls"]
+    assert {what for what in stats["notes"] if "cudaMem" in what} <= OURS, stats["notes"]
+    assert "kernel on the default stream" not in stats["notes"]
+
+
+def served(step: dict[str, Any]) -> dict[str, Any]:
+    """Return a step's counters: it went well and broke no rule of the CUDA API."""
+    assert step["ok"], step
+    stats: dict[str, Any] = step["stats"]
+    assert not stats["violations"], stats["violations"]
+    return stats
+
+
+@pytest.mark.parametrize(("name", "precision", "capability"), cells())
+def test_a_cell(name: str, precision: str, capability: str, bundles: Bundles, rehearse: Rehearse) -> None:
+    rows = case(name).rows()
+    steps = [["request", rows, "first"], ["request", rows, "second"], ["request", [rows[3]], "single"], ["close"]]
+    found = rehearse(bundles(name), steps, precision=precision, settings={"CUDASHIM_CC": capability}, call_tokens="128")
+    assert found["floor"] == "ok"
+    assert found["sessions"]
+    for session in found["sessions"]:
+        assert set(session["nodes"]) == {"CUDAExecutionProvider"} and session["memcpy"] == 0, session
+    loaded = served(found["steps"]["load"])
+    assert loaded["captures"] == 16 and loaded["graph_launches"] >= 16
+    assert loaded["recorded"]["kernels"] > 16 * 10 and loaded["recorded"]["host"] == 0
+    shape = [len(rows)] if case(name).task == "rerank" else [len(rows), 64]
+    for step in ("first", "second"):
+        cost(served(found["steps"][step]))
+        assert found["steps"][step]["shape"] == shape
+    assert found["steps"]["second"]["stats"]["order"].count("R") > 3, "several buckets, so that two are in flight"
+    assert "cudaMalloc" not in found["steps"]["second"]["stats"]["calls"], "an equal request asks for no memory"
+    single = served(found["steps"]["single"])
+    cost(single)
+    assert single["order"].count("G") == single["graph_launches"] == 1
+    served(found["steps"]["close"])
+    left = {what: found["left"][what] for what in LEFT if found["left"][what]}
+    assert not left, f"left after close: {left}"
