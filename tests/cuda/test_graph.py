@@ -22,6 +22,7 @@ from engines.cuda.revision import SOURCES, source_revision
 from engines.protocol.errors import EngineError, ErrorCode
 from tests.cuda.cases import CASES, Case
 from tests.cuda.conftest import case, cosines
+from tests.cuda.contrib_operators import evaluate
 
 Checkpoints = Callable[[str], Checkpoint]
 WINDOW = 8
@@ -52,18 +53,23 @@ def variants(name: str, *attentions: str) -> list[Variant]:
     return [Variant("f32", attention, window) for attention in attentions for window in windows]  # type: ignore[arg-type]
 
 
-def run(graph: Graph, rows: Sequence[Sequence[int]], width: int, *, pad: int = 0) -> np.ndarray:
-    """Run padded rows of one width."""
+def padded_feed(rows: Sequence[Sequence[int]], width: int, pad: int = 0) -> dict[str, np.ndarray]:
+    """What a padded graph reads of *rows*."""
     ids = np.full((len(rows), width), pad, np.int32)
     for place, row in enumerate(rows):
         ids[place, : len(row)] = row
-    feed = {
+    return {
         "input_ids": ids,
         "lens": np.array([len(row) for row in rows], np.int32),
         "positions": np.arange(width, dtype=np.int32),
         "max_len": np.array([width], np.int32),
         "type_starts": np.array([row.index(3) + 1 if 3 in row else len(row) for row in rows], np.int32),
     }
+
+
+def run(graph: Graph, rows: Sequence[Sequence[int]], width: int, *, pad: int = 0) -> np.ndarray:
+    """Run padded rows of one width."""
+    feed = padded_feed(rows, width, pad)
     session = binding.session(graph, threads=1)
     output: np.ndarray = session.run(None, {name: feed[name] for name in graph.inputs})[0]
     return output
@@ -114,6 +120,50 @@ def test_the_gpus_padded_graph_equals_transformers(
         rows = [c.rows()[i] for i in chosen]
         output = run(graph_of(checkpoints(name), variant), rows, width_for(rows, variant))
         error(c, output, goldens[name][chosen])
+
+
+def packed_feed(rows: Sequence[Sequence[int]], spare: int = 0) -> dict[str, np.ndarray]:
+    """What the packed graph reads of *rows*, with *spare* columns beyond the longest."""
+    from engines.cuda import inputs
+    from tests.cuda.conftest import batch_of
+
+    batch = batch_of(rows)
+    lens = np.array([len(row) for row in rows], np.int32)
+    width = int(lens.max()) + spare
+    offset, cumulative, positions = inputs.packed_offsets(lens, width)
+    return {
+        "input_ids": batch.input_ids,
+        "positions": positions,
+        "token_offset": offset,
+        "cu_seqlens": cumulative,
+        "columns": np.arange(width, dtype=np.int32),
+        "type_starts": np.repeat(inputs.type_starts(batch, 3), lens),
+    }
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("bert")])
+def test_the_packed_graph_equals_transformers(
+    name: str, checkpoints: Checkpoints, goldens: dict[str, np.ndarray]
+) -> None:
+    """No provider but CUDA has packed attention: onnx's evaluator computes it here."""
+    c = case(name)
+    graph = graph_of(checkpoints(name), Variant("f32", "packed"))
+    for spare in (0, 5):
+        error(c, evaluate(graph, packed_feed(c.rows(), spare)), goldens[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_recorded_graph_equals_transformers(
+    name: str, checkpoints: Checkpoints, goldens: dict[str, np.ndarray]
+) -> None:
+    """GroupQueryAttention with norms inside (Qwen3) has no other provider; what it leaves open is never read."""
+    c = case(name)
+    for variant in variants(name, "fused"):
+        variant = replace(variant, cuda=True)
+        chosen = rows_for(name, variant)
+        rows = [c.rows()[i] for i in chosen]
+        graph = graph_of(checkpoints(name), variant)
+        error(c, evaluate(graph, padded_feed(rows, width_for(rows, variant))), goldens[name][chosen])
 
 
 @pytest.mark.parametrize("name", ["bert-mean", "modernbert-rerank", "qwen3-last", "qwen3-rerank"])
