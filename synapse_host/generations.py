@@ -86,15 +86,22 @@ class Generations:
             task = self.starting
             if task is None:
                 task = self.starting = self._loop.create_task(self._start())
-                task.add_done_callback(self._started)
-            await asyncio.wait({task}, timeout=timeout)
-            if not task.done():
-                raise lane_errors.late(self._spec.lane_id, stage, NOT_READY)
+                task.add_done_callback(self._start_over)
+            await self.started(deadline, stage)
             if task.cancelled():
                 raise lane_errors.stopping(self._spec.lane_id)
             return task.result()
 
-    def _started(self, task: asyncio.Task[Session]) -> None:
+    async def started(self, deadline: float | None, stage: str) -> None:
+        """Wait until no start is under way, whatever became of it. The start goes on when *deadline* passes."""
+        task = self.starting
+        if task is None:
+            return
+        await asyncio.wait({task}, timeout=None if deadline is None else deadline - self._loop.time())
+        if not task.done():
+            raise lane_errors.late(self._spec.lane_id, stage, NOT_READY)
+
+    def _start_over(self, task: asyncio.Task[Session]) -> None:
         self.starting = None
         if not task.cancelled():
             # Looked at, so that a failure nobody waited for is not reported as never retrieved.

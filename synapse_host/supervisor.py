@@ -247,6 +247,10 @@ class Supervisor:
             if self._workers.starting is not None or (self._turns.held and not self._pinging()):
                 raise lane_errors.in_use(self.spec, self._turns.waiting)
             await self._turns.take(None, "unload", probing=True)
+            if self._workers.starting is not None:
+                # Behind a PING there was a request that began a start and left: its LOAD owns the connection.
+                self._turns.pass_on()
+                raise lane_errors.in_use(self.spec, self._turns.waiting)
             self._standing.clear()
             session = self._workers.session
             if session is None or not session.ready:
@@ -289,9 +293,15 @@ class Supervisor:
             self._turns.pass_on()
 
     async def ping(self, deadline: float | None = None) -> dict[str, Any]:
-        """Refresh health now, in turn behind what runs; spawns nothing. Returns :meth:`health`."""
+        """Refresh health now, in turn behind what runs, a start included; spawns nothing. Returns :meth:`health`."""
         with self.counters.call("ping"):
             await self._turns.take(deadline, "ping")
+            try:
+                # Whoever wanted the start may have left with his turn, but its LOAD still owns the connection.
+                await self._workers.started(deadline, "ping")
+            except BaseException:
+                self._turns.pass_on()
+                raise
             session = self._workers.session
             if session is None or session.dead:
                 self._turns.pass_on()

@@ -443,6 +443,45 @@ async def test_a_deadline_during_load_leaves_the_load_to_the_next_caller(make, t
     assert spawns(state) == 1 and lane.health()["strikes"] == 0
 
 
+async def test_a_load_whose_caller_left_keeps_its_connection_to_itself(make, tmp_path):
+    """Until LOADED a ping waits in turn, however late it becomes; afterwards it is answered."""
+    go = tmp_path / "go"
+    lane = make({"rules": [on("LOAD", {"wait_for": str(go)})]})
+    with pytest.raises(DeadlineExceeded):
+        await lane.load(soon(SENT))
+    with pytest.raises(DeadlineExceeded, match="during ping, before its worker was ready"):
+        await lane.ping(soon(0.1))
+    waiting = asyncio.create_task(lane.ping())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    go.touch()
+    assert (await waiting)["rss_mb"] > 0
+    assert (lane.health()["generation"], lane.health()["strikes"]) == (1, 0)
+
+
+async def test_an_unload_behind_a_start_that_nobody_waits_for_any_more_is_refused(make, tmp_path):
+    """It was let in while a PING ran; behind that a request began the start and left."""
+    began, pong, go = tmp_path / "began", tmp_path / "pong", tmp_path / "go"
+    slow = on("PING", {"touch": str(began)}, {"wait_for": str(pong)})
+    lane = make({"rules": [slow, on("LOAD", {"wait_for": str(go)}, nth=2)]})
+    await lane.load()
+    await lane.unload()
+    pinging = asyncio.create_task(lane.ping())
+    await until(began.exists)
+    leaving = asyncio.create_task(serve(lane))
+    unloading = asyncio.create_task(lane.unload())
+    await asyncio.sleep(0.05)
+    pong.touch()
+    await pinging
+    await until(lambda: lane.health()["state"] == "loading")
+    leaving.cancel()
+    with pytest.raises(ModelInUse):
+        await unloading
+    go.touch()
+    await serve(lane)
+    assert lane.health()["models"] == ["m"]
+
+
 # --- permits ---------------------------------------------------------------------------------------------------------
 
 
