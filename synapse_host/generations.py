@@ -14,7 +14,7 @@ from synapse_host.counters import LaneCounters
 from synapse_host.death import Death, StartFailed
 from synapse_host.errors import EngineCrashed, LaneRefused
 from synapse_host.exchange import Exchange
-from synapse_host.health import LaneHealth, Refresher, monotonic
+from synapse_host.health import LaneHealth, Refresher
 from synapse_host.lane_errors import NOT_READY
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.logring import LineForwarder, LogRing
@@ -91,6 +91,10 @@ class Generations:
             if task.cancelled():
                 raise lane_errors.stopping(self._spec.lane_id)
             return task.result()
+
+    def start_under_way(self) -> bool:
+        """Return whether a worker is spawned or loaded now, for whoever still waits for it."""
+        return self.starting is not None
 
     async def started(self, deadline: float | None, stage: str) -> None:
         """Wait until no start is under way, whatever became of it. The start goes on when *deadline* passes."""
@@ -170,7 +174,7 @@ class Generations:
             _log.error("lane refused: %s", exc.message)
             raise
         self.session = session
-        self._health.greeted(hello, monotonic())
+        self._health.greeted(hello, self._loop.time())
         self._revision = self._health.hello["kernel_revision"] or self._revision
         self.advertised = tuple(self._health.hello["packed_widths"])
         self._refresher.start()
@@ -222,5 +226,4 @@ class Generations:
         if session is None:
             return None
         await session.stop(self._config.shutdown_grace)
-        exchange, session.open = session.open, None
-        return exchange
+        return session.cut_off()

@@ -732,18 +732,25 @@ async def test_a_refused_unload(make, code):
 # --- a process that can't be killed ----------------------------------------------------------------------------------
 
 
-async def test_a_deadline_holds_while_a_worker_is_being_buried(make, monkeypatch):
-    lane = make(poison({"sleep": 600}, ignore=["EOF"]), config=SHORT, own_worker=False)
+@pytest.mark.parametrize("end", ["silence", "close"])
+async def test_a_deadline_holds_while_a_worker_is_being_ended(make, monkeypatch, end):
+    config = SHORT if end == "silence" else FAST
+    lane = make(poison({"sleep": 600}, ignore=["EOF"]), config=config, own_worker=False)
     await lane.load()
     pid = lane.health()["worker_pid"]
     with monkeypatch.context() as patch:
         patch.setattr(process_module, "REAP_LIMIT", 600)
         patch.setattr(WorkerProcess, "kill", lambda self: None)
-        # The window ends first; then nothing moves until the deadline.
+        request = asyncio.create_task(serve(lane, POISON, deadline=soon(3.0)))
+        await until(lambda: lane.health()["state"] == "serving")
+        closing = asyncio.create_task(lane.aclose() if end == "close" else asyncio.sleep(0))
+        # The window ends first, or the host closes; then nothing moves until the deadline.
         with pytest.raises(DeadlineExceeded):
-            await serve(lane, POISON, deadline=soon(3.0))
+            await asyncio.wait_for(request, 10)
     os.kill(pid, signal.SIGKILL)
-    await lane.load()
+    await closing
+    if end == "silence":
+        await lane.load()
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
