@@ -23,3 +23,5 @@ class Exchange(Struct, eq=False):
     """It holds an execution permit."""
     turn: bool = True
     """It holds the stream's turn; the LOAD of a start doesn't, whoever waits for the start does."""
+    sent: float = 0.0
+    """When a PING left, by :func:`time.monotonic`: the loop's own clock may be too coarse for its round trip."""

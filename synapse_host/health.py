@@ -6,7 +6,6 @@ Reading it touches no worker. PING feeds it in the background: it never queues b
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from engines.protocol.messages import Hello, Pong
 
 
 class LaneHealth:
-    """The cached facts of one lane's current worker generation. Times are :func:`time.monotonic`."""
+    """The cached facts of one lane's current worker generation. Times are the loop's."""
 
     def __init__(self) -> None:
         self.last_fault: dict[str, Any] | None = None
@@ -114,7 +113,3 @@ class Refresher:
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._interval, self._tick)
         self._ping()
-
-
-monotonic = time.monotonic
-"""The clock of health: the same on every thread, so that a reader outside the loop sees the same ages."""

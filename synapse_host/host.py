@@ -7,10 +7,10 @@ One :class:`Host` owns its lanes (:mod:`synapse_host.lanes`). Nothing here retri
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import UNSET
 
@@ -33,6 +33,8 @@ from synapse_host.tokenize import compose_ids, pair_frame
 if TYPE_CHECKING:
     from synapse_host.parts import FloatArray, IntArray
     from synapse_host.supervisor import Build
+
+T = TypeVar("T")
 
 __all__ = ["EmbedResult", "Generation", "Host", "RerankResult", "SyncHost", "open_bundles"]
 
@@ -376,8 +378,15 @@ class Host:
         return reranking.request(None if assignment.require().owned else row.ids, row)
 
     def health(self) -> dict[str, Any]:
-        """Return the cached state of every lane; touches no worker."""
-        return self._lanes.health()
+        """Return the cached state of every lane; touches no worker. From any thread."""
+        return self._lanes.on_loop(self._lanes.health)
+
+    def on_loop(self, read: Callable[[], T]) -> T:
+        """Run *read* on the host's loop, where nothing changes meanwhile; from any thread.
+
+        DeadlineExceeded where the loop has no time for it.
+        """
+        return self._lanes.on_loop(read)
 
     def explain(self, lane: str | None = None) -> list[dict[str, Any]]:
         """Return, per lane, the placement and why each other engine was passed over."""

@@ -27,7 +27,6 @@ from synapse_host.channel import Channel
 from synapse_host.config import HostConfig
 from synapse_host.counters import LaneCounters
 from synapse_host.death import Cause, Death, StartFailed, diagnose
-from synapse_host.errors import SynapseError
 from synapse_host.exchange import Exchange
 from synapse_host.handshake import HandshakeFault
 from synapse_host.lane import LaneSpec

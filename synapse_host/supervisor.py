@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -21,7 +22,7 @@ from synapse_host.death import Death
 from synapse_host.errors import EngineCrashed, SynapseError
 from synapse_host.exchange import Exchange
 from synapse_host.generations import Generations
-from synapse_host.health import LaneHealth, Refresher, monotonic
+from synapse_host.health import LaneHealth, Refresher
 from synapse_host.lane import LaneSpec
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.logring import LogRing
@@ -106,7 +107,7 @@ class Supervisor:
         probe_required, lane_refused, deadline_exceeded, queue_full, nonfinite_output, and the class of the worker's ERR
         code. A caller that leaves (deadline, cancellation) neither harms the worker nor frees the lane early.
         """
-        started = monotonic()
+        started = time.monotonic()
         turns = self._turns
         try:
             self._standing.admit()
@@ -125,7 +126,7 @@ class Supervisor:
         except BaseException as exc:
             self.counters.failed(stage, exc)
             raise
-        self.counters.served(stage, monotonic() - started)
+        self.counters.served(stage, time.monotonic() - started)
         return outcome
 
     def _at_once(self, build: Build, deadline: float | None, stage: str) -> asyncio.Future[Outcome] | None:
@@ -244,10 +245,10 @@ class Supervisor:
     async def unload(self) -> None:
         """Unload the model and clear quarantine and refusal; ModelInUse while requests run, wait or drain."""
         with self.counters.call("unload"):
-            if self._workers.starting is not None or (self._turns.held and not self._pinging()):
+            if self._workers.start_under_way() or (self._turns.held and not self._pinging()):
                 raise lane_errors.in_use(self.spec, self._turns.waiting)
             await self._turns.take(None, "unload", probing=True)
-            if self._workers.starting is not None:
+            if self._workers.start_under_way():
                 # Behind a PING there was a request that began a start and left: its LOAD owns the connection.
                 self._turns.pass_on()
                 raise lane_errors.in_use(self.spec, self._turns.waiting)
@@ -332,7 +333,7 @@ class Supervisor:
 
     def replied(self, session: Session, exchange: Exchange, reply: AnyReply, payload: memoryview | None) -> None:
         """Resolve the waiter (unless it left), then hand on permit and stream."""
-        self._health.age_from = now = monotonic()
+        self._health.age_from = now = self._loop.time()
         waiter = exchange.waiter
         left = waiter.done()
         array = None
@@ -350,7 +351,7 @@ class Supervisor:
                 self._quarantine.served(session.generation)
             elif type(reply) is Pong:
                 self._health.pong(reply, now)
-                self.counters.ipc.add(now - session.began)
+                self.counters.ipc.add(time.monotonic() - exchange.sent)
         if left:
             if type(reply) is not Pong:
                 self.counters.abandoned += 1
@@ -366,7 +367,7 @@ class Supervisor:
 
     def alive(self, session: Session) -> None:
         """Validated progress: health is fresh."""
-        self._health.age_from = monotonic()
+        self._health.age_from = self._loop.time()
 
     def died(self, session: Session, death: Death, exchange: Exchange | None) -> None:
         """Charge the strike and give the open request its answer."""
@@ -384,8 +385,8 @@ class Supervisor:
     # --- health ------------------------------------------------------------------------------------------------------
 
     def health(self) -> dict[str, Any]:
-        """Return the cached state of the lane: no I/O, from any thread."""
-        now = monotonic()
+        """Return the cached state of the lane: no I/O. On the loop's thread, like everything here."""
+        now = self._loop.time()
         session = self._workers.session
         process = None if session is None else session.process
         loaded = session is not None and session.model_ref is not None
