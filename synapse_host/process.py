@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
@@ -295,7 +296,11 @@ class WorkerProcess:
 
     @staticmethod
     def _thread(target: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=target, args=args, name="synapse-process", daemon=True).start()
+        try:
+            threading.Thread(target=target, args=args, name="synapse-process", daemon=True).start()
+        except RuntimeError as exc:
+            # As for the process itself, whose limit is the same.
+            raise OSError(errno.EAGAIN, "no thread can be started") from exc
 
 
 def _ancestors(pid: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,18 @@ async def test_a_spawn_that_cannot_be_watched_leaves_nothing(monkeypatch, nth):
     with pytest.raises(OSError, match="no watches left"):
         Child("import time; time.sleep(600)")
     assert len(calls) == nth
+
+
+async def test_a_spawn_that_gets_no_thread_to_watch_it_leaves_nothing(monkeypatch):
+    """At the limit of processes; told as the process's own refusal is."""
+
+    def refuse(*args):
+        raise OSError("no pidfd here")
+
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(OSError, match="no thread can be started"):
+        Child("import time; time.sleep(600)")
