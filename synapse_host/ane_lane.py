@@ -166,12 +166,12 @@ class RungedLane:
         self.supervisor.reopen()
         await self._start(deadline)
 
-    async def probe(self, build: Build) -> None:
+    async def probe(self, build: Build, *, deadline: float | None = None) -> None:
         """Prove a shut lane: what runs drains, the worker goes, a fresh one loads and serves *build*."""
         self._fleet.shell.park(self._lane)
         self._exchanges.probe = build
         try:
-            await self._start(None)
+            await self._start(deadline)
         finally:
             self._exchanges.probe = None
 

@@ -196,13 +196,20 @@ class Generations:
         if self.session is session:
             self.session = None
 
-    async def retire(self) -> None:
-        """Stop the worker, whose successor is to be probed; one that just starts is as fresh as any."""
+    async def retire(self, deadline: float | None, stage: str) -> None:
+        """Stop the current worker so that a probe runs on a fresh one; one that is still starting counts as fresh.
+
+        Past *deadline* its end goes on, and the next request waits for it.
+        """
         session = self.session
         if self.starting is None and session is not None:
             self._ended = "probe"
             # Kept until it is gone: left in the middle, its successor or whoever closes the lane waits for it.
-            await session.stop(self._config.shutdown_grace)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await session.stop(self._config.shutdown_grace)
+            except TimeoutError as exc:
+                raise lane_errors.late(self._spec.lane_id, stage, NOT_READY) from exc
             self.forget(session)
 
     async def stop(self) -> bool:

@@ -358,10 +358,11 @@ class Host:
         """PING the lane's worker now, in turn, and return its refreshed health; spawns nothing."""
         return await self._lanes.ping(self._lanes.find_any(model, lane), deadline)
 
-    async def probe(self, lane_id: str) -> None:
-        """Prove a quarantined legacy lane with a fresh worker, LOAD and one served request, and open it again."""
+    async def probe(self, lane_id: str, *, deadline: float | None = None) -> None:
+        """Prove a lane with a fresh worker, LOAD and one served request; opens it again, whatever shut it."""
+        until = absolute(deadline)
         assignment = self._lanes.by_id(lane_id)
-        await self._lanes.serving(assignment).probe(self._probe_request(assignment))
+        await self._lanes.serving(assignment).probe(self._probe_request(assignment), deadline=until)
 
     def _probe_request(self, assignment: Assignment) -> Build:
         """Return a small real request of the lane's own task."""

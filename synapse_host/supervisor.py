@@ -274,7 +274,7 @@ class Supervisor:
             self._standing.admit(probing=True)
             await self._turns.take(deadline, "probe", probing=True)
             try:
-                await self._workers.retire()
+                await self._workers.retire(deadline, "probe")
             except BaseException:
                 self._turns.pass_on()
                 raise

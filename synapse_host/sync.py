@@ -144,9 +144,9 @@ class SyncHost:
         """As :meth:`Host.ping`."""
         return self._run(self._host.ping(model, **options))
 
-    def probe(self, lane_id: str) -> None:
+    def probe(self, lane_id: str, **options: Any) -> None:
         """As :meth:`Host.probe`."""
-        self._run(self._host.probe(lane_id))
+        self._run(self._host.probe(lane_id, **options))
 
     def health(self) -> dict[str, Any]:
         """As :meth:`Host.health`, read on the loop's thread."""
