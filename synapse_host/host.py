@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import UNSET
 
 from engines.bundle.manifest import Bundle
-from synapse_host import admission, embedding, encoding, generation, hardware, reranking
+from synapse_host import admission, embedding, encoding, generation, hardware, memory, reranking
 from synapse_host.arguments import absolute, check_rows, check_texts, id_rows, listed
 from synapse_host.assignment import Assignment
 from synapse_host.bundles import open_bundles, open_installed
@@ -131,6 +131,7 @@ class Host:
         """Return the texts' vectors, float32 (n, dims), in input order. *deadline*: seconds from now."""
         return (await self.embed_result(model, texts, lane=lane, deadline=deadline, truncate=truncate)).vectors
 
+    @memory.typed
     async def embed_result(
         self,
         model: str,
@@ -169,6 +170,7 @@ class Host:
             raise InvalidRequest(f"texts changed while they were embedded: it had {count} of them")
         return EmbedResult(answer, truncated, *assignment.served_by(), tokens)
 
+    @memory.typed_stream
     async def embed_stream(
         self,
         model: str,
@@ -198,6 +200,7 @@ class Host:
                 vectors = await embedding.embed(self._lanes, assignment, rows, until)
                 yield EmbedResult(vectors, rows.truncated, *assignment.served_by(), len(rows.ids))
 
+    @memory.typed
     async def embed_ids(
         self, model: str, rows: Sequence[Any], *, lane: str | None = None, deadline: float | None = None
     ) -> FloatArray:
@@ -207,6 +210,7 @@ class Host:
         checked = await encoding.checked(rows, until, lambda: check_rows(rows, assignment))
         return await embedding.embed(self._lanes, assignment, checked, until)
 
+    @memory.typed
     async def embed_packed(
         self, model: str, rows: Sequence[Any], width: int, *, lane: str | None = None, deadline: float | None = None
     ) -> FloatArray:
@@ -238,6 +242,7 @@ class Host:
         )
         return result.scores
 
+    @memory.typed
     async def rerank_result(
         self,
         model: str,
@@ -268,6 +273,7 @@ class Host:
         scores = reranking.scaled(assignment.bundle.manifest, logits, raw=raw)
         return RerankResult(scores, rows.truncated, *assignment.served_by())
 
+    @memory.typed
     async def rerank_ids(
         self,
         model: str,
@@ -299,6 +305,7 @@ class Host:
 
     # --- generation --------------------------------------------------------------------------------------------------
 
+    @memory.typed
     async def generate(
         self,
         model: str,
@@ -324,6 +331,7 @@ class Host:
             raise InvalidRequest("a list of messages needs chat=True")
         return await generation.generate(self._lanes, assignment, ids, max_tokens, until)
 
+    @memory.typed
     async def generate_ids(
         self,
         model: str,
@@ -340,6 +348,7 @@ class Host:
 
     # --- lanes -------------------------------------------------------------------------------------------------------
 
+    @memory.typed
     async def load(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> None:
         """Start the lane's worker and load the model now instead of at the first request; clears quarantine."""
         until = absolute(deadline)
@@ -358,6 +367,7 @@ class Host:
         """PING the lane's worker now, in turn, and return its refreshed health; spawns nothing."""
         return await self._lanes.ping(self._lanes.find_any(model, lane), deadline)
 
+    @memory.typed
     async def probe(self, lane_id: str, *, deadline: float | None = None) -> None:
         """Prove a lane with a fresh worker, LOAD and one served request; opens it again, whatever shut it."""
         until = absolute(deadline)

@@ -249,13 +249,24 @@ class Session:
 
     # --- death -------------------------------------------------------------------------------------------------------
 
-    def _violated(self, exc: RemoteProtocolError) -> None:
-        self._counters.reject(exc.reason)
+    def _violated(self, exc: RemoteProtocolError | MemoryError) -> None:
         self._channel.abort()
-        if self._birth.over:
-            self._fail("protocol", f"the worker broke the protocol: {exc}")
-        else:
+        if isinstance(exc, RemoteProtocolError):
+            self._counters.reject(exc.reason)
+        if not self._birth.over:
             self._birth.fault(exc)
+        elif isinstance(exc, MemoryError):
+            self._starve()
+        else:
+            self._fail("protocol", f"the worker broke the protocol: {exc}")
+
+    def _starve(self) -> None:
+        """End this generation, without a strike: the host had no memory for a reply and can't find the next one."""
+        if self.dead or self.process is None:
+            return
+        self._unwatch()
+        self._stopping = self._loop.create_task(self._stop(self.process, 0.0))
+        self._sink.starved(self, self.cut_off())
 
     def _lost(self) -> None:
         self._ended = True

@@ -344,7 +344,10 @@ class Supervisor:
             if payload is not None:
                 from engines.finite import floats  # numpy with the first reply, not with the host
 
-                array, finite = floats(payload)
+                try:
+                    array, finite = floats(payload)
+                except MemoryError:
+                    error, finite = lane_errors.no_memory(self.spec.lane_id, exchange.stage), True
                 if not finite:
                     error = lane_errors.nonfinite(self.spec, exchange.stage)
             if error is None and type(exchange.request) in SERVING:
@@ -381,6 +384,15 @@ class Supervisor:
         if not exchange.waiter.done():
             exchange.waiter.set_exception(error)
         self._release(exchange)
+
+    def starved(self, session: Session, exchange: Exchange | None) -> None:
+        """The host had no memory for a reply. Its worker is being stopped; whoever comes next waits for that."""
+        if self.lost is not None and session.generation == self._workers.number:
+            self.lost()
+        if exchange is not None:
+            if not exchange.waiter.done():
+                exchange.waiter.set_exception(lane_errors.no_memory(self.spec.lane_id, exchange.stage))
+            self._release(exchange)
 
     # --- health ------------------------------------------------------------------------------------------------------
 

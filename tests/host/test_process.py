@@ -97,6 +97,16 @@ async def test_output_status_and_session():
     assert child.written == {"stdout": b"True\n", "stderr": b"e"}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux' word for it")
+async def test_when_memory_ends_the_kernel_takes_a_worker_before_the_host():
+    before = Path("/proc/self/oom_score_adj").read_text()
+    child = Child("import time; print('end', flush=True); time.sleep(600)")
+    await child.wrote(b"end")
+    assert Path(f"/proc/{child.process.pid}/oom_score_adj").read_text() == "1000\n"
+    assert Path("/proc/self/oom_score_adj").read_text() == before
+    await child.process.destroy()
+
+
 GRANDCHILD = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session={new})

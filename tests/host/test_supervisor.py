@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import re
 import signal
 import struct
+import sys
 from pathlib import Path
 
 import psutil
@@ -277,6 +279,34 @@ async def test_a_reply_that_is_not_finite_is_refused_without_a_strike_or_forgive
     assert lane.health()["strikes"] == 1
     await serve(lane)
     assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of address space that counts")
+async def test_a_reply_that_the_host_has_no_memory_for_is_no_fault_of_the_worker(make):
+    import resource
+
+    dims = 12 * 2**20
+    lane = make({"dims": dims})
+    _, payload = await lane.submit(embed([FINE]), stage=EMBED)
+    del payload
+    await asyncio.sleep(0)  # the loop still holds what it has just handed over
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 24 * 2**20, limits[1]))
+    # A row has 48 MiB; what malloc keeps for later goes first.
+    kept = []
+    try:
+        with contextlib.suppress(MemoryError):
+            while True:
+                kept.append(bytearray(40 * 2**20))
+        with pytest.raises(WORKER_ERRORS[ErrorCode.OOM], match="the host has no memory for the reply") as caught:
+            await lane.submit(embed([FINE]), stage=EMBED)
+    finally:
+        kept.clear()
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert caught.value.details == {"lane_id": "toy", "stage": EMBED} and caught.value.safe_to_retry
+    _, payload = await lane.submit(embed([FINE]), stage=EMBED)
+    assert len(payload) == dims
+    assert (lane.health()["generation"], lane.health()["strikes"]) == (2, 0), "its stream had lost its place"
 
 
 # --- silence ---------------------------------------------------------------------------------------------------------
