@@ -224,13 +224,11 @@ class Generations:
         processes = [one.process for one in (self._undead, session) if one is not None]
         return not any(process is not None and process.running for process in processes)
 
-    async def close(self) -> Exchange | None:
-        """Stop for ever, a start under way included; return the exchange that was cut off."""
+    async def close(self) -> None:
+        """Stop for ever, a start under way included."""
         if self.starting is not None:
             self.starting.cancel()
             await asyncio.wait({self.starting})
         session, self.session = self.session, None
-        if session is None:
-            return None
-        await session.stop(self._config.shutdown_grace)
-        return session.cut_off()
+        if session is not None:
+            await session.stop(self._config.shutdown_grace)

@@ -97,6 +97,11 @@ def no_memory(lane_id: str, stage: str) -> SynapseError:
     )
 
 
+def broken(lane_id: str, stage: str) -> EngineCrashed:
+    """A bug of ours ended what a request needs; its worker is replaced, since nothing is known of it now."""
+    return _not_struck(lane_id, stage, "exit", "the host itself failed here, see its log; the worker is replaced")
+
+
 def _not_struck(lane_id: str, stage: str, cause: str, text: str) -> EngineCrashed:
     details: dict[str, Any] = {"lane_id": lane_id, "stage": stage, "cause": cause, "quarantined": False}
     return EngineCrashed(f"lane {lane_id}: {text}", details=details)

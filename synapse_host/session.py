@@ -266,7 +266,7 @@ class Session:
             return
         self._unwatch()
         self._stopping = self._loop.create_task(self._stop(self.process, 0.0))
-        self._sink.starved(self, self.cut_off())
+        self._sink.starved(self, self._cut_off())
 
     def _lost(self) -> None:
         self._ended = True
@@ -294,10 +294,10 @@ class Session:
 
     async def _die(self, cause: Cause, message: str) -> None:
         death = await self._bury(cause, message)
-        self._sink.died(self, death, self.cut_off())
+        self._sink.died(self, death, self._cut_off())
 
-    def cut_off(self) -> Exchange | None:
-        """Return the exchange that the end of this generation left without a reply; nobody else answers it."""
+    def _cut_off(self) -> Exchange | None:
+        """Return the exchange that the end of this generation left without a reply; the sink answers it."""
         exchange, self.open = self.open, None
         self._rearm()
         return exchange
@@ -356,6 +356,8 @@ class Session:
                 await process.wait(grace)
         self._channel.abort()
         await process.destroy()
+        if (exchange := self._cut_off()) is not None:
+            self._sink.stopped(exchange)
 
     async def buried(self, timeout: float | None = None) -> None:
         """Wait until the end, planned or not, is complete (and charged), at most *timeout* seconds."""

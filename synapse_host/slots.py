@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 
 class Key(NamedTuple):
@@ -49,7 +49,8 @@ class Refusal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Send ANE_ADMIT_*, in a task of its own, and report with ``admitted`` or ``admit_failed``."""
+    """Send ANE_ADMIT_*, in a task of its own, if it is still ``wanted`` then; report with ``admitted``,
+    ``admit_failed`` or ``withdrawn``."""
 
     slot: int
     key: Key
@@ -84,7 +85,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Kill and confirm the exit (``exited``, or ``unconfirmed``); leases may still be out."""
+    """Kill now and confirm the exit (``exited``, or ``unconfirmed``); after a forced one leases are still out."""
 
     worker: str
     generation: int
@@ -116,6 +117,8 @@ class Slot:
     leases: int = 0
     last_used: int = 0
     retried: bool = False
+    background: bool = False
+    """It was admitted for nobody, in case it will be needed."""
     waits_for: int | None = None
     """The victim whose eviction this admission waits for, after the worker said that it is out of resources."""
 
@@ -148,9 +151,13 @@ class Worker:
     """Its exit can't be confirmed: no new leases, ever."""
 
 
+GONE: Final = -1
+"""The slot of a lease whose process is gone; its holder gives back nothing."""
+
+
 @dataclass(slots=True)
 class Ticket:
-    """A request that waits, or holds its one lease."""
+    """A request that waits (``slot`` is None), or holds its one lease."""
 
     id: int
     key: Key

@@ -20,7 +20,7 @@ from synapse_host.config import HostConfig
 from synapse_host.counters import LaneCounters
 from synapse_host.death import Death
 from synapse_host.errors import EngineCrashed, SynapseError
-from synapse_host.exchange import Exchange
+from synapse_host.exchange import Exchange, Lease
 from synapse_host.generations import Generations
 from synapse_host.health import LaneHealth, Refresher
 from synapse_host.lane import LaneSpec
@@ -64,7 +64,7 @@ class Supervisor:
         self.journal = LogRing(config.log_ring_bytes) if journal is None else journal
         """The last output of the lane's workers, across generations."""
         self.lost: Callable[[], None] | None = None
-        """Called on the loop when a worker died that nobody waited for; its strike is charged by then."""
+        """Called on the loop when the current worker is lost and nobody hears engine_crashed; it is charged by then."""
         self._config = config
         self._permits = permits or Permits(config.permits)
         self._loop = asyncio.get_running_loop()
@@ -98,14 +98,21 @@ class Supervisor:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def submit(
-        self, build: Build, *, deadline: float | None = None, stage: str, generation: int | None = None
+        self,
+        build: Build,
+        *,
+        deadline: float | None = None,
+        stage: str,
+        generation: int | None = None,
+        lease: Lease | None = None,
     ) -> Outcome:
         """Run one exchange and return its reply with the payload.
 
         *generation*: only on this worker, which holds what the request needs; engine_crashed where it is gone, and
-        nothing is started. *deadline* is absolute loop time. Raises what interfaces.md lists: engine_crashed,
-        probe_required, lane_refused, deadline_exceeded, queue_full, nonfinite_output, and the class of the worker's ERR
-        code. A caller that leaves (deadline, cancellation) neither harms the worker nor frees the lane early.
+        nothing is started. *lease*: the exchange takes it over once it is sent. *deadline* is absolute loop time.
+        Raises what interfaces.md lists: engine_crashed, probe_required, lane_refused, deadline_exceeded, queue_full,
+        nonfinite_output, oom, and the class of the worker's ERR code. A caller that leaves (deadline, cancellation)
+        neither harms the worker nor frees the lane early.
         """
         started = time.monotonic()
         turns = self._turns
@@ -118,9 +125,9 @@ class Supervisor:
             # None: a start or a permit has to be waited for, or the worker is another one than asked for.
             waiter = None
             if generation is None or generation == self._workers.number:
-                waiter = self._at_once(build, deadline, stage)
+                waiter = self._at_once(build, deadline, stage, lease)
             if waiter is None:
-                outcome = await self._serve(build, deadline, stage, generation=generation)
+                outcome = await self._serve(build, deadline, stage, generation=generation, lease=lease)
             else:
                 outcome = await waiter
         except BaseException as exc:
@@ -129,7 +136,9 @@ class Supervisor:
         self.counters.served(stage, time.monotonic() - started)
         return outcome
 
-    def _at_once(self, build: Build, deadline: float | None, stage: str) -> asyncio.Future[Outcome] | None:
+    def _at_once(
+        self, build: Build, deadline: float | None, stage: str, lease: Lease | None
+    ) -> asyncio.Future[Outcome] | None:
         """Send a request that nothing keeps waiting, without a coroutine of its own; None when something does.
 
         The caller holds the turn, and still does after None.
@@ -147,7 +156,7 @@ class Supervisor:
         permit = type(request) in SERVING
         if permit and not self._permits.try_acquire(self.spec.device):
             return None
-        return self._begin(session, request, payload, stage, deadline=deadline, permit=permit)
+        return self._begin(session, request, payload, stage, deadline=deadline, permit=permit, lease=lease)
 
     async def _serve(
         self,
@@ -157,6 +166,7 @@ class Supervisor:
         *,
         probing: bool = False,
         generation: int | None = None,
+        lease: Lease | None = None,
     ) -> Outcome:
         """Run one exchange; the caller holds the turn, which this gives back in every case."""
         workers, device = self._workers, self.spec.device
@@ -190,7 +200,7 @@ class Supervisor:
                 self._permits.release(device)
             self._turns.pass_on()
             raise
-        return await self._begin(session, request, payload, stage, deadline=deadline, permit=permit)
+        return await self._begin(session, request, payload, stage, deadline=deadline, permit=permit, lease=lease)
 
     def _begin(
         self,
@@ -201,10 +211,13 @@ class Supervisor:
         *,
         deadline: float | None = None,
         permit: bool = False,
+        lease: Lease | None = None,
     ) -> asyncio.Future[Outcome]:
-        """Send a request and return what its caller awaits; from here on the exchange owns turn and permit."""
+        """Send a request and return what its caller awaits; from here on the exchange owns turn, permit and lease."""
         waiter: asyncio.Future[Outcome] = self._loop.create_future()
-        exchange = Exchange(request, payload, waiter, stage, deadline, permit)
+        exchange = Exchange(request, payload, waiter, stage, deadline, permit, lease=lease)
+        if lease is not None:
+            lease.taken = True
         try:
             session.begin(exchange)
         except BaseException as exc:
@@ -219,6 +232,8 @@ class Supervisor:
             self._permits.release(self.spec.device)
         if exchange.turn:
             self._turns.pass_on()
+        if exchange.lease is not None:
+            exchange.lease.release()
 
     # --- load, unload, probe, ping -----------------------------------------------------------------------------------
 
@@ -241,6 +256,10 @@ class Supervisor:
     def reopen(self) -> None:
         """Clear a quarantine or a refusal at once, as a reload does."""
         self._standing.reopen()
+
+    def clear(self) -> None:
+        """Clear strikes and refusal, as an unload does."""
+        self._standing.clear()
 
     async def unload(self) -> None:
         """Unload the model and clear quarantine and refusal; ModelInUse while requests run, wait or drain."""
@@ -283,15 +302,11 @@ class Supervisor:
             return outcome
 
     async def recycle(self) -> bool:
-        """Take the worker down, in turn behind what runs; True once its exit is confirmed. Planned: never a strike.
+        """Take the worker down now; True once its exit is confirmed. Planned: never a strike.
 
-        Nothing is started: the next request does that.
+        A request that runs ends as engine_crashed. Nothing is started: the next request does that.
         """
-        await self._turns.take(None, "recycle", probing=True)
-        try:
-            return await self._workers.stop()
-        finally:
-            self._turns.pass_on()
+        return await self._workers.stop()
 
     async def ping(self, deadline: float | None = None) -> dict[str, Any]:
         """Refresh health now, in turn behind what runs, a start included; spawns nothing. Returns :meth:`health`."""
@@ -376,23 +391,30 @@ class Supervisor:
         """Charge the strike and give the open request its answer."""
         error = self._workers.charge(session, death, exchange.stage if exchange else "idle", exchange)
         self._workers.forget(session)
-        alone = exchange is None or type(exchange.request) is Ping
-        if self.lost is not None and alone and session.generation == self._workers.number:
-            self.lost()
-        if exchange is None:
-            return
-        if not exchange.waiter.done():
-            exchange.waiter.set_exception(error)
-        self._release(exchange)
+        self._lost(session, exchange, error)
 
     def starved(self, session: Session, exchange: Exchange | None) -> None:
         """The host had no memory for a reply. Its worker is being stopped; whoever comes next waits for that."""
-        if self.lost is not None and session.generation == self._workers.number:
+        self._lost(session, exchange, lane_errors.no_memory(self.spec.lane_id, exchange.stage if exchange else "idle"))
+
+    def _lost(self, session: Session, exchange: Exchange | None, error: SynapseError) -> None:
+        # Whoever waits for engine_crashed draws the conclusion from it.
+        told = exchange is not None and type(exchange.request) is not Ping and not exchange.waiter.done()
+        current = session.generation == self._workers.number
+        if self.lost is not None and current and not (told and isinstance(error, EngineCrashed)):
             self.lost()
         if exchange is not None:
-            if not exchange.waiter.done():
-                exchange.waiter.set_exception(lane_errors.no_memory(self.spec.lane_id, exchange.stage))
-            self._release(exchange)
+            self._answer(exchange, error)
+
+    def stopped(self, exchange: Exchange) -> None:
+        """A planned end cut off what ran."""
+        why = lane_errors.stopped if self._standing.closing else lane_errors.replaced
+        self._answer(exchange, why(self.spec.lane_id, exchange.stage))
+
+    def _answer(self, exchange: Exchange, error: SynapseError) -> None:
+        if not exchange.waiter.done():
+            exchange.waiter.set_exception(error)
+        self._release(exchange)
 
     # --- health ------------------------------------------------------------------------------------------------------
 
@@ -450,8 +472,4 @@ class Supervisor:
     async def _close(self) -> None:
         if not self._pinging():
             await self._turns.drain()
-        exchange = await self._workers.close()
-        if exchange is not None:
-            if not exchange.waiter.done():
-                exchange.waiter.set_exception(lane_errors.stopped(self.spec.lane_id, exchange.stage))
-            self._release(exchange)
+        await self._workers.close()
