@@ -43,8 +43,8 @@ class Residency:
         self.workers: dict[str, Worker] = {}
         self.slots: dict[int, Slot] = {}
         self.tickets: dict[int, Ticket] = {}
+        # Background admissions that failed: not tried again before their worker was parked.
         self._declined: set[Key] = set()
-        """Functions whose background admission failed: not tried again before their worker was parked."""
         self._ids = 0
         self._tick = 0
         self._actions: list[Action] = []
@@ -73,18 +73,14 @@ class Residency:
         self._ids += 1
         ticket = Ticket(self._ids, key, now + ADMISSION_WAIT_S)
         self.tickets[ticket.id] = ticket
-        limits = self.limits
-        if model.layers > limits.executables or (limits.nbytes is not None and model.nbytes > limits.nbytes):
-            self._refuse(ticket, Refusal.NEVER_FITS)
-        else:
+        if self.limits.ever(model):
             self._pump()
+        else:
+            self._refuse(ticket, Refusal.NEVER_FITS)
         return ticket.id
 
     def prefetch(self, key: Key) -> None:
-        """Admit *key* for nobody, if its worker is up and there is room that nobody waits for.
-
-        Nothing is evicted for a guess, and one that failed isn't repeated.
-        """
+        """Admit *key* for nobody, if its worker is up and has room that nobody waits for; a failed guess not again."""
         waiting = any(ticket.slot is None for ticket in self.tickets.values())
         if waiting or self.workers[key.worker].recovering or key in self._declined:
             return
@@ -111,7 +107,7 @@ class Residency:
         return slot is not None and slot.state is State.ADMITTING and not self.workers[slot.key.worker].down
 
     def wanted(self, slot: int) -> bool:
-        """Whether an admission that was not sent yet still is for somebody: a caller who left isn't compiled for."""
+        """Whether an admission that wasn't sent yet still is for somebody."""
         found = self.slots.get(slot)
         return found is not None and (found.background or self._waited_for(found.key))
 
@@ -120,12 +116,11 @@ class Residency:
     def admitted(self, slot: int, generation: int) -> None:
         """ADMITTED came."""
         found = self._current(slot, generation, State.ADMITTING)
-        if found is None:
-            return
-        found.state, found.in_flight = State.RESIDENT, False
-        self._touch(found)
-        self._drained(found.key.worker)
-        self._pump()
+        if found is not None:
+            found.state, found.in_flight = State.RESIDENT, False
+            self._touch(found)
+            self._drained(found.key.worker)
+            self._pump()
 
     def withdrawn(self, slot: int, generation: int) -> None:
         """Nothing was sent, since it isn't ``wanted`` any more."""
@@ -168,20 +163,18 @@ class Residency:
     def evicted(self, slot: int, generation: int) -> None:
         """EVICTED came: the charge is refunded."""
         found = self._current(slot, generation, State.EVICTING)
-        if found is None:
-            return
-        self._refund(found)
-        self._drained(found.key.worker)
-        self._pump()
+        if found is not None:
+            self._refund(found)
+            self._drained(found.key.worker)
+            self._pump()
 
     def evict_failed(self, slot: int, generation: int, now: float) -> None:
         """The eviction was refused or broke: nothing is refunded, the worker is recovered."""
         found = self._current(slot, generation, State.EVICTING)
-        if found is None:
-            return
-        self._fail(found)
-        self._recover(found.key.worker, now)
-        self._pump()
+        if found is not None:
+            self._fail(found)
+            self._recover(found.key.worker, now)
+            self._pump()
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -338,14 +331,7 @@ class Residency:
     def _fits(self, key: Key, *, leaving: bool = False) -> bool:
         """Whether *key* fits the budget; *leaving*: as if everything on its way out were gone."""
         kept = [slot for slot in self.slots.values() if not (leaving and slot.state is State.EVICTING)]
-        model = self.workers[key.worker].model
-        limits = self.limits
-        return (
-            len(kept) < limits.total
-            and sum(slot.key.worker == key.worker for slot in kept) < limits.per_model
-            and sum(slot.layers for slot in kept) + model.layers <= limits.executables
-            and (limits.nbytes is None or sum(slot.nbytes for slot in kept) + model.nbytes <= limits.nbytes)
-        )
+        return self.limits.fits(key.worker, self.workers[key.worker].model, kept)
 
     def _eligible(self, slot: Slot, key: Key | None) -> bool:
         if slot.state is not State.RESIDENT or self.workers[slot.key.worker].recovering:
@@ -433,11 +419,11 @@ class Residency:
             self._restart(worker)
 
     def _exchanging(self, worker: str) -> bool:
-        """True while an exchange about a function is on the wire that more than a guess asked for."""
-        return any(slot.in_flight and not self._guessed(slot) for slot in self._of(worker))
-
-    def _guessed(self, slot: Slot) -> bool:
-        return slot.background and slot.state is State.ADMITTING and not self._waited_for(slot.key)
+        """True while an exchange about a function is on the wire, other than the admission of a mere guess."""
+        return any(
+            slot.in_flight and (slot.state is not State.ADMITTING or not slot.background or self._waited_for(slot.key))
+            for slot in self._of(worker)
+        )
 
     def _waited_for(self, key: Key) -> bool:
         return any(ticket.slot is None and ticket.key == key for ticket in self.tickets.values())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -24,6 +25,19 @@ class Limits:
     total: int = 8
     executables: int = 100
     nbytes: int | None = None
+
+    def ever(self, model: Model) -> bool:
+        """Whether one function of *model* fits when nothing else is there."""
+        return model.layers <= self.executables and (self.nbytes is None or model.nbytes <= self.nbytes)
+
+    def fits(self, worker: str, model: Model, charged: Sequence[Slot]) -> bool:
+        """Whether another function of *worker*'s *model* fits beside what is *charged*."""
+        return (
+            len(charged) < self.total
+            and sum(slot.key.worker == worker for slot in charged) < self.per_model
+            and sum(slot.layers for slot in charged) + model.layers <= self.executables
+            and (self.nbytes is None or sum(slot.nbytes for slot in charged) + model.nbytes <= self.nbytes)
+        )
 
 
 class State(Enum):

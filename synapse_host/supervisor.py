@@ -22,7 +22,7 @@ from synapse_host.death import Death
 from synapse_host.errors import EngineCrashed, SynapseError
 from synapse_host.exchange import Exchange, Lease
 from synapse_host.generations import Generations
-from synapse_host.health import LaneHealth, Refresher
+from synapse_host.health import LaneHealth, Refresher, record
 from synapse_host.lane import LaneSpec
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.logring import LogRing
@@ -420,40 +420,15 @@ class Supervisor:
 
     def health(self) -> dict[str, Any]:
         """Return the cached state of the lane: no I/O. On the loop's thread, like everything here."""
-        now = self._loop.time()
-        session = self._workers.session
-        process = None if session is None else session.process
-        loaded = session is not None and session.model_ref is not None
-        return {
-            "state": self._state(now, session),
-            "engine": self.spec.engine_id,
-            "device": self.spec.device,
-            "kind": self.spec.kind,
-            "worker_pid": None if process is None else process.pid,
-            "generation": self._workers.number,
-            "strikes": self._quarantine.strikes(now),
-            "quarantine_remaining_s": self._quarantine.remaining(now),
-            "waiting": self._turns.waiting,
-            "models": [self.spec.model] if loaded else [],
-            "load_s": self.counters.last_load_s if loaded else None,
-            "progress": None if session is None else session.underway(now),
-            **self._health.fields(now),
-        }
-
-    def _state(self, now: float, session: Session | None) -> str:
-        if self._standing.closing:
-            return "stopped"
-        if self._standing.refusal is not None:
-            return "refused"
-        if not self._quarantine.admits(now):
-            return "quarantined"
-        if self._workers.starting is not None:
-            return "loading"
-        if session is None:
-            return "stopped"
-        if session.serving:
-            return "serving"
-        return "unknown" if self._health.stale(now, self._config.health_stale) else "idle"
+        return record(
+            self._health,
+            self._standing,
+            self._workers,
+            now=self._loop.time(),
+            stale_after=self._config.health_stale,
+            waiting=self._turns.waiting,
+            load_s=self.counters.last_load_s,
+        )
 
     # --- end ---------------------------------------------------------------------------------------------------------
 
