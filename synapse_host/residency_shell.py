@@ -162,8 +162,8 @@ class ResidencyShell:
         self._closing = True
         if self._timer is not None:
             self._timer.cancel()
-        for ticket in list(self._futures):
-            self._answer(ticket, lane_errors.stopping(self.core.tickets[ticket].key.worker))
+        for ticket in list(self.core.tickets.values()):
+            self._answer(ticket.id, lane_errors.stopping(ticket.key.worker))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -237,7 +237,9 @@ class ResidencyShell:
             await work
         except SynapseError as exc:
             return exc
-        except Exception:
+        except (Exception, asyncio.CancelledError):
+            if self._closing:
+                raise
             _log.exception("%s failed by a fault of the host: lane=%s", what, worker)
             return lane_errors.broken(worker, what)
         return None

@@ -169,25 +169,25 @@ class Supervisor:
         lease: Lease | None = None,
     ) -> Outcome:
         """Run one exchange; the caller holds the turn, which this gives back in every case."""
-        workers, device = self._workers, self.spec.device
+        workers, device, lane_id = self._workers, self.spec.device, self.spec.lane_id
         permit = False
         try:
             while True:
                 session = workers.session
                 if session is None or not session.ready or generation not in (None, workers.number):
                     if generation is not None:
-                        raise lane_errors.replaced(self.spec.lane_id, stage)
+                        raise lane_errors.replaced(lane_id, stage)
                     session = await workers.ready(deadline, stage, probing=probing)
                 ref = session.model_ref
                 assert ref is not None
                 request, payload = build(session.next_req_id(), ref)
                 if not permit and type(request) in SERVING:
-                    await self._permits.acquire(device, deadline=deadline)
+                    await self._permits.acquire(device, lane_id=lane_id, stage=stage, deadline=deadline)
                     permit = True
                 if deadline is not None and self._loop.time() >= deadline:
-                    raise lane_errors.late(self.spec.lane_id, stage)
+                    raise lane_errors.late(lane_id, stage)
                 if self._standing.closing:
-                    raise lane_errors.stopping(self.spec.lane_id)
+                    raise lane_errors.stopping(lane_id)
                 if session is workers.session and session.ready:
                     break
                 # The worker died while this waited for its permit: never hold one through a start.
