@@ -1,14 +1,13 @@
 """Neural Engine lanes: parts of a request, leases and exchanges put together over one Supervisor a lane.
 
 A request's rows are cut into parts (:mod:`synapse_host.rungs`); each part is one exchange under one lease, one lease at
-a time. The task that serves a part keeps lease, turn and permit until the reply is drained, whether or not its caller
+a time. The exchange owns its lease as it owns turn and permit: until the reply is drained, whether or not its caller
 still waits. Everything that brings a worker up goes through the books, LOAD's smallest bucket included.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,9 +26,9 @@ from engines.protocol.messages import (
     Vectors,
 )
 from synapse_host import lane_errors
-from synapse_host.errors import WORKER_ERRORS, EngineCrashed, ModelInUse, SynapseError
-from synapse_host.residency_shell import ResidencyShell
-from synapse_host.rungs import Costs, buckets, charge, parts
+from synapse_host.errors import WORKER_ERRORS, EngineCrashed, SynapseError
+from synapse_host.residency_shell import ResidencyShell, Withdrawn
+from synapse_host.rungs import Costs, Part, buckets, charge, parts
 from synapse_host.slots import Key, Limits
 from synapse_host.supervisor import Build, Outcome, Supervisor
 
@@ -47,13 +46,13 @@ class AneLane:
         self.probe: Build | None = None
         """The request that the next start has to serve, on a lane that is being probed."""
 
-    async def admit(self, key: Key) -> None:
+    async def admit(self, key: Key, wanted: Callable[[], bool]) -> None:
         """ANE_ADMIT_SHAPE or ANE_ADMIT_PACKED. Compilation takes no execution permit."""
-        await self._exchange(key, AneAdmitShape, AneAdmitPacked, "ane_admit")
+        await self._exchange(key, AneAdmitShape, AneAdmitPacked, "ane_admit", wanted)
 
     async def evict(self, key: Key) -> None:
         """ANE_EVICT_SHAPE or ANE_EVICT_PACKED."""
-        await self._exchange(key, AneEvictShape, AneEvictPacked, "ane_evict")
+        await self._exchange(key, AneEvictShape, AneEvictPacked, "ane_evict", lambda: True)
 
     async def stop(self) -> bool:
         """Take the worker down; True once its exit is confirmed."""
@@ -73,8 +72,12 @@ class AneLane:
         shape: type[AneAdmitShape | AneEvictShape],
         packed: type[AneAdmitPacked | AneEvictPacked],
         stage: str,
+        wanted: Callable[[], bool],
     ) -> None:
         def build(req_id: str, model_ref: str) -> tuple[AnyRequest, Any]:
+            # Behind every wait for the stream: whoever asked may have left meanwhile.
+            if not wanted():
+                raise Withdrawn(f"lane {key.worker}: nobody waits for {key.kind} {key.tokens} any more")
             if key.kind == "shape":
                 return shape(req_id=req_id, model_ref=model_ref, shape=key.tokens), None
             return packed(req_id=req_id, model_ref=model_ref, width=key.tokens), None
@@ -114,7 +117,8 @@ class RungedLane:
     """Serves a lane's EMBED_BATCH and RERANK_SEQUENCES part by part, with Supervisor's ``submit``.
 
     Rows come back in request order, whatever functions they ran on. *costs*: what this machine's certificate measured;
-    with them and widths that the worker advertises, packed passes are used where they are cheaper.
+    with them packed passes are used where they are cheaper and their function is resident. One that would be cheaper
+    and isn't resident is admitted in the background, behind the request that would have liked it.
     """
 
     def __init__(self, fleet: AneFleet, exchanges: AneLane, ladder: tuple[int, ...], costs: Costs | None) -> None:
@@ -129,12 +133,37 @@ class RungedLane:
         """Run one request as one exchange for each part it needs; the reply describes all rows."""
         request, payload = build("parts", "parts")
         lengths = _lengths(request)
-        widths: tuple[int, ...] = ()
-        if isinstance(request, EmbedBatch) and len(lengths) > 1 and self._costs is not None:
-            widths = await self._widths(deadline)
-        plan = parts(lengths, self._ladder, costs=self._costs, widths=widths)
+        packed: set[int] = set()
+        if isinstance(request, EmbedBatch):
+            packed = {key.tokens for key in self._fleet.shell.resident(self._lane) if key.kind == "packed"}
+        plan = parts(lengths, self._ladder, costs=self._costs, widths=packed)
         if len(plan) == 1:
-            return await self._serve(plan[0].kind, plan[0].tokens, build, deadline, stage)
+            outcome = await self._serve(plan[0].kind, plan[0].tokens, build, deadline, stage)
+        else:
+            outcome = await self._merged(plan, lengths, payload, build, deadline, stage)
+        if isinstance(request, EmbedBatch):
+            self._prefetch(lengths, packed)
+        return outcome
+
+    def _prefetch(self, lengths: Sequence[int], resident: set[int]) -> None:
+        """Admit the packed width that rows of these lengths would best have run on, for the next ones like them."""
+        advertised = self.supervisor.advertised or ()
+        if self._costs is None or resident.issuperset(advertised):
+            return
+        for part in parts(lengths, self._ladder, costs=self._costs, widths=advertised):
+            if part.kind == "packed":
+                self._fleet.shell.prefetch(Key(self._lane, "packed", part.tokens))
+
+    async def _merged(
+        self,
+        plan: Sequence[Part],
+        lengths: Sequence[int],
+        payload: Any,
+        build: Build,
+        deadline: float | None,
+        stage: str,
+    ) -> Outcome:
+        """Run a plan of several parts, one after the other, and put their rows together again."""
         import numpy as np
 
         merged: Any = None
@@ -166,29 +195,27 @@ class RungedLane:
         self.supervisor.reopen()
         await self._start(deadline)
 
-    async def probe(self, build: Build) -> None:
+    async def probe(self, build: Build, *, deadline: float | None = None) -> None:
         """Prove a shut lane: what runs drains, the worker goes, a fresh one loads and serves *build*."""
         self._fleet.shell.park(self._lane)
         self._exchanges.probe = build
         try:
-            await self._start(None)
+            await self._start(deadline)
         finally:
             self._exchanges.probe = None
 
     async def unload(self) -> None:
         """Unload the model and take the worker down: every function it held goes with it. ModelInUse while in use."""
-        if self._fleet.shell.busy(self._lane):
-            raise ModelInUse(
-                f"lane {self._lane}: {self.supervisor.spec.model} is in use; try again when its requests are done",
-                details={"lane_id": self._lane, "model": self.supervisor.spec.model},
-            )
-        await self.supervisor.unload()
-        self._fleet.shell.park(self._lane)
+        with self.supervisor.counters.call("unload"):
+            if self._fleet.shell.busy(self._lane):
+                raise lane_errors.in_use(self.supervisor.spec, self._fleet.shell.waiting(self._lane))
+            self.supervisor.clear()
+            # From here on nobody gets a lease; who asks meanwhile waits for the next worker.
+            await self._fleet.shell.parked(self._lane)
 
     async def _start(self, deadline: float | None) -> None:
         """Bring a worker up, if none is, for its smallest bucket."""
-        async with self._fleet.shell.lease(Key(self._lane, "shape", self._ladder[0]), deadline=deadline):
-            pass
+        (await self._fleet.shell.lease(Key(self._lane, "shape", self._ladder[0]), deadline=deadline)).release()
 
     async def _widths(self, deadline: float | None) -> tuple[int, ...]:
         """Return the packed widths that the worker advertises; one that isn't up is brought up to say."""
@@ -218,7 +245,6 @@ class AneFleet:
     def __init__(self, limits: Limits | None = None) -> None:
         self._supervisors: dict[str, Supervisor] = {}
         self.shell = ResidencyShell(limits)
-        self._tasks: set[asyncio.Task[Outcome]] = set()
 
     def add(
         self, supervisor: Supervisor, artifact: Artifact, *, bundle: Bundle | None = None, costs: Costs | None = None
@@ -230,7 +256,7 @@ class AneFleet:
         lane, exchanges = supervisor.spec.lane_id, AneLane(supervisor)
         self.shell.add(lane, exchanges, charge(artifact, bundle))
         self._supervisors[lane] = supervisor
-        # A worker that dies while nobody asks takes its functions with it: the books follow at once.
+        # A worker that dies takes its functions with it, also while nobody waits: the books follow at once.
         supervisor.lost = lambda: self.shell.fault(lane, self.shell.generation(lane))
         return RungedLane(self, exchanges, buckets(artifact), costs)
 
@@ -249,54 +275,30 @@ class AneFleet:
         *deadline* is absolute loop time: after it nothing is written any more, the caller gets ``shape_compiling`` or
         ``deadline_exceeded``, and what is on the wire is drained without it.
         """
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(self._run(Key(lane, kind, tokens), build, deadline, stage))
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        if deadline is None:
-            return await asyncio.shield(task)
-        await asyncio.wait({task}, timeout=max(0.0, deadline - loop.time()))
-        for _ in range(4):
-            # The lease's own timer is due at the same instant and may say shape_compiling, which tells more.
-            if not task.done():
-                await asyncio.sleep(0)
-        if task.done():
-            return task.result()
-        raise lane_errors.late(lane, stage)
+        key, supervisor = Key(lane, kind, tokens), self._supervisors[lane]
+        lease = await self.shell.lease(key, deadline=deadline)
+        held = self.shell.generation(lane)
+
+        def advertised(req_id: str, model_ref: str) -> tuple[AnyRequest, Any]:
+            if kind == "packed" and tokens not in (supervisor.advertised or ()):
+                raise unqualified(lane, tokens)
+            return build(req_id, model_ref)
+
+        try:
+            return await supervisor.submit(
+                advertised, deadline=deadline, stage=stage, generation=supervisor.generation, lease=lease
+            )
+        except SynapseError as exc:
+            # A function that should be there and isn't: the books are wrong, so they are closed with the process.
+            if isinstance(exc, EngineCrashed) or exc.code == ErrorCode.SHAPE_NOT_ADMITTED:
+                self.shell.fault(lane, held)
+            raise
+        finally:
+            if not lease.taken:
+                lease.release()
 
     async def aclose(self) -> None:
         """Stop leasing and let what runs be drained by its supervisors."""
         for supervisor in self._supervisors.values():
             supervisor.lost = None
         await self.shell.aclose()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _run(self, key: Key, build: Build, deadline: float | None, stage: str) -> Outcome:
-        lane = key.worker
-        supervisor = self._supervisors[lane]
-        async with self.shell.lease(key, deadline=deadline):
-            generation = supervisor.generation
-            held = self.shell.generation(lane)
-
-            def guarded(req_id: str, model_ref: str) -> tuple[AnyRequest, Any]:
-                # Behind every wait: nothing is written after the deadline.
-                if deadline is not None and asyncio.get_running_loop().time() >= deadline:
-                    raise lane_errors.late(lane, stage)
-                if key.kind == "packed" and key.tokens not in (supervisor.advertised or ()):
-                    raise unqualified(lane, key.tokens)
-                return build(req_id, model_ref)
-
-            try:
-                return await supervisor.submit(guarded, stage=stage, generation=generation)
-            except SynapseError as exc:
-                # A function that should be there and isn't: the books are wrong, so they are closed with the process.
-                if isinstance(exc, EngineCrashed) or exc.code == ErrorCode.SHAPE_NOT_ADMITTED:
-                    self.shell.fault(lane, held)
-                raise
-
-    def _forget(self, task: asyncio.Task[Outcome]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # looked at: its caller may have left

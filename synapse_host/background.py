@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
+from synapse_host.errors import QueueFull
+
 LIMIT: Final = min(32, (os.cpu_count() or 1) + 4)
 """Threads at once, as many as asyncio's pool has; further work waits."""
 
@@ -34,16 +36,22 @@ class _Threads:
         return self._running + self._apart > 0
 
     def start(self, job: Callable[[], None], *, apart: bool) -> None:
+        # A thread counts once it runs: the system may refuse to start it (a limit of processes).
         with self._lock:
             if apart:
+                start_thread(self._run_apart, job, name="synapse-apart")
                 self._apart += 1
-                threading.Thread(target=self._run_apart, args=(job,), name="synapse-apart", daemon=True).start()
                 return
+            if self._running < LIMIT:
+                try:
+                    start_thread(self._run, name="synapse-background")
+                except QueueFull:
+                    if not self._running:
+                        raise
+                else:
+                    self._running += 1
+            # Whoever runs takes it: a thread ends only under the lock, and where nothing is left to do.
             self._jobs.append(job)
-            if self._running >= LIMIT:
-                return
-            self._running += 1
-        threading.Thread(target=self._run, name="synapse-background", daemon=True).start()
 
     def _run(self) -> None:
         while True:
@@ -73,6 +81,19 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
+def start_thread(target: Callable[..., None], *args: Any, name: str) -> threading.Thread:
+    """Start a daemon thread and return it. QueueFull (``reason: threads``) where the system gives this process none."""
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as exc:
+        raise QueueFull(
+            "the system starts no further thread for this process; see ulimit -u and the limits of its container",
+            details={"reason": "threads"},
+        ) from exc
+    return thread
+
+
 def busy() -> bool:
     """True while work runs; a process that ends now ends it in the middle of a C call."""
     return _threads.busy
@@ -80,6 +101,8 @@ def busy() -> bool:
 
 def beside(work: Callable[[], T], *, apart: bool = False) -> asyncio.Future[T]:
     """Run *work* in a thread; the future of its result belongs to the running loop. Nobody has to wait for it.
+
+    QueueFull where the system starts no thread for it.
 
     *apart*: in a thread beyond the limit, for work that may wait for ever and would keep other work from its turn.
     """

@@ -173,10 +173,12 @@ class Birth:
         process.worker_pid = hello.pid
         self._opened.set_result(hello)
 
-    def fault(self, exc: RemoteProtocolError | None) -> None:
-        """The worker broke the protocol before its ACK, or closed the connection (None)."""
+    def fault(self, exc: RemoteProtocolError | MemoryError | None) -> None:
+        """The worker broke the protocol before its ACK, or closed the connection (None); or the host has no memory."""
         if isinstance(exc, VersionMismatch):
             self._opened.set_exception(refused_version(self._spec, exc))
+        elif isinstance(exc, MemoryError):
+            self._opened.set_exception(exc)
         else:
             what = "the worker closed the connection before HELLO" if exc is None else str(exc)
             self._opened.set_exception(HandshakeFault(what))

@@ -25,7 +25,8 @@ WRITES_WHOLE: Final = sys.version_info >= (3, 12)
 class Channel(asyncio.BufferedProtocol):
     """Feeds a host :class:`Connection` and hands its events to *on_event*.
 
-    *on_fault* is called once, when the worker broke the rules; *on_lost* once, when the stream ended.
+    *on_fault* is called once, when the worker broke the rules, or with the host's own MemoryError; *on_lost* once, when
+    the stream ended.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Channel(asyncio.BufferedProtocol):
         *,
         max_frame: int,
         on_event: Callable[[Event], None],
-        on_fault: Callable[[RemoteProtocolError], None],
+        on_fault: Callable[[RemoteProtocolError | MemoryError], None],
         on_lost: Callable[[], None],
         counters: LaneCounters | None = None,
     ) -> None:
@@ -76,7 +77,8 @@ class Channel(asyncio.BufferedProtocol):
                 # After its reply a worker has nothing to say, so usually nothing else has arrived.
                 if self.closed or not self.connection.mid_frame:
                     return
-        except RemoteProtocolError as exc:
+        except (RemoteProtocolError, MemoryError) as exc:
+            # Without room for a reply the stream has lost its place as well.
             self.closed = True
             self._on_fault(exc)
 

@@ -1,9 +1,9 @@
 """What an operator says to a running host: a Unix socket, one JSON line each way, same user only.
 
 A connection may carry many requests, one after the other. Each is an object with ``op`` (``ps``, ``ping``, ``logs``,
-``load``, ``unload``, ``metrics``); the answer is a document, or ``{"error": {...}}`` as interfaces.md has it. Bad input
-gets a typed answer and never harms the host: lines and connections are bounded, everything runs on the host's loop
-without blocking it, and no request is trusted before it is decoded.
+``load``, ``unload``, ``probe``, ``metrics``); the answer is a document, or ``{"error": {...}}`` as interfaces.md has
+it. Bad input gets a typed answer and never harms the host: lines and connections are bounded, everything runs on the
+host's loop without blocking it, and no request is trusted before it is decoded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from synapse_host.handshake import Peer
 from synapse_host.host import Host
 from synapse_host.listener import peer_of
 from synapse_host.logring import LogRing, Stream
-from synapse_host.operations import LoadModel, Logs, Metrics, Operation, Ping, Ps, UnloadModel, decode
+from synapse_host.operations import LoadModel, Logs, Metrics, Operation, Ping, ProbeLane, Ps, UnloadModel, decode
 
 MAX_LINE: Final = 64 * 1024
 """Bytes of one request line."""
@@ -161,6 +161,16 @@ class ControlServer:
                 self._check_open()
                 lane_id = self._lane_of(request.model, request.lane)
                 await self.host.unload(request.model, lane=request.lane)
+                return self.state(lane_id)
+            case ProbeLane():
+                self._check_open()
+                lane_id, *others = self._lanes(request.lane)
+                if others:
+                    raise InvalidRequest(
+                        f"{request.lane!r} means more than one lane; name one of {', '.join([lane_id, *others])}",
+                        details={"known": [lane_id, *others]},
+                    )
+                await self.host.probe(lane_id, deadline=_seconds(request.deadline))
                 return self.state(lane_id)
             case Metrics():
                 from synapse_host.metrics import text

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
 
 from engines.protocol.messages import AnyRequest
+
+
+class Lease:
+    """What one request holds beside turn and permit. Whoever got it gives it back, unless an exchange took it over."""
+
+    __slots__ = ("_give_back", "taken")
+
+    def __init__(self, give_back: Callable[[], object]) -> None:
+        self._give_back: Callable[[], object] | None = give_back
+        self.taken = False
+        """True once an exchange owns it, which releases it when the reply is drained."""
+
+    def release(self) -> None:
+        """Give it back; idempotent."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
 
 
 class Exchange(Struct, eq=False):
@@ -23,3 +41,7 @@ class Exchange(Struct, eq=False):
     """It holds an execution permit."""
     turn: bool = True
     """It holds the stream's turn; the LOAD of a start doesn't, whoever waits for the start does."""
+    lease: Lease | None = None
+    """What it holds besides: on the Neural Engine the function that it runs on."""
+    sent: float = 0.0
+    """When a PING left, by :func:`time.monotonic`: the loop's own clock may be too coarse for its round trip."""

@@ -7,6 +7,7 @@ refusal only for an hour, so that a driver installed meanwhile is noticed.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -139,9 +140,16 @@ def _ask(command: tuple[str, ...], *, name: str, cwd: Path | None, limit: float,
         threading.Thread(target=drain, args=pair, daemon=True)
         for pair in zip((child.stdout, child.stderr), outputs, strict=True)
     ]
-    for thread in threads:
-        thread.start()
     code: int | None
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError as exc:
+        _kill(child)
+        child.wait()
+        child.stdout.close()
+        child.stderr.close()
+        raise OSError(errno.EAGAIN, "no thread can be started") from exc
     try:
         code = child.wait(limit)
     except subprocess.TimeoutExpired:

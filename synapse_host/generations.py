@@ -14,7 +14,7 @@ from synapse_host.counters import LaneCounters
 from synapse_host.death import Death, StartFailed
 from synapse_host.errors import EngineCrashed, LaneRefused
 from synapse_host.exchange import Exchange
-from synapse_host.health import LaneHealth, Refresher, monotonic
+from synapse_host.health import LaneHealth, Refresher
 from synapse_host.lane_errors import NOT_READY
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.logring import LineForwarder, LogRing
@@ -86,15 +86,26 @@ class Generations:
             task = self.starting
             if task is None:
                 task = self.starting = self._loop.create_task(self._start())
-                task.add_done_callback(self._started)
-            await asyncio.wait({task}, timeout=timeout)
-            if not task.done():
-                raise lane_errors.late(self._spec.lane_id, stage, NOT_READY)
+                task.add_done_callback(self._start_over)
+            await self.started(deadline, stage)
             if task.cancelled():
                 raise lane_errors.stopping(self._spec.lane_id)
             return task.result()
 
-    def _started(self, task: asyncio.Task[Session]) -> None:
+    def start_under_way(self) -> bool:
+        """Return whether a worker is spawned or loaded now, for whoever still waits for it."""
+        return self.starting is not None
+
+    async def started(self, deadline: float | None, stage: str) -> None:
+        """Wait until no start is under way, whatever became of it. The start goes on when *deadline* passes."""
+        task = self.starting
+        if task is None:
+            return
+        await asyncio.wait({task}, timeout=None if deadline is None else deadline - self._loop.time())
+        if not task.done():
+            raise lane_errors.late(self._spec.lane_id, stage, NOT_READY)
+
+    def _start_over(self, task: asyncio.Task[Session]) -> None:
         self.starting = None
         if not task.cancelled():
             # Looked at, so that a failure nobody waited for is not reported as never retrieved.
@@ -163,7 +174,7 @@ class Generations:
             _log.error("lane refused: %s", exc.message)
             raise
         self.session = session
-        self._health.greeted(hello, monotonic())
+        self._health.greeted(hello, self._loop.time())
         self._revision = self._health.hello["kernel_revision"] or self._revision
         self.advertised = tuple(self._health.hello["packed_widths"])
         self._refresher.start()
@@ -185,13 +196,20 @@ class Generations:
         if self.session is session:
             self.session = None
 
-    async def retire(self) -> None:
-        """Stop the worker, whose successor is to be probed; one that just starts is as fresh as any."""
+    async def retire(self, deadline: float | None, stage: str) -> None:
+        """Stop the current worker so that a probe runs on a fresh one; one that is still starting counts as fresh.
+
+        Past *deadline* its end goes on, and the next request waits for it.
+        """
         session = self.session
         if self.starting is None and session is not None:
             self._ended = "probe"
             # Kept until it is gone: left in the middle, its successor or whoever closes the lane waits for it.
-            await session.stop(self._config.shutdown_grace)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await session.stop(self._config.shutdown_grace)
+            except TimeoutError as exc:
+                raise lane_errors.late(self._spec.lane_id, stage, NOT_READY) from exc
             self.forget(session)
 
     async def stop(self) -> bool:
@@ -206,14 +224,11 @@ class Generations:
         processes = [one.process for one in (self._undead, session) if one is not None]
         return not any(process is not None and process.running for process in processes)
 
-    async def close(self) -> Exchange | None:
-        """Stop for ever, a start under way included; return the exchange that was cut off."""
+    async def close(self) -> None:
+        """Stop for ever, a start under way included."""
         if self.starting is not None:
             self.starting.cancel()
             await asyncio.wait({self.starting})
         session, self.session = self.session, None
-        if session is None:
-            return None
-        await session.stop(self._config.shutdown_grace)
-        exchange, session.open = session.open, None
-        return exchange
+        if session is not None:
+            await session.stop(self._config.shutdown_grace)

@@ -6,17 +6,20 @@ Reading it touches no worker. PING feeds it in the background: it never queues b
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
 from engines.protocol.messages import Hello, Pong
 
+if TYPE_CHECKING:
+    from synapse_host.generations import Generations
+    from synapse_host.standing import Standing
+
 
 class LaneHealth:
-    """The cached facts of one lane's current worker generation. Times are :func:`time.monotonic`."""
+    """The cached facts of one lane's current worker generation. Times are the loop's."""
 
     def __init__(self) -> None:
         self.last_fault: dict[str, Any] | None = None
@@ -92,6 +95,56 @@ def _told(value: Any) -> Any:
     return None if value is UNSET else value
 
 
+def record(
+    health: LaneHealth,
+    standing: Standing,
+    workers: Generations,
+    *,
+    now: float,
+    stale_after: float,
+    waiting: int,
+    load_s: float | None,
+) -> dict[str, Any]:
+    """Return what ``host.health()`` says of one lane (interfaces.md): its state, its worker and the facts in *health*.
+
+    *waiting*: requests in line; *load_s*: seconds the last LOAD took.
+    """
+    session, spec, quarantine = workers.session, standing.spec, standing.quarantine
+    process = None if session is None else session.process
+    loaded = session is not None and session.model_ref is not None
+    return {
+        "state": _state(standing, workers, now, stale=health.stale(now, stale_after)),
+        "engine": spec.engine_id,
+        "device": spec.device,
+        "kind": spec.kind,
+        "worker_pid": None if process is None else process.pid,
+        "generation": workers.number,
+        "strikes": quarantine.strikes(now),
+        "quarantine_remaining_s": quarantine.remaining(now),
+        "waiting": waiting,
+        "models": [spec.model] if loaded else [],
+        "load_s": load_s if loaded else None,
+        "progress": None if session is None else session.underway(now),
+        **health.fields(now),
+    }
+
+
+def _state(standing: Standing, workers: Generations, now: float, *, stale: bool) -> str:
+    if standing.closing:
+        return "stopped"
+    if standing.refusal is not None:
+        return "refused"
+    if not standing.quarantine.admits(now):
+        return "quarantined"
+    if workers.start_under_way():
+        return "loading"
+    if workers.session is None:
+        return "stopped"
+    if workers.session.serving:
+        return "serving"
+    return "unknown" if stale else "idle"
+
+
 class Refresher:
     """Calls *ping* every *interval* seconds until stopped. *ping* must not wait: it skips what is busy or missing."""
 
@@ -114,7 +167,3 @@ class Refresher:
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._interval, self._tick)
         self._ping()
-
-
-monotonic = time.monotonic
-"""The clock of health: the same on every thread, so that a reader outside the loop sees the same ages."""

@@ -7,15 +7,15 @@ One :class:`Host` owns its lanes (:mod:`synapse_host.lanes`). Nothing here retri
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import UNSET
 
 from engines.bundle.manifest import Bundle
-from synapse_host import admission, embedding, encoding, generation, hardware, reranking
+from synapse_host import admission, embedding, encoding, generation, hardware, memory, reranking
 from synapse_host.arguments import absolute, check_rows, check_texts, id_rows, listed
 from synapse_host.assignment import Assignment
 from synapse_host.bundles import open_bundles, open_installed
@@ -33,6 +33,8 @@ from synapse_host.tokenize import compose_ids, pair_frame
 if TYPE_CHECKING:
     from synapse_host.parts import FloatArray, IntArray
     from synapse_host.supervisor import Build
+
+T = TypeVar("T")
 
 __all__ = ["EmbedResult", "Generation", "Host", "RerankResult", "SyncHost", "open_bundles"]
 
@@ -129,6 +131,7 @@ class Host:
         """Return the texts' vectors, float32 (n, dims), in input order. *deadline*: seconds from now."""
         return (await self.embed_result(model, texts, lane=lane, deadline=deadline, truncate=truncate)).vectors
 
+    @memory.typed
     async def embed_result(
         self,
         model: str,
@@ -167,6 +170,7 @@ class Host:
             raise InvalidRequest(f"texts changed while they were embedded: it had {count} of them")
         return EmbedResult(answer, truncated, *assignment.served_by(), tokens)
 
+    @memory.typed_stream
     async def embed_stream(
         self,
         model: str,
@@ -196,6 +200,7 @@ class Host:
                 vectors = await embedding.embed(self._lanes, assignment, rows, until)
                 yield EmbedResult(vectors, rows.truncated, *assignment.served_by(), len(rows.ids))
 
+    @memory.typed
     async def embed_ids(
         self, model: str, rows: Sequence[Any], *, lane: str | None = None, deadline: float | None = None
     ) -> FloatArray:
@@ -205,6 +210,7 @@ class Host:
         checked = await encoding.checked(rows, until, lambda: check_rows(rows, assignment))
         return await embedding.embed(self._lanes, assignment, checked, until)
 
+    @memory.typed
     async def embed_packed(
         self, model: str, rows: Sequence[Any], width: int, *, lane: str | None = None, deadline: float | None = None
     ) -> FloatArray:
@@ -236,6 +242,7 @@ class Host:
         )
         return result.scores
 
+    @memory.typed
     async def rerank_result(
         self,
         model: str,
@@ -266,6 +273,7 @@ class Host:
         scores = reranking.scaled(assignment.bundle.manifest, logits, raw=raw)
         return RerankResult(scores, rows.truncated, *assignment.served_by())
 
+    @memory.typed
     async def rerank_ids(
         self,
         model: str,
@@ -297,6 +305,7 @@ class Host:
 
     # --- generation --------------------------------------------------------------------------------------------------
 
+    @memory.typed
     async def generate(
         self,
         model: str,
@@ -322,6 +331,7 @@ class Host:
             raise InvalidRequest("a list of messages needs chat=True")
         return await generation.generate(self._lanes, assignment, ids, max_tokens, until)
 
+    @memory.typed
     async def generate_ids(
         self,
         model: str,
@@ -338,6 +348,7 @@ class Host:
 
     # --- lanes -------------------------------------------------------------------------------------------------------
 
+    @memory.typed
     async def load(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> None:
         """Start the lane's worker and load the model now instead of at the first request; clears quarantine."""
         until = absolute(deadline)
@@ -356,10 +367,12 @@ class Host:
         """PING the lane's worker now, in turn, and return its refreshed health; spawns nothing."""
         return await self._lanes.ping(self._lanes.find_any(model, lane), deadline)
 
-    async def probe(self, lane_id: str) -> None:
-        """Prove a quarantined legacy lane with a fresh worker, LOAD and one served request, and open it again."""
+    @memory.typed
+    async def probe(self, lane_id: str, *, deadline: float | None = None) -> None:
+        """Prove a lane with a fresh worker, LOAD and one served request; opens it again, whatever shut it."""
+        until = absolute(deadline)
         assignment = self._lanes.by_id(lane_id)
-        await self._lanes.serving(assignment).probe(self._probe_request(assignment))
+        await self._lanes.serving(assignment).probe(self._probe_request(assignment), deadline=until)
 
     def _probe_request(self, assignment: Assignment) -> Build:
         """Return a small real request of the lane's own task."""
@@ -376,8 +389,15 @@ class Host:
         return reranking.request(None if assignment.require().owned else row.ids, row)
 
     def health(self) -> dict[str, Any]:
-        """Return the cached state of every lane; touches no worker."""
-        return self._lanes.health()
+        """Return the cached state of every lane; touches no worker. From any thread."""
+        return self._lanes.on_loop(self._lanes.health)
+
+    def on_loop(self, read: Callable[[], T]) -> T:
+        """Run *read* on the host's loop, where nothing changes meanwhile; from any thread.
+
+        DeadlineExceeded where the loop has no time for it.
+        """
+        return self._lanes.on_loop(read)
 
     def explain(self, lane: str | None = None) -> list[dict[str, Any]]:
         """Return, per lane, the placement and why each other engine was passed over."""

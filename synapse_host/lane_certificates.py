@@ -32,7 +32,7 @@ NONE: Final = Standing(None, "it has none on this machine")
 
 
 class LaneCertificates:
-    """The certificates of the lanes that need one, or that may pack by one.
+    """The certificates of the lanes that need one, and of the Neural Engine's, whose workers get what it measured.
 
     *qualifying*: Neural Engine workers advertise every packed width of their manifest, whatever a certificate says.
     """
@@ -49,7 +49,7 @@ class LaneCertificates:
     async def look_up(self, assignments: Mapping[str, Assignment]) -> None:
         """Find out how the lanes stand. Their workers are asked who they are (--version)."""
         placed = [(item, item.spec) for item in assignments.values() if item.spec is not None]
-        asked = [(item, spec) for item, spec in placed if self._needed(item) or self._may_pack(item, spec)]
+        asked = [(item, spec) for item, spec in placed if self._needed(item) or self._measured(item, spec)]
         if not asked:
             return
         engines = {spec.engine_id for _, spec in asked}
@@ -92,11 +92,14 @@ class LaneCertificates:
         return spec if spec.kernel_revision is not None else replace(spec, kernel_revision=revision)
 
     def packed(self, assignment: Assignment, spec: LaneSpec) -> LaneSpec:
-        """Return a Neural Engine lane's spec with the packed widths it may use and the times that were certified."""
-        artifact, certificate = assignment.placement.artifact, self._packing(assignment)
+        """Return a Neural Engine lane's spec with the packed widths it may use and the times that were certified.
+
+        By the times the worker sees a function that Core ML has put on the CPU: embedders and rerankers, packed or not.
+        """
+        artifact, certificate = assignment.placement.artifact, self._holding(assignment)
         if self._qualifying and artifact is not None:
             return replace(spec, packed_widths=rungs.packed_widths(artifact))
-        if certificate is None:
+        if certificate is None or not certificate.cost_ms:
             return spec
         times = {"certified_ms": json.dumps(certificate.cost_ms), **spec.load.runtime_config}
         return replace(
@@ -105,27 +108,26 @@ class LaneCertificates:
 
     def costs(self, assignment: Assignment) -> rungs.Costs | None:
         """Return what the lane's functions were measured to cost; None where nothing may be packed."""
-        artifact, certificate = assignment.placement.artifact, self._packing(assignment)
-        if artifact is None or certificate is None:
+        artifact, certificate = assignment.placement.artifact, self._holding(assignment)
+        if artifact is None or certificate is None or not certificate.packed_widths:
             return None
         return rungs.costs(artifact, certificate.cost_ms)
 
-    def _packing(self, assignment: Assignment) -> Certificate | None:
-        """Return the lane's certificate if it holds and qualifies packed widths; none counts while qualifying."""
+    def _holding(self, assignment: Assignment) -> Certificate | None:
+        """Return the lane's certificate if it holds; none counts while qualifying."""
         standing = self._found.get(assignment.lane_id, NONE)
         if self._qualifying or standing.why or standing.certificate is None:
             return None
-        return standing.certificate if standing.certificate.packed_widths else None
+        return standing.certificate
 
     def _needed(self, assignment: Assignment) -> bool:
         # The configuration may only strengthen what the matrix says.
         return self._config.require_certificate or self._matrix.lanes[assignment.lane].require_certificate
 
-    def _may_pack(self, assignment: Assignment, spec: LaneSpec) -> bool:
-        artifact = assignment.placement.artifact
-        if self._qualifying or spec.device_kind != "ane" or artifact is None:
+    def _measured(self, assignment: Assignment, spec: LaneSpec) -> bool:
+        if self._qualifying or spec.device_kind != "ane" or assignment.placement.artifact is None:
             return False
-        return bool(rungs.packed_widths(artifact)) and self._path(assignment, spec).exists()
+        return self._path(assignment, spec).exists()
 
     def _path(self, assignment: Assignment, spec: LaneSpec) -> Path:
         return certificates.path_of(spec.engine_id, assignment.bundle.digest, self._config.data_dir)

@@ -89,6 +89,19 @@ def no_resources(lane_id: str, exc: OSError) -> EngineCrashed:
     return error
 
 
+def no_memory(lane_id: str, stage: str) -> SynapseError:
+    """The host itself has no memory for a reply; its worker is not to blame."""
+    return WORKER_ERRORS[ErrorCode.OOM](
+        f"lane {lane_id}: the host has no memory for the reply; ask for less at once or free some",
+        details={"lane_id": lane_id, "stage": stage},
+    )
+
+
+def broken(lane_id: str, stage: str) -> EngineCrashed:
+    """A bug of ours ended what a request needs; its worker is replaced, since nothing is known of it now."""
+    return _not_struck(lane_id, stage, "exit", "the host itself failed here, see its log; the worker is replaced")
+
+
 def _not_struck(lane_id: str, stage: str, cause: str, text: str) -> EngineCrashed:
     details: dict[str, Any] = {"lane_id": lane_id, "stage": stage, "cause": cause, "quarantined": False}
     return EngineCrashed(f"lane {lane_id}: {text}", details=details)

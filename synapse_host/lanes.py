@@ -7,16 +7,17 @@ share one budget and one lock a user.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from synapse_host.ane_lane import AneFleet, RungedLane
 from synapse_host.arguments import absolute
 from synapse_host.assignment import Assignment, assign, find
 from synapse_host.counters import LaneCounters
-from synapse_host.errors import InvalidRequest
+from synapse_host.errors import DeadlineExceeded, InvalidRequest
 from synapse_host.health import LaneHealth
 from synapse_host.lane_certificates import LaneCertificates
 from synapse_host.lane_lock import LaneLock
@@ -24,6 +25,11 @@ from synapse_host.logring import LogRing
 from synapse_host.permits import Permits
 from synapse_host.slots import Limits
 from synapse_host.supervisor import Supervisor
+
+READ_S: Final = 5.0
+"""How long a reader on another thread waits for the host's loop."""
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Bundle
@@ -164,6 +170,33 @@ class Lanes:
         """Return what serves a lane if it was used before."""
         return self._runged.get(assignment.lane_id) or self._supervisors.get(assignment.lane_id)
 
+    def on_loop(self, read: Callable[[], T]) -> T:
+        """As :meth:`synapse_host.host.Host.on_loop`."""
+        loop = self._loop
+        try:
+            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if loop is None or here is loop or not loop.is_running():
+            return read()  # A loop that doesn't run changes nothing.
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(read())
+            except BaseException as exc:  # it belongs to the thread that waits
+                answer.set_exception(exc)
+
+        try:
+            loop.call_soon_threadsafe(run)
+            return answer.result(READ_S)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"the host's loop was busy for {READ_S:g} s", details={"stage": "health"}) from exc
+        except RuntimeError:
+            if answer.done():
+                raise
+            return read()  # The loop was closed in this moment.
+
     # --- how it is ---------------------------------------------------------------------------------------------------
 
     async def ping(self, assignment: Assignment, deadline: Any) -> dict[str, Any]:
@@ -172,7 +205,7 @@ class Lanes:
         return _resting(assignment) if supervisor is None else await supervisor.ping(absolute(deadline))
 
     def health(self) -> dict[str, Any]:
-        """Return the cached state of every lane."""
+        """Return the cached state of every lane. On the loop's thread: see :meth:`on_loop`."""
         lanes: dict[str, Any] = {}
         for lane_id, assignment in self.assignments.items():
             supervisor = self._supervisors.get(lane_id)

@@ -1,8 +1,8 @@
 """A host's counters and gauges as Prometheus metrics, ``synapse_worker_*``; needs the extra ``metrics``.
 
 Everything is read when somebody asks: serving requests costs integer additions only (:mod:`synapse_host.counters`).
-:func:`text` renders once; :class:`MetricsServer` answers ``GET /metrics`` on the loopback interface, on the host's own
-loop, so no other thread ever reads what the loop writes.
+:func:`text` renders once; :class:`MetricsServer` answers ``GET /metrics`` on the loopback interface. Whoever asks, on
+whatever thread, the values are read on the host's loop, which alone writes them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def require() -> None:
 
 
 def text(host: Host) -> str:
-    """Return the metrics of *host* in Prometheus' text format. Call it on the host's loop."""
+    """Return the metrics of *host* in Prometheus' text format; from any thread."""
     require()
     from prometheus_client import CollectorRegistry, generate_latest
 
@@ -57,8 +57,11 @@ class Collector:
     def __init__(self, host: Host) -> None:
         self._host = host
 
-    def collect(self) -> Iterator[Any]:
-        """Yield every metric family with its present values."""
+    def collect(self) -> Sequence[Any]:
+        """Return every metric family with its present values, read on the host's loop; from any thread."""
+        return self._host.on_loop(lambda: list(self._families()))
+
+    def _families(self) -> Iterator[Any]:
         counters = self._host.counters
         lanes: dict[str, dict[str, Any]] = self._host.health()["lanes"]
         yield from _traffic(counters)

@@ -45,11 +45,18 @@ class UnloadModel(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op
     lane: str | None = None
 
 
+class ProbeLane(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag="probe"):
+    """Prove a lane with a fresh worker, LOAD and one served request; success opens it, whatever shut it."""
+
+    lane: str
+    deadline: float | None = None
+
+
 class Metrics(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag="metrics"):
     """The metrics as Prometheus text."""
 
 
-Operation: TypeAlias = Ps | Ping | Logs | LoadModel | UnloadModel | Metrics
+Operation: TypeAlias = Ps | Ping | Logs | LoadModel | UnloadModel | ProbeLane | Metrics
 
 _decoder: Final = msgspec.json.Decoder(Operation)
 

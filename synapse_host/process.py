@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
@@ -23,6 +24,8 @@ DRAIN_LIMIT: Final = 0.25
 REAP_LIMIT: Final = 5.0
 """Seconds to wait for a killed process; one in an uninterruptible call must not block the host."""
 CHUNK: Final = 64 * 1024
+OOM_SCORE_ADJ: Final = "1000"
+"""The most that Linux knows: the out-of-memory killer looks at nothing else first (proc_pid_oom_score_adj(5))."""
 
 ENVIRONMENT: Final = frozenset(
     {"PATH", "HOME", "USER", "LANG", "TMPDIR", "SYSTEMROOT", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"}
@@ -94,6 +97,7 @@ class WorkerProcess:
             **options,
         )
         self.pid = self._popen.pid
+        _first_to_go(self.pid)
         self.worker_pid: int | None = None
         """The pid of the worker itself, from HELLO: a launcher's is another than its own."""
         self._pidfd: int | None = None
@@ -295,7 +299,22 @@ class WorkerProcess:
 
     @staticmethod
     def _thread(target: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=target, args=args, name="synapse-process", daemon=True).start()
+        try:
+            threading.Thread(target=target, args=args, name="synapse-process", daemon=True).start()
+        except RuntimeError as exc:
+            # As for the process itself, whose limit is the same.
+            raise OSError(errno.EAGAIN, "no thread can be started") from exc
+
+
+def _first_to_go(pid: int) -> None:
+    """Let the kernel take *pid*, and what it starts, before the host when memory ends; its loss costs one request.
+
+    Linux only: macOS takes no such word from an ordinary user, and Windows kills nobody but refuses allocations.
+    """
+    if sys.platform == "linux":
+        # Raising it is everybody's right. It may have exited already, or /proc may be read-only.
+        with suppress(OSError):
+            Path(f"/proc/{pid}/oom_score_adj").write_text(OOM_SCORE_ADJ)
 
 
 def _ancestors(pid: int) -> list[int]:

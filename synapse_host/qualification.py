@@ -1,7 +1,8 @@
 """Trials of packed widths on a Neural Engine lane: are rows what they are on their rung, whatever lies beside them?
 
-And what every function costs, which decides later whether packing pays. Everything goes through the host's own path;
-:func:`synapse_host.gates.qualified_widths` says what the numbers mean (ane.md 3.3).
+And what every function costs, of an embedder and of a reranker: that decides later whether packing pays, and tells a
+worker whose Core ML took a model and runs it on the CPU without a word. Everything goes through the host's own path;
+:func:`synapse_host.gates.qualified_widths` says what the numbers mean (ane.md 3.3 and 4).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from synapse_host.errors import SynapseError
 from synapse_host.evidence import DIGITS, Packing, Series
 from synapse_host.probe_set import repeated
 from synapse_host.rungs import buckets
+from synapse_host.tokenize import pair_frame
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +31,8 @@ SEED: Final = 20261130
 TIMED: Final = 8
 """Rows, or passes, of one timed exchange: their fixed costs are shared as they are in bulk work."""
 REPEATS: Final = 5
+PAIR: Final = 3
+"""Special ids of a pair that a foreign worker composes, at most."""
 
 
 def mixes(width: int) -> list[list[int]]:
@@ -86,8 +90,8 @@ async def costs(host: Host, assignment: Assignment, widths: Sequence[int], sourc
     for function in artifact.functions:
         bucket, width = function.bucket, function.packed_width
         if isinstance(bucket, int):
-            rows = [repeated(base, min(bucket, top))] * TIMED
-            times = [await _timed(host.embed_ids(assignment.model, rows, lane=assignment.lane)) for _ in range(REPEATS)]
+            ids = repeated(base, min(bucket, top))
+            times = [await _timed(_alone(host, assignment, ids)) for _ in range(REPEATS)]
         elif isinstance(width, int) and width in widths:
             # Two rows of half the width fill a pass: TIMED passes.
             rows = [repeated(base, max(1, width // 2))] * (2 * TIMED)
@@ -96,6 +100,15 @@ async def costs(host: Host, assignment: Assignment, widths: Sequence[int], sourc
             continue
         found[function.name] = round(sorted(times[1:])[len(times[1:]) // 2] / TIMED, 4)
     return found
+
+
+async def _alone(host: Host, assignment: Assignment, ids: list[int]) -> FloatArray:
+    """Ask for TIMED rows of these ids on their own rung; a reranker's pairs are composed to the same length."""
+    if assignment.bundle.manifest.task != "rerank":
+        return await host.embed_ids(assignment.model, [ids] * TIMED, lane=assignment.lane)
+    common = 1 + (len(pair_frame(assignment.bundle, None)) if assignment.require().owned else PAIR)
+    candidate = ids[: max(1, len(ids) - common)]
+    return await host.rerank_ids(assignment.model, ids[:1], [candidate] * TIMED, lane=assignment.lane)
 
 
 async def _packed(host: Host, assignment: Assignment, rows: Sequence[Any], width: int) -> FloatArray:

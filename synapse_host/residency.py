@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from synapse_host.slots import (
+    GONE,
     Action,
     Admit,
     Evict,
@@ -42,6 +43,8 @@ class Residency:
         self.workers: dict[str, Worker] = {}
         self.slots: dict[int, Slot] = {}
         self.tickets: dict[int, Ticket] = {}
+        # Background admissions that failed: not tried again before their worker was parked.
+        self._declined: set[Key] = set()
         self._ids = 0
         self._tick = 0
         self._actions: list[Action] = []
@@ -57,6 +60,7 @@ class Residency:
 
     def park(self, worker: str, now: float) -> None:
         """Take a worker down and leave it down until the next request for it (its model was unloaded)."""
+        self._declined = {key for key in self._declined if key.worker != worker}
         if not self.workers[worker].down:
             self._recover(worker, now)
         self._pump()
@@ -69,12 +73,19 @@ class Residency:
         self._ids += 1
         ticket = Ticket(self._ids, key, now + ADMISSION_WAIT_S)
         self.tickets[ticket.id] = ticket
-        limits = self.limits
-        if model.layers > limits.executables or (limits.nbytes is not None and model.nbytes > limits.nbytes):
-            self._refuse(ticket, Refusal.NEVER_FITS)
-        else:
+        if self.limits.ever(model):
             self._pump()
+        else:
+            self._refuse(ticket, Refusal.NEVER_FITS)
         return ticket.id
+
+    def prefetch(self, key: Key) -> None:
+        """Admit *key* for nobody, if its worker is up and has room that nobody waits for; a failed guess not again."""
+        waiting = any(ticket.slot is None for ticket in self.tickets.values())
+        if waiting or self.workers[key.worker].recovering or key in self._declined:
+            return
+        if self._slot(key) is None and self._fits(key):
+            self._admit(key).background = True
 
     def release(self, ticket: int) -> None:
         """End a lease, or withdraw a request that still waits. An admission that runs goes on. Idempotent."""
@@ -95,29 +106,44 @@ class Residency:
         # A spawn or LOAD on the way is no compilation that ADMIT asked for (protocol-v3, 5: deadline_exceeded).
         return slot is not None and slot.state is State.ADMITTING and not self.workers[slot.key.worker].down
 
+    def wanted(self, slot: int) -> bool:
+        """Whether an admission that wasn't sent yet still is for somebody."""
+        found = self.slots.get(slot)
+        return found is not None and (found.background or self._waited_for(found.key))
+
     # --- replies -----------------------------------------------------------------------------------------------------
 
     def admitted(self, slot: int, generation: int) -> None:
         """ADMITTED came."""
         found = self._current(slot, generation, State.ADMITTING)
-        if found is None:
-            return
-        found.state, found.in_flight = State.RESIDENT, False
-        self._touch(found)
-        self._drained(found.key.worker)
-        self._pump()
+        if found is not None:
+            found.state, found.in_flight = State.RESIDENT, False
+            self._touch(found)
+            self._drained(found.key.worker)
+            self._pump()
+
+    def withdrawn(self, slot: int, generation: int) -> None:
+        """Nothing was sent, since it isn't ``wanted`` any more."""
+        found = self._current(slot, generation, State.ADMITTING)
+        if found is not None:
+            self._drop(found)
+            self._drained(found.key.worker)
+            self._pump()
 
     def admit_failed(self, slot: int, generation: int, now: float, *, exhausted: bool) -> None:
         """ERR came instead of ADMITTED, or the exchange broke (*exhausted* False).
 
         ``ane_resources_exhausted``: evict one unleased function of any worker and retry once; without a victim drop the
-        reservation, since the worker holds nothing; a second time, or any other failure, recovers the worker.
+        reservation, since the worker holds nothing; a second time, or any other failure, recovers the worker. For
+        nobody nothing is evicted.
         """
         found = self._current(slot, generation, State.ADMITTING)
         if found is None:
             return
         found.in_flight = False
-        if exhausted and self.workers[found.key.worker].recovering:
+        if found.background:
+            self._declined.add(found.key)
+        if exhausted and (self.workers[found.key.worker].recovering or not self._waited_for(found.key)):
             self._drop(found)  # refused by a worker that is about to restart: those who wait go on waiting
         elif exhausted and not found.retried:
             victim = self._victim(None)
@@ -137,20 +163,18 @@ class Residency:
     def evicted(self, slot: int, generation: int) -> None:
         """EVICTED came: the charge is refunded."""
         found = self._current(slot, generation, State.EVICTING)
-        if found is None:
-            return
-        self._refund(found)
-        self._drained(found.key.worker)
-        self._pump()
+        if found is not None:
+            self._refund(found)
+            self._drained(found.key.worker)
+            self._pump()
 
     def evict_failed(self, slot: int, generation: int, now: float) -> None:
         """The eviction was refused or broke: nothing is refunded, the worker is recovered."""
         found = self._current(slot, generation, State.EVICTING)
-        if found is None:
-            return
-        self._fail(found)
-        self._recover(found.key.worker, now)
-        self._pump()
+        if found is not None:
+            self._fail(found)
+            self._recover(found.key.worker, now)
+            self._pump()
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -175,7 +199,7 @@ class Residency:
                 self._refund(slot)
         for ticket in self.tickets.values():
             if ticket.key.worker == worker:
-                ticket.slot = None if ticket.slot is None else -1  # a lease on nothing: released by its holder
+                ticket.slot = None if ticket.slot is None else GONE
         self._pump()
 
     def restored(self, worker: str, generation: int) -> None:
@@ -234,13 +258,18 @@ class Residency:
         return actions
 
     def busy(self, worker: str) -> bool:
-        """True while a lease, a request that waits, an exchange or a start of *worker* is under way."""
-        owner = self.workers[worker]
+        """True while a lease, a request that waits, an exchange for one or a start of *worker* is under way."""
         return (
-            owner.reviving
+            self.workers[worker].reviving
             or any(ticket.key.worker == worker for ticket in self.tickets.values())
-            or any(slot.in_flight for slot in self._of(worker))
+            or self._exchanging(worker)
         )
+
+    def resident(self, worker: str) -> set[Key]:
+        """Return the functions of *worker* that may be leased at once."""
+        if self.workers[worker].recovering:
+            return set()
+        return {slot.key for slot in self._of(worker) if slot.state is State.RESIDENT}
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -268,7 +297,7 @@ class Residency:
             elif slot is not None:
                 blocked = True  # leaving: its place comes back with EVICTED
             elif self._fits(ticket.key):
-                self._actions.append(Admit((made := self._reserve(ticket.key)).id, made.key, made.generation))
+                self._admit(ticket.key)
             else:
                 blocked = True
                 starved = not self._make_room(ticket.key)
@@ -302,14 +331,7 @@ class Residency:
     def _fits(self, key: Key, *, leaving: bool = False) -> bool:
         """Whether *key* fits the budget; *leaving*: as if everything on its way out were gone."""
         kept = [slot for slot in self.slots.values() if not (leaving and slot.state is State.EVICTING)]
-        model = self.workers[key.worker].model
-        limits = self.limits
-        return (
-            len(kept) < limits.total
-            and sum(slot.key.worker == key.worker for slot in kept) < limits.per_model
-            and sum(slot.layers for slot in kept) + model.layers <= limits.executables
-            and (limits.nbytes is None or sum(slot.nbytes for slot in kept) + model.nbytes <= limits.nbytes)
-        )
+        return self.limits.fits(key.worker, self.workers[key.worker].model, kept)
 
     def _eligible(self, slot: Slot, key: Key | None) -> bool:
         if slot.state is not State.RESIDENT or self.workers[slot.key.worker].recovering:
@@ -337,15 +359,20 @@ class Residency:
         self.slots[slot.id] = slot
         return slot
 
+    def _admit(self, key: Key) -> Slot:
+        made = self._reserve(key)
+        self._actions.append(Admit(made.id, key, made.generation))
+        return made
+
     def _drop(self, slot: Slot) -> None:
         del self.slots[slot.id]
 
     def _refund(self, slot: Slot) -> None:
-        """Drop what is gone for certain; an admission that waited for it is sent again."""
+        """Drop what is gone for certain; an admission that waited for it is sent again, if somebody still waits."""
         self._drop(slot)
         for waiting in self._waiting_for(slot):
             waiting.waits_for = None
-            if self.workers[waiting.key.worker].recovering:
+            if self.workers[waiting.key.worker].recovering or not self._waited_for(waiting.key):
                 self._drop(waiting)
             else:
                 waiting.in_flight = True
@@ -387,9 +414,19 @@ class Residency:
     def _drained(self, worker: str) -> None:
         """Restart a recovering worker once nothing of it is leased or on the wire."""
         found = self.workers[worker]
-        busy = any(slot.leases or slot.in_flight for slot in self._of(worker))
+        busy = self._exchanging(worker) or any(slot.leases for slot in self._of(worker))
         if found.recovering and not found.restarting and not busy:
             self._restart(worker)
+
+    def _exchanging(self, worker: str) -> bool:
+        """True while an exchange about a function is on the wire, other than the admission of a mere guess."""
+        return any(
+            slot.in_flight and (slot.state is not State.ADMITTING or not slot.background or self._waited_for(slot.key))
+            for slot in self._of(worker)
+        )
+
+    def _waited_for(self, key: Key) -> bool:
+        return any(ticket.slot is None and ticket.key == key for ticket in self.tickets.values())
 
     def _restart(self, worker: str) -> None:
         found = self.workers[worker]

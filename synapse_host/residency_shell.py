@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from typing import Final, Protocol, TypeVar, assert_never
 
 from engines.protocol.errors import ErrorCode
+from synapse_host import lane_errors
 from synapse_host.errors import WORKER_ERRORS, DeadlineExceeded, EngineCrashed, ShapeCompiling, SynapseError
+from synapse_host.exchange import Lease
 from synapse_host.residency import Residency
 from synapse_host.slots import (
     Action,
@@ -38,18 +41,25 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Withdrawn(SynapseError):
+    """An admission that nobody waits for any more, before anything of it was sent; no caller meets it."""
+
+    code = "cancelled"
+
+
 class Lane(Protocol):
     """What the shell needs of one worker's lane. Exchanges raise SynapseError; EngineCrashed means the channel
     broke."""
 
-    async def admit(self, key: Key) -> None:
-        """Send ANE_ADMIT_SHAPE or ANE_ADMIT_PACKED and return after ADMITTED."""
+    async def admit(self, key: Key, wanted: Callable[[], bool]) -> None:
+        """Send ANE_ADMIT_SHAPE or ANE_ADMIT_PACKED and return after ADMITTED; Withdrawn where it isn't *wanted* by
+        the time it would be sent."""
 
     async def evict(self, key: Key) -> None:
         """Send ANE_EVICT_* and return after EVICTED."""
 
     async def stop(self) -> bool:
-        """Kill the worker; True once its exit is confirmed."""
+        """Kill the worker now, whatever runs; True once its exit is confirmed."""
 
     async def start(self) -> None:
         """Start a worker and LOAD its model."""
@@ -66,6 +76,8 @@ class ResidencyShell:
         self._errors: dict[int | None, SynapseError] = {}
         """What failed last: admissions by slot, a start under None."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._restarts: dict[str, asyncio.Task[None]] = {}
+        """The last restart of each worker."""
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
 
@@ -74,28 +86,41 @@ class ResidencyShell:
         self._lanes[lane_id] = lane
         self.core.open_worker(lane_id, model)
 
-    @asynccontextmanager
-    async def lease(self, key: Key, *, deadline: float | None = None) -> AsyncIterator[None]:
-        """Hold *key* resident. One lease at a time: take the next rung's after this one ended.
+    async def lease(self, key: Key, *, deadline: float | None = None) -> Lease:
+        """Return a lease that holds *key* resident. One at a time: take the next rung's after this one ended.
 
         *deadline* is absolute loop time. Raises ShapeCompiling, DeadlineExceeded, ane_resources_exhausted, the
-        admission's own error, or EngineCrashed.
+        admission's own error, EngineCrashed, or QueueFull of a host that stops.
         """
         if self._closing:
-            raise EngineCrashed(f"no worker {key.worker}", details={"lane_id": key.worker, "stage": "ane_admit"})
-        ticket = self.core.request(key, self._loop.time())
+            raise lane_errors.stopping(key.worker)
+        now = self._loop.time()
+        if deadline is not None and now >= deadline:
+            raise lane_errors.late(key.worker, "ane_admit")
+        ticket = self.core.request(key, now)
         future: asyncio.Future[None] = self._loop.create_future()
         self._futures[ticket] = future
         self._act()
         timer = None if deadline is None else self._loop.call_at(deadline, self._late, ticket, key)
         try:
             await future
-            yield
+        except BaseException:
+            self._give_back(ticket)
+            raise
         finally:
             if timer is not None:
                 timer.cancel()
-            self._futures.pop(ticket, None)
-            self.core.release(ticket)
+            del self._futures[ticket]
+        return Lease(partial(self._give_back, ticket))
+
+    def _give_back(self, ticket: int) -> None:
+        self.core.release(ticket)
+        self._act()
+
+    def prefetch(self, key: Key) -> None:
+        """Admit *key* in the background, where there is room for a guess; the next request may find it resident."""
+        if not self._closing:
+            self.core.prefetch(key)
             self._act()
 
     def fault(self, worker: str, generation: int) -> None:
@@ -104,13 +129,29 @@ class ResidencyShell:
         self._act()
 
     def park(self, worker: str) -> None:
-        """Take a worker down until the next request for it."""
+        """Take a worker down until the next request for it: no new leases from now on, who holds one is waited for."""
         self.core.park(worker, self._loop.time())
         self._act()
+
+    async def parked(self, worker: str) -> None:
+        """Take a worker down that nobody uses, and wait for its end. EngineCrashed where that can't be confirmed."""
+        self.park(worker)
+        if (restart := self._restarts.get(worker)) is not None:
+            await asyncio.wait({restart})
+        if self.core.workers[worker].closed:
+            raise self._refusal(Refusal.CLOSED, None, Key(worker, "shape", self.core.workers[worker].model.smallest))
 
     def busy(self, worker: str) -> bool:
         """True while something of *worker* is leased, waited for or on the wire."""
         return self.core.busy(worker)
+
+    def waiting(self, worker: str) -> int:
+        """Return how many requests wait for a lease on *worker*."""
+        return sum(ticket.slot is None and ticket.key.worker == worker for ticket in self.core.tickets.values())
+
+    def resident(self, worker: str) -> set[Key]:
+        """Return the functions of *worker* that may be leased at once."""
+        return self.core.resident(worker)
 
     def generation(self, worker: str) -> int:
         """Return the generation that a fault has to name."""
@@ -121,9 +162,8 @@ class ResidencyShell:
         self._closing = True
         if self._timer is not None:
             self._timer.cancel()
-        for future in list(self._futures.values()):
-            if not future.done():
-                future.set_exception(EngineCrashed("the host is stopping", details={"stage": "ane_admit_shape"}))
+        for ticket in list(self.core.tickets.values()):
+            self._answer(ticket.id, lane_errors.stopping(ticket.key.worker))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -156,7 +196,7 @@ class ResidencyShell:
             case Evict():
                 self._spawn(self._evict, action)
             case Restart():
-                self._spawn(self._restart, action)
+                self._restarts[action.worker] = self._spawn(self._restart, action)
             case Revive():
                 self._spawn(self._revive, action)
             case _:
@@ -181,7 +221,7 @@ class ResidencyShell:
             )
         self._answer(ticket, error)
 
-    def _spawn(self, exchange: Callable[[T], Awaitable[None]], action: T) -> None:
+    def _spawn(self, exchange: Callable[[T], Awaitable[None]], action: T) -> asyncio.Task[None]:
         async def run() -> None:
             await exchange(action)
             self._act()
@@ -189,49 +229,69 @@ class ResidencyShell:
         task = self._loop.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _failure(self, worker: str, what: str, work: Awaitable[None]) -> SynapseError | None:
+        """Return the error that *work* ends with. A bug of ours is one as well: no slot may wait for ever."""
+        try:
+            await work
+        except SynapseError as exc:
+            return exc
+        except (Exception, asyncio.CancelledError):
+            if self._closing:
+                raise
+            _log.exception("%s failed by a fault of the host: lane=%s", what, worker)
+            return lane_errors.broken(worker, what)
+        return None
 
     async def _admit(self, action: Admit) -> None:
-        try:
-            await self._lanes[action.key.worker].admit(action.key)
-        except SynapseError as exc:
-            self._errors[action.slot] = exc
-            exhausted = exc.code == ErrorCode.ANE_RESOURCES_EXHAUSTED
-            self.core.admit_failed(action.slot, action.generation, self._loop.time(), exhausted=exhausted)
-            self._act()
-            self._errors.pop(action.slot, None)
+        slot, generation, lane = action.slot, action.generation, action.key.worker
+        work = self._lanes[lane].admit(action.key, partial(self.core.wanted, slot))
+        error = await self._failure(lane, "ane_admit", work)
+        if error is None:
+            self.core.admitted(slot, generation)
+        elif isinstance(error, Withdrawn):
+            self.core.withdrawn(slot, generation)
         else:
-            self.core.admitted(action.slot, action.generation)
+            self._errors[slot] = error
+            exhausted = error.code == ErrorCode.ANE_RESOURCES_EXHAUSTED
+            self.core.admit_failed(slot, generation, self._loop.time(), exhausted=exhausted)
+            self._act()
+            self._errors.pop(slot, None)
 
     async def _evict(self, action: Evict) -> None:
-        try:
-            await self._lanes[action.key.worker].evict(action.key)
-        except SynapseError as exc:
-            _log.warning("eviction failed, the worker restarts: %s %s", action.key, exc.message)
-            self.core.evict_failed(action.slot, action.generation, self._loop.time())
-        else:
+        lane = action.key.worker
+        error = await self._failure(lane, "ane_evict", self._lanes[lane].evict(action.key))
+        if error is None:
             self.core.evicted(action.slot, action.generation)
+        else:
+            _log.warning("eviction failed, the worker restarts: %s %s", action.key, error.message)
+            self.core.evict_failed(action.slot, action.generation, self._loop.time())
 
     async def _restart(self, action: Restart) -> None:
-        try:
-            async with asyncio.timeout(EXIT_S):
-                confirmed = await self._lanes[action.worker].stop()
-        except TimeoutError:
-            confirmed = False
+        lane, confirmed = action.worker, False
+
+        async def stop() -> None:
+            nonlocal confirmed
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_S):
+                    confirmed = await self._lanes[lane].stop()
+
+        await self._failure(lane, "restart", stop())
         if confirmed:
-            self.core.exited(action.worker, action.generation)
+            self.core.exited(lane, action.generation)
         else:
-            _log.error("worker exit unconfirmed, the lane stays shut: %s", action.worker)
-            self.core.unconfirmed(action.worker, action.generation)
+            _log.error("worker exit unconfirmed, the lane stays shut: %s", lane)
+            self.core.unconfirmed(lane, action.generation)
 
     async def _revive(self, action: Revive) -> None:
-        try:
-            await self._lanes[action.worker].start()
-        except SynapseError as exc:
-            _log.warning("worker did not come up: %s %s", action.worker, exc.message)
-            self._errors[None] = exc
-            self.core.revive_failed(action.worker, action.generation)
-        else:
+        error = await self._failure(action.worker, "load", self._lanes[action.worker].start())
+        if error is None:
             self.core.restored(action.worker, action.generation + 1)
+        else:
+            _log.warning("worker did not come up: %s %s", action.worker, error.message)
+            self._errors[None] = error
+            self.core.revive_failed(action.worker, action.generation)
 
     # --- errors ------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +27,6 @@ from synapse_host.channel import Channel
 from synapse_host.config import HostConfig
 from synapse_host.counters import LaneCounters
 from synapse_host.death import Cause, Death, StartFailed, diagnose
-from synapse_host.errors import SynapseError
 from synapse_host.exchange import Exchange
 from synapse_host.handshake import HandshakeFault
 from synapse_host.lane import LaneSpec
@@ -115,24 +115,31 @@ class Session:
 
         Raises StartFailed (a strike), LaneRefused (a deployment error), BackendMissing (no such program),
         InvalidRequest (the socket's path is taken) or EngineCrashed without a strike (no descriptors, no memory).
-        Whatever it raises, the child is dead and reaped.
+        Whatever it raises, the child is dead and reaped, also when this was cancelled in the middle of a diagnosis.
         """
         try:
-            hello = await self._birth.run()
-        except (SynapseError, asyncio.CancelledError):
-            await self._abandon()
+            hello = await self._greeted()
+        except StartFailed:
             raise
+        except BaseException as exc:
+            await self._abandon()
+            if isinstance(exc, OSError):
+                raise no_resources(self.spec.lane_id, exc) from exc
+            raise
+        self._engine = hello.engine.engine
+        return hello
+
+    async def _greeted(self) -> Hello:
+        """Return the worker's HELLO; StartFailed, with the worker's end diagnosed, where a strike is due."""
+        try:
+            return await self._birth.run()
         except (HandshakeFault, ProtocolError) as exc:
-            raise StartFailed(await self._bury("handshake", f"the handshake failed: {exc}")) from exc
+            text = f"the handshake failed: {exc}"
+            raise StartFailed(await self._bury("handshake", text)) from exc
         except TimeoutError as exc:
             reached = "connected, but sent no HELLO" if self._channel.connected else "did not connect"
             text = f"the worker {reached} within {self._config.handshake:g} s"
             raise StartFailed(await self._bury("handshake", text)) from exc
-        except OSError as exc:
-            await self._abandon()
-            raise no_resources(self.spec.lane_id, exc) from exc
-        self._engine = hello.engine.engine
-        return hello
 
     # --- exchanges ---------------------------------------------------------------------------------------------------
 
@@ -167,6 +174,8 @@ class Session:
         """Send a request; its waiter resolves through the sink. LocalProtocolError: nothing was written."""
         assert self.open is None
         request = exchange.request
+        if type(request) is Ping:
+            exchange.sent = time.monotonic()
         self._channel.send(request, exchange.payload)
         self.open = exchange
         watchdog = self._watchdog
@@ -190,7 +199,7 @@ class Session:
     def _tick(self) -> None:
         self._timer = None
         exchange = self.open
-        if self.dead or exchange is None:
+        if exchange is None:
             return
         now = self._loop.time()
         if exchange.deadline is not None and now >= exchange.deadline:
@@ -198,10 +207,17 @@ class Session:
             self._sink.overdue(exchange)
         if self._watchdog.expired(now, late=now - self._due):
             self._fail("silence", f"the worker showed no completed work for {self._watchdog.window:g} s")
-            return
-        due = self._watchdog.deadline
-        assert due is not None
-        self._arm(due if exchange.deadline is None else min(due, exchange.deadline))
+        self._rearm()
+
+    def _rearm(self) -> None:
+        """Set the timer to what comes first: the end of the silence window, or the deadline of the open request."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = None if self.open is None else self.open.deadline
+        due = [moment for moment in (self._watchdog.deadline, deadline) if moment is not None]
+        if due:
+            self._arm(min(due))
 
     def _event(self, event: Event) -> None:
         if self.dead:
@@ -233,13 +249,24 @@ class Session:
 
     # --- death -------------------------------------------------------------------------------------------------------
 
-    def _violated(self, exc: RemoteProtocolError) -> None:
-        self._counters.reject(exc.reason)
+    def _violated(self, exc: RemoteProtocolError | MemoryError) -> None:
         self._channel.abort()
-        if self._birth.over:
-            self._fail("protocol", f"the worker broke the protocol: {exc}")
-        else:
+        if isinstance(exc, RemoteProtocolError):
+            self._counters.reject(exc.reason)
+        if not self._birth.over:
             self._birth.fault(exc)
+        elif isinstance(exc, MemoryError):
+            self._starve()
+        else:
+            self._fail("protocol", f"the worker broke the protocol: {exc}")
+
+    def _starve(self) -> None:
+        """End this generation, without a strike: the host had no memory for a reply and can't find the next one."""
+        if self.dead or self.process is None:
+            return
+        self._unwatch()
+        self._stopping = self._loop.create_task(self._stop(self.process, 0.0))
+        self._sink.starved(self, self._cut_off())
 
     def _lost(self) -> None:
         self._ended = True
@@ -261,26 +288,22 @@ class Session:
         """End this generation for the first fault; later ones are consequences."""
         if self.dead or not self._birth.over:
             return
-        self.dead = True
+        self._unwatch()
         self._channel.deafen()
         self._burial = self._loop.create_task(self._die(cause, message))
 
     async def _die(self, cause: Cause, message: str) -> None:
-        exchange = self.open
-        timer = None
-        if exchange is not None and exchange.deadline is not None:
-            # A burial may take seconds; the caller's deadline holds all the same.
-            timer = self._loop.call_at(exchange.deadline, self._sink.overdue, exchange)
         death = await self._bury(cause, message)
-        if timer is not None:
-            timer.cancel()
-        self.open = None
-        self._sink.died(self, death, exchange)
+        self._sink.died(self, death, self._cut_off())
+
+    def _cut_off(self) -> Exchange | None:
+        """Return the exchange that the end of this generation left without a reply; the sink answers it."""
+        exchange, self.open = self.open, None
+        self._rearm()
+        return exchange
 
     async def _bury(self, cause: Cause, message: str) -> Death:
         """Kill, reap, drain the pipes and write the diagnosis."""
-        self.dead = True
-        self._stop_timer()
         process = self.process
         assert process is not None
         if cause == "silence" and self.spec.own_worker:
@@ -317,8 +340,7 @@ class Session:
         It goes on to its end when its caller leaves: see :meth:`buried`.
         """
         if self._burial is None and self._stopping is None:
-            self.dead = True
-            self._stop_timer()
+            self._unwatch()
             if self.process is None:
                 return
             self._stopping = self._loop.create_task(self._stop(self.process, grace))
@@ -334,6 +356,8 @@ class Session:
                 await process.wait(grace)
         self._channel.abort()
         await process.destroy()
+        if (exchange := self._cut_off()) is not None:
+            self._sink.stopped(exchange)
 
     async def buried(self, timeout: float | None = None) -> None:
         """Wait until the end, planned or not, is complete (and charged), at most *timeout* seconds."""
@@ -348,16 +372,15 @@ class Session:
         return end is not None and end.done()
 
     def _shut(self) -> None:
-        self.dead = True
+        self._unwatch()
         self._channel.abort()
-        self._stop_timer()
         self._birth.give_up()
 
-    def _stop_timer(self) -> None:
+    def _unwatch(self) -> None:
+        """End the silence window: the worker is on its way out. The caller's deadline holds, for that takes seconds."""
+        self.dead = True
         self._watchdog.stop()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._rearm()
 
     def _output(self, stream: Stream, data: bytes) -> None:
         self._ring.write(stream, data)

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 
 class Key(NamedTuple):
@@ -24,6 +25,19 @@ class Limits:
     total: int = 8
     executables: int = 100
     nbytes: int | None = None
+
+    def ever(self, model: Model) -> bool:
+        """Whether one function of *model* fits when nothing else is there."""
+        return model.layers <= self.executables and (self.nbytes is None or model.nbytes <= self.nbytes)
+
+    def fits(self, worker: str, model: Model, charged: Sequence[Slot]) -> bool:
+        """Whether another function of *worker*'s *model* fits beside what is *charged*."""
+        return (
+            len(charged) < self.total
+            and sum(slot.key.worker == worker for slot in charged) < self.per_model
+            and sum(slot.layers for slot in charged) + model.layers <= self.executables
+            and (self.nbytes is None or sum(slot.nbytes for slot in charged) + model.nbytes <= self.nbytes)
+        )
 
 
 class State(Enum):
@@ -49,7 +63,8 @@ class Refusal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Send ANE_ADMIT_*, in a task of its own, and report with ``admitted`` or ``admit_failed``."""
+    """Send ANE_ADMIT_*, in a task of its own, if it is still ``wanted`` then; report with ``admitted``,
+    ``admit_failed`` or ``withdrawn``."""
 
     slot: int
     key: Key
@@ -84,7 +99,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Kill and confirm the exit (``exited``, or ``unconfirmed``); leases may still be out."""
+    """Kill now and confirm the exit (``exited``, or ``unconfirmed``); after a forced one leases are still out."""
 
     worker: str
     generation: int
@@ -116,6 +131,8 @@ class Slot:
     leases: int = 0
     last_used: int = 0
     retried: bool = False
+    background: bool = False
+    """It was admitted for nobody, in case it will be needed."""
     waits_for: int | None = None
     """The victim whose eviction this admission waits for, after the worker said that it is out of resources."""
 
@@ -148,9 +165,13 @@ class Worker:
     """Its exit can't be confirmed: no new leases, ever."""
 
 
+GONE: Final = -1
+"""The slot of a lease whose process is gone; its holder gives back nothing."""
+
+
 @dataclass(slots=True)
 class Ticket:
-    """A request that waits, or holds its one lease."""
+    """A request that waits (``slot`` is None), or holds its one lease."""
 
     id: int
     key: Key

@@ -85,14 +85,16 @@ class Standing:
         lane_id = self.spec.lane_id
         details = {"lane_id": lane_id, "quarantined": True}
         last = self._last_words + self._same_input()
-        told = f"its worker died twice in a row (last, {last}). See: synapse logs {lane_id}"
+        told = f"its worker died twice in a row (last, {last}). See: synapse logs {lane_id}. Clear it: "
         if remaining is None:
             return ProbeRequired(
-                f"lane {lane_id} is quarantined until it is probed or a new host starts: {told}", details=details
+                f"lane {lane_id} is quarantined until it is probed or a new host starts: {told}synapse probe {lane_id}",
+                details=details,
             )
+        lane = lane_id.removesuffix(f":{self.spec.model}")
         return EngineCrashed(
-            f"lane {lane_id} is quarantined for another {remaining:.0f} s: {told}. "
-            f"Clear it: synapse unload {self.spec.model}.",
+            f"lane {lane_id} is quarantined for another {remaining:.0f} s: {told}"
+            f"synapse unload {self.spec.model} --lane {lane}",
             details=details,
             retry_after_ms=max(1, round(remaining * 1000)),
         )

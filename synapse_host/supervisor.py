@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -19,9 +20,9 @@ from synapse_host.config import HostConfig
 from synapse_host.counters import LaneCounters
 from synapse_host.death import Death
 from synapse_host.errors import EngineCrashed, SynapseError
-from synapse_host.exchange import Exchange
+from synapse_host.exchange import Exchange, Lease
 from synapse_host.generations import Generations
-from synapse_host.health import LaneHealth, Refresher, monotonic
+from synapse_host.health import LaneHealth, Refresher, record
 from synapse_host.lane import LaneSpec
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.logring import LogRing
@@ -63,7 +64,7 @@ class Supervisor:
         self.journal = LogRing(config.log_ring_bytes) if journal is None else journal
         """The last output of the lane's workers, across generations."""
         self.lost: Callable[[], None] | None = None
-        """Called on the loop when a worker died that nobody waited for; its strike is charged by then."""
+        """Called on the loop when the current worker is lost and nobody hears engine_crashed; it is charged by then."""
         self._config = config
         self._permits = permits or Permits(config.permits)
         self._loop = asyncio.get_running_loop()
@@ -97,16 +98,23 @@ class Supervisor:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def submit(
-        self, build: Build, *, deadline: float | None = None, stage: str, generation: int | None = None
+        self,
+        build: Build,
+        *,
+        deadline: float | None = None,
+        stage: str,
+        generation: int | None = None,
+        lease: Lease | None = None,
     ) -> Outcome:
         """Run one exchange and return its reply with the payload.
 
         *generation*: only on this worker, which holds what the request needs; engine_crashed where it is gone, and
-        nothing is started. *deadline* is absolute loop time. Raises what interfaces.md lists: engine_crashed,
-        probe_required, lane_refused, deadline_exceeded, queue_full, nonfinite_output, and the class of the worker's ERR
-        code. A caller that leaves (deadline, cancellation) neither harms the worker nor frees the lane early.
+        nothing is started. *lease*: the exchange takes it over once it is sent. *deadline* is absolute loop time.
+        Raises what interfaces.md lists: engine_crashed, probe_required, lane_refused, deadline_exceeded, queue_full,
+        nonfinite_output, oom, and the class of the worker's ERR code. A caller that leaves (deadline, cancellation)
+        neither harms the worker nor frees the lane early.
         """
-        started = monotonic()
+        started = time.monotonic()
         turns = self._turns
         try:
             self._standing.admit()
@@ -117,18 +125,20 @@ class Supervisor:
             # None: a start or a permit has to be waited for, or the worker is another one than asked for.
             waiter = None
             if generation is None or generation == self._workers.number:
-                waiter = self._at_once(build, deadline, stage)
+                waiter = self._at_once(build, deadline, stage, lease)
             if waiter is None:
-                outcome = await self._serve(build, deadline, stage, generation=generation)
+                outcome = await self._serve(build, deadline, stage, generation=generation, lease=lease)
             else:
                 outcome = await waiter
         except BaseException as exc:
             self.counters.failed(stage, exc)
             raise
-        self.counters.served(stage, monotonic() - started)
+        self.counters.served(stage, time.monotonic() - started)
         return outcome
 
-    def _at_once(self, build: Build, deadline: float | None, stage: str) -> asyncio.Future[Outcome] | None:
+    def _at_once(
+        self, build: Build, deadline: float | None, stage: str, lease: Lease | None
+    ) -> asyncio.Future[Outcome] | None:
         """Send a request that nothing keeps waiting, without a coroutine of its own; None when something does.
 
         The caller holds the turn, and still does after None.
@@ -146,7 +156,7 @@ class Supervisor:
         permit = type(request) in SERVING
         if permit and not self._permits.try_acquire(self.spec.device):
             return None
-        return self._begin(session, request, payload, stage, deadline=deadline, permit=permit)
+        return self._begin(session, request, payload, stage, deadline=deadline, permit=permit, lease=lease)
 
     async def _serve(
         self,
@@ -156,27 +166,28 @@ class Supervisor:
         *,
         probing: bool = False,
         generation: int | None = None,
+        lease: Lease | None = None,
     ) -> Outcome:
         """Run one exchange; the caller holds the turn, which this gives back in every case."""
-        workers, device = self._workers, self.spec.device
+        workers, device, lane_id = self._workers, self.spec.device, self.spec.lane_id
         permit = False
         try:
             while True:
                 session = workers.session
                 if session is None or not session.ready or generation not in (None, workers.number):
                     if generation is not None:
-                        raise lane_errors.replaced(self.spec.lane_id, stage)
+                        raise lane_errors.replaced(lane_id, stage)
                     session = await workers.ready(deadline, stage, probing=probing)
                 ref = session.model_ref
                 assert ref is not None
                 request, payload = build(session.next_req_id(), ref)
                 if not permit and type(request) in SERVING:
-                    await self._permits.acquire(device, deadline=deadline)
+                    await self._permits.acquire(device, lane_id=lane_id, stage=stage, deadline=deadline)
                     permit = True
                 if deadline is not None and self._loop.time() >= deadline:
-                    raise lane_errors.late(self.spec.lane_id, stage)
+                    raise lane_errors.late(lane_id, stage)
                 if self._standing.closing:
-                    raise lane_errors.stopping(self.spec.lane_id)
+                    raise lane_errors.stopping(lane_id)
                 if session is workers.session and session.ready:
                     break
                 # The worker died while this waited for its permit: never hold one through a start.
@@ -189,7 +200,7 @@ class Supervisor:
                 self._permits.release(device)
             self._turns.pass_on()
             raise
-        return await self._begin(session, request, payload, stage, deadline=deadline, permit=permit)
+        return await self._begin(session, request, payload, stage, deadline=deadline, permit=permit, lease=lease)
 
     def _begin(
         self,
@@ -200,10 +211,13 @@ class Supervisor:
         *,
         deadline: float | None = None,
         permit: bool = False,
+        lease: Lease | None = None,
     ) -> asyncio.Future[Outcome]:
-        """Send a request and return what its caller awaits; from here on the exchange owns turn and permit."""
+        """Send a request and return what its caller awaits; from here on the exchange owns turn, permit and lease."""
         waiter: asyncio.Future[Outcome] = self._loop.create_future()
-        exchange = Exchange(request, payload, waiter, stage, deadline, permit)
+        exchange = Exchange(request, payload, waiter, stage, deadline, permit, lease=lease)
+        if lease is not None:
+            lease.taken = True
         try:
             session.begin(exchange)
         except BaseException as exc:
@@ -218,6 +232,8 @@ class Supervisor:
             self._permits.release(self.spec.device)
         if exchange.turn:
             self._turns.pass_on()
+        if exchange.lease is not None:
+            exchange.lease.release()
 
     # --- load, unload, probe, ping -----------------------------------------------------------------------------------
 
@@ -241,12 +257,20 @@ class Supervisor:
         """Clear a quarantine or a refusal at once, as a reload does."""
         self._standing.reopen()
 
+    def clear(self) -> None:
+        """Clear strikes and refusal, as an unload does."""
+        self._standing.clear()
+
     async def unload(self) -> None:
         """Unload the model and clear quarantine and refusal; ModelInUse while requests run, wait or drain."""
         with self.counters.call("unload"):
-            if self._workers.starting is not None or (self._turns.held and not self._pinging()):
+            if self._workers.start_under_way() or (self._turns.held and not self._pinging()):
                 raise lane_errors.in_use(self.spec, self._turns.waiting)
             await self._turns.take(None, "unload", probing=True)
+            if self._workers.start_under_way():
+                # Behind a PING there was a request that began a start and left: its LOAD owns the connection.
+                self._turns.pass_on()
+                raise lane_errors.in_use(self.spec, self._turns.waiting)
             self._standing.clear()
             session = self._workers.session
             if session is None or not session.ready:
@@ -269,7 +293,7 @@ class Supervisor:
             self._standing.admit(probing=True)
             await self._turns.take(deadline, "probe", probing=True)
             try:
-                await self._workers.retire()
+                await self._workers.retire(deadline, "probe")
             except BaseException:
                 self._turns.pass_on()
                 raise
@@ -278,20 +302,22 @@ class Supervisor:
             return outcome
 
     async def recycle(self) -> bool:
-        """Take the worker down, in turn behind what runs; True once its exit is confirmed. Planned: never a strike.
+        """Take the worker down now; True once its exit is confirmed. Planned: never a strike.
 
-        Nothing is started: the next request does that.
+        A request that runs ends as engine_crashed. Nothing is started: the next request does that.
         """
-        await self._turns.take(None, "recycle", probing=True)
-        try:
-            return await self._workers.stop()
-        finally:
-            self._turns.pass_on()
+        return await self._workers.stop()
 
     async def ping(self, deadline: float | None = None) -> dict[str, Any]:
-        """Refresh health now, in turn behind what runs; spawns nothing. Returns :meth:`health`."""
+        """Refresh health now, in turn behind what runs, a start included; spawns nothing. Returns :meth:`health`."""
         with self.counters.call("ping"):
             await self._turns.take(deadline, "ping")
+            try:
+                # Whoever wanted the start may have left with his turn, but its LOAD still owns the connection.
+                await self._workers.started(deadline, "ping")
+            except BaseException:
+                self._turns.pass_on()
+                raise
             session = self._workers.session
             if session is None or session.dead:
                 self._turns.pass_on()
@@ -322,7 +348,7 @@ class Supervisor:
 
     def replied(self, session: Session, exchange: Exchange, reply: AnyReply, payload: memoryview | None) -> None:
         """Resolve the waiter (unless it left), then hand on permit and stream."""
-        self._health.age_from = now = monotonic()
+        self._health.age_from = now = self._loop.time()
         waiter = exchange.waiter
         left = waiter.done()
         array = None
@@ -333,14 +359,17 @@ class Supervisor:
             if payload is not None:
                 from engines.finite import floats  # numpy with the first reply, not with the host
 
-                array, finite = floats(payload)
+                try:
+                    array, finite = floats(payload)
+                except MemoryError:
+                    error, finite = lane_errors.no_memory(self.spec.lane_id, exchange.stage), True
                 if not finite:
                     error = lane_errors.nonfinite(self.spec, exchange.stage)
             if error is None and type(exchange.request) in SERVING:
                 self._quarantine.served(session.generation)
             elif type(reply) is Pong:
                 self._health.pong(reply, now)
-                self.counters.ipc.add(now - session.began)
+                self.counters.ipc.add(time.monotonic() - exchange.sent)
         if left:
             if type(reply) is not Pong:
                 self.counters.abandoned += 1
@@ -356,17 +385,33 @@ class Supervisor:
 
     def alive(self, session: Session) -> None:
         """Validated progress: health is fresh."""
-        self._health.age_from = monotonic()
+        self._health.age_from = self._loop.time()
 
     def died(self, session: Session, death: Death, exchange: Exchange | None) -> None:
         """Charge the strike and give the open request its answer."""
         error = self._workers.charge(session, death, exchange.stage if exchange else "idle", exchange)
         self._workers.forget(session)
-        alone = exchange is None or type(exchange.request) is Ping
-        if self.lost is not None and alone and session.generation == self._workers.number:
+        self._lost(session, exchange, error)
+
+    def starved(self, session: Session, exchange: Exchange | None) -> None:
+        """The host had no memory for a reply. Its worker is being stopped; whoever comes next waits for that."""
+        self._lost(session, exchange, lane_errors.no_memory(self.spec.lane_id, exchange.stage if exchange else "idle"))
+
+    def _lost(self, session: Session, exchange: Exchange | None, error: SynapseError) -> None:
+        # Whoever waits for engine_crashed draws the conclusion from it.
+        told = exchange is not None and type(exchange.request) is not Ping and not exchange.waiter.done()
+        current = session.generation == self._workers.number
+        if self.lost is not None and current and not (told and isinstance(error, EngineCrashed)):
             self.lost()
-        if exchange is None:
-            return
+        if exchange is not None:
+            self._answer(exchange, error)
+
+    def stopped(self, exchange: Exchange) -> None:
+        """A planned end cut off what ran."""
+        why = lane_errors.stopped if self._standing.closing else lane_errors.replaced
+        self._answer(exchange, why(self.spec.lane_id, exchange.stage))
+
+    def _answer(self, exchange: Exchange, error: SynapseError) -> None:
         if not exchange.waiter.done():
             exchange.waiter.set_exception(error)
         self._release(exchange)
@@ -374,41 +419,16 @@ class Supervisor:
     # --- health ------------------------------------------------------------------------------------------------------
 
     def health(self) -> dict[str, Any]:
-        """Return the cached state of the lane: no I/O, from any thread."""
-        now = monotonic()
-        session = self._workers.session
-        process = None if session is None else session.process
-        loaded = session is not None and session.model_ref is not None
-        return {
-            "state": self._state(now, session),
-            "engine": self.spec.engine_id,
-            "device": self.spec.device,
-            "kind": self.spec.kind,
-            "worker_pid": None if process is None else process.pid,
-            "generation": self._workers.number,
-            "strikes": self._quarantine.strikes(now),
-            "quarantine_remaining_s": self._quarantine.remaining(now),
-            "waiting": self._turns.waiting,
-            "models": [self.spec.model] if loaded else [],
-            "load_s": self.counters.last_load_s if loaded else None,
-            "progress": None if session is None else session.underway(now),
-            **self._health.fields(now),
-        }
-
-    def _state(self, now: float, session: Session | None) -> str:
-        if self._standing.closing:
-            return "stopped"
-        if self._standing.refusal is not None:
-            return "refused"
-        if not self._quarantine.admits(now):
-            return "quarantined"
-        if self._workers.starting is not None:
-            return "loading"
-        if session is None:
-            return "stopped"
-        if session.serving:
-            return "serving"
-        return "unknown" if self._health.stale(now, self._config.health_stale) else "idle"
+        """Return the cached state of the lane: no I/O. On the loop's thread, like everything here."""
+        return record(
+            self._health,
+            self._standing,
+            self._workers,
+            now=self._loop.time(),
+            stale_after=self._config.health_stale,
+            waiting=self._turns.waiting,
+            load_s=self.counters.last_load_s,
+        )
 
     # --- end ---------------------------------------------------------------------------------------------------------
 
@@ -427,8 +447,4 @@ class Supervisor:
     async def _close(self) -> None:
         if not self._pinging():
             await self._turns.drain()
-        exchange = await self._workers.close()
-        if exchange is not None:
-            if not exchange.waiter.done():
-                exchange.waiter.set_exception(lane_errors.stopped(self.spec.lane_id, exchange.stage))
-            self._release(exchange)
+        await self._workers.close()

@@ -16,7 +16,8 @@ from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from synapse_host.errors import InvalidRequest
+from synapse_host.background import start_thread
+from synapse_host.errors import InvalidRequest, QueueFull
 from synapse_host.event_loop import new_event_loop
 
 if TYPE_CHECKING:
@@ -50,7 +51,10 @@ class SyncHost:
         models: Mapping[str, Path | str] | None = None,
         config: HostConfig | None = None,
     ) -> Iterator[SyncHost]:
-        """Open a host and its loop thread; both end with the block. Arguments as :meth:`Host.open`."""
+        """Open a host and its loop thread; both end with the block. Arguments as :meth:`Host.open`.
+
+        QueueFull where the system starts no thread for this process.
+        """
         from synapse_host.host import Host
 
         thread = LoopThread()
@@ -140,9 +144,9 @@ class SyncHost:
         """As :meth:`Host.ping`."""
         return self._run(self._host.ping(model, **options))
 
-    def probe(self, lane_id: str) -> None:
+    def probe(self, lane_id: str, **options: Any) -> None:
         """As :meth:`Host.probe`."""
-        self._run(self._host.probe(lane_id))
+        self._run(self._host.probe(lane_id, **options))
 
     def health(self) -> dict[str, Any]:
         """As :meth:`Host.health`, read on the loop's thread."""
@@ -166,8 +170,11 @@ class LoopThread:
         # A collector may run inside it and close an iterator there, which is a call.
         self._lock = threading.RLock()
         self._closed = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="synapse-host", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = start_thread(self._loop.run_forever, name="synapse-host")
+        except QueueFull:
+            self._loop.close()
+            raise
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the thread; an interrupt here cancels it there.

@@ -111,19 +111,22 @@ class Trial:
                 self.note()
                 self.placement = Placement(share=self.facts["placement_share"], generation=self.facts["generation"])
                 self.inputs = measured
-                await self._packed(probes)
+                await self._functions(probes)
         except SynapseError as exc:
             self.note()
             self.fault = Fault(exc.code, exc.message, self._stage)
         finally:
             self.facts = self.facts or self._health()
 
-    async def _packed(self, probes: Fixtures) -> None:
-        """Try the packed widths that the worker advertises: last, so that a width that fails costs itself only."""
-        widths = self.facts.get("packed_widths") or []
-        if not widths or probes.task != "embed" or self.assignment.require().device_kind != "ane":
+    async def _functions(self, probes: Fixtures) -> None:
+        """Time a Neural Engine lane's functions, and try the packed widths that its worker advertises.
+
+        Last, so that a width that fails costs itself only.
+        """
+        if probes.task == "generate" or self.assignment.require().device_kind != "ane":
             return
-        rows = probes.rows()
+        widths = (self.facts.get("packed_widths") or []) if probes.task == "embed" else []
+        rows = probes.rows() if probes.task == "embed" else probes.rows("candidate")
         self.begin("packed widths", len(widths))
         for width in widths:
             self.packing.append(await qualification.packing(self.host, self.assignment, rows, width))
@@ -132,6 +135,8 @@ class Trial:
         try:
             self.cost_ms = await qualification.costs(self.host, self.assignment, sound, rows)
         except SynapseError as exc:
+            if not widths:
+                raise
             self.packing = [msgspec.structs.replace(one, reason=one.reason or exc.message) for one in self.packing]
 
     def begin(self, stage: str, total: int) -> None:

@@ -51,6 +51,7 @@ VERBS: Final[dict[str, Verb]] = {
     "logs": Verb("what its workers wrote; -f follows", "host"),
     "load": Verb("load a model there", "host"),
     "unload": Verb("unload a model there and forget its lane's strikes", "host"),
+    "probe": Verb("prove a shut lane there with a fresh worker, and open it", "host"),
     "build": Verb("make a model bundle from a checkpoint", "models"),
     "models": Verb("list, find, verify and install model bundles", "models"),
     "matrix": Verb("check hw_matrix.yaml; explain why a lane got its engine", "machine"),

@@ -164,7 +164,7 @@ def connect(directory: Path, deadline: float | None = None) -> Iterator[Remote]:
 def _patience(op: str, fields: dict[str, Any]) -> float | None:
     """Return how long an answer may take: what the host may take itself, and then what a living one never needs."""
     limit: float | None = fields.get("deadline")
-    if op in ("load", "unload") and limit is None:
+    if op in ("load", "unload", "probe") and limit is None:
         # As long as a model takes to load, or a worker to end; Ctrl-C ends the wait.
         return None
     return (limit or 0.0) + (fields.get("wait") or 0.0) + ANSWER_S

@@ -31,6 +31,7 @@ from synapse_host.host import Host
 from synapse_host.matrix import load as load_matrix
 from tests.ane.make_goldens import GOLDENS, rows
 from tests.support.mil_reference import ENGINE
+from tests.support.sabotage import give_fixtures, rerank_arrays
 from tests.support.worker_client import ROOT
 
 pytestmark = pytest.mark.process
@@ -212,9 +213,59 @@ def serve(matrix: Path, toy: Bundle, data: Path) -> tuple[Any, dict[str, Any]]:
     async def main() -> tuple[Any, dict[str, Any]]:
         async with Host.open(matrix, {"toy": toy.root}, HostConfig(data_dir=data)) as host:
             vectors = await host.embed_ids("toy", found)
-            return vectors, await host.ping("toy")
+            health = await host.ping("toy")
+            if health["packed_widths"]:
+                # The first request runs on its rungs; behind it the width is admitted, for the next one.
+                while not health["resident_packed"]:
+                    health = await host.ping("toy")
+                vectors = await host.embed_ids("toy", found)
+            return vectors, health
 
     return asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def judge(bundles: Callable[[str], Bundle], home: Path) -> Bundle:
+    """The toy cross-encoder, with probes whose reference nobody computed: what its functions cost is asked here."""
+    source = bundles("cross")
+    folder = home / "judge"
+    shutil.copytree(source.root, folder)
+    pairs = rerank_arrays([[5, 6, 7], [8, 9]], [[10 + n, 11, 12, 13] for n in range(6)], [0, 0, 0, 1, 1, 1], [0.0] * 6)
+    give_fixtures(folder, "rerank", [None] * 6, pairs)
+    manifest.write(folder, msgspec.structs.replace(manifest.read(folder).manifest, max_tokens=64))
+    return manifest.read(folder)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("evaluator_expected")
+def test_a_reranker_s_functions_are_timed_and_a_slow_one_is_refused(
+    judge: Bundle, matrix: Path, tmp_path: Path
+) -> None:
+    """What packing nothing has to do with: Core ML may put a reranker on the CPU as well (ane.md 4)."""
+    config = HostConfig(data_dir=tmp_path)
+    path = tmp_path / "matrix.yaml"
+    path.write_text(matrix.read_text().replace("embed: {task: embed", "rerank: {task: rerank"))
+    order = Order(lane="rerank", model="judge", bundle=judge.root)
+    found = asyncio.run(certify(order, load_matrix(path), config, plans=lambda lane: ([], [], "no framework here")))
+    assert found.fault is None and found.packing == []
+    buckets = {function.name for function in judge.artifacts("coreml")[0].functions}  # type: ignore[union-attr]
+    assert set(found.cost_ms) == buckets and all(ms > 0 for ms in found.cost_ms.values())
+
+    async def one_pair() -> Any:
+        async with Host.open(path, {"judge": judge.root}, config) as host:
+            return await host.rerank_ids("judge", [5, 6], [[7, 8]])
+
+    for ms, refused in ((1e5, False), (1e-6, True)):
+        document = msgspec.structs.replace(found, cost_ms=dict.fromkeys(buckets, ms))
+        held = certificates.of_evidence(document, path=Path("evidence.json"), digest="sha256:" + "0" * 64)
+        assert held.packed_widths == []
+        certificates.write(held, tmp_path)
+        if refused:
+            with pytest.raises(SynapseError) as caught:
+                asyncio.run(one_pair())
+            assert caught.value.code == "invalid_placement" and "certified" in caught.value.message
+        else:
+            assert asyncio.run(one_pair()).shape == (1,)
 
 
 @pytest.mark.timeout(300)

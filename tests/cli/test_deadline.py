@@ -39,6 +39,7 @@ TO_A_WORKER = {
 TO_A_HOST = {
     "ps": ("ps",), "ps --metrics": ("ps", "--metrics"), "ping": ("ping",), "logs": ("logs",),
     "logs -f": ("logs", "-f"), "load": ("load", "toy"), "unload": ("unload", "toy"),
+    "probe": ("probe", "embed"),
 }  # fmt: skip
 WHOLE = {
     "build": ("build", "a", "b"), "models": ("models",), "matrix": ("matrix", "check"), "doctor": ("doctor",),
@@ -97,7 +98,7 @@ def silent() -> Iterator[Path]:
 def test_of_what_is_asked_of_a_host(
     silent: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    if name in ("load", "ping"):
+    if name in ("load", "ping", "probe"):
         # The host is told this deadline and has a while longer to say so.
         monkeypatch.setattr(remote, "ANSWER_S", 0.2)
     else:

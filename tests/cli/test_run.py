@@ -209,6 +209,22 @@ def test_a_failure_there_is_the_same_failure_here(cli: Command, runtime_dir: Pat
         assert host("ping", "nope").code == 2
 
 
+def test_a_shut_legacy_lane_is_opened_by_a_probe_alone(cli: Command, runtime_dir: Path) -> None:
+    dying = {"rules": [{"on": "LOAD", "do": [{"abort": True}]}]}
+    cli.setup({"state": str(cli.root / "spawns"), "generations": [dying, dying, dying, {}]}, kind="legacy")
+    with running(cli, runtime_dir) as host:
+        assert [host("load", "toy").code for _ in range(2)] == [1, 3]
+        assert host("unload", "toy").code == 0
+        shut = host("load", "toy")
+        assert shut.code == 3 and "Clear it: synapse probe embed" in shut.err
+        failed = host("probe", "embed")
+        assert failed.code == 3 and "SIGABRT" in failed.err, "it stays shut"
+        opened = host("probe", "toy")
+        assert opened.code == 0 and opened.out.startswith("embed is proven and open: pid ")
+        assert set(host("probe", "embed", "--json").document) == {"host", "lanes", "workers"}
+        assert host("load", "toy").code == 0
+
+
 def test_a_load_at_start_that_fails_ends_the_command(cli: Command, runtime_dir: Path) -> None:
     cli.setup({"rules": [{"on": "LOAD", "do": [{"err": {"code": "oom", "msg": "no room"}}]}]})
     done = cli("run", "--runtime-dir", str(runtime_dir), "--load", "toy")
@@ -220,7 +236,9 @@ def test_a_load_at_start_that_fails_ends_the_command(cli: Command, runtime_dir: 
 
 
 @pytest.mark.parametrize(
-    "words", [("ps",), ("ping",), ("logs",), ("load", "toy"), ("unload", "toy")], ids=lambda words: words[0]
+    "words",
+    [("ps",), ("ping",), ("logs",), ("load", "toy"), ("unload", "toy"), ("probe", "embed")],
+    ids=lambda words: words[0],
 )
 def test_no_host(cli: Command, runtime_dir: Path, words: tuple[str, ...]) -> None:
     done = cli(*words, "--runtime-dir", str(runtime_dir))

@@ -53,7 +53,7 @@ class World:
     # --- events ------------------------------------------------------------------------------------------------------
 
     def events(self) -> list[Callable[[Callable[[int], int]], None]]:
-        found: list[Callable[[Callable[[int], int]], None]] = [self._request, self._request, self._time]
+        found: list[Callable[[Callable[[int], int]], None]] = [self._request, self._request, self._time, self._guess]
         if self.held:
             found += [self._release] * 3
         if self.waiting:
@@ -76,12 +76,22 @@ class World:
     def _request(self, pick: Callable[[int], int]) -> None:
         if len(self.waiting) > 24:
             return
+        ticket = self.core.request(self._key(pick), self.now)
+        self.waiting.add(ticket)
+
+    def _key(self, pick: Callable[[int], int]) -> Key:
         workers = list(self.core.workers)
         worker, place = workers[pick(len(workers))], pick(len(RUNGS) + len(WIDTHS))
         packed = place - len(RUNGS)
-        key = Key(worker, "shape", RUNGS[place]) if packed < 0 else Key(worker, "packed", WIDTHS[packed])
-        ticket = self.core.request(key, self.now)
-        self.waiting.add(ticket)
+        return Key(worker, "shape", RUNGS[place]) if packed < 0 else Key(worker, "packed", WIDTHS[packed])
+
+    def _guess(self, pick: Callable[[int], int]) -> None:
+        key = self._key(pick)
+        before = {slot.id for slot in self.core.slots.values()}
+        self.core.prefetch(key)
+        for action in self.core.take():
+            assert isinstance(action, Admit) and action.key == key and before <= set(self.core.slots)
+            self.wire.append(action)
 
     def _release(self, pick: Callable[[int], int]) -> None:
         ticket = sorted(self.held)[pick(len(self.held))]
@@ -99,7 +109,9 @@ class World:
         alive = process is not None and self.generations[one.key.worker] == one.generation
         verdict = pick(16)
         if isinstance(one, Admit):
-            if verdict == 0:
+            if not self.core.wanted(one.slot):
+                self.core.withdrawn(one.slot, one.generation)
+            elif verdict == 0:
                 self.core.admit_failed(one.slot, one.generation, self.now, exhausted=False)
             elif verdict in (1, 2):
                 self.core.admit_failed(one.slot, one.generation, self.now, exhausted=True)
@@ -209,7 +221,9 @@ class World:
             if self.wire:
                 one = self.wire.pop(0)
                 process = self.processes.get(one.key.worker)
-                if isinstance(one, Admit):
+                if isinstance(one, Admit) and not self.core.wanted(one.slot):
+                    self.core.withdrawn(one.slot, one.generation)
+                elif isinstance(one, Admit):
                     if process is not None and self.generations[one.key.worker] == one.generation:
                         process.add(one.key)
                     self.core.admitted(one.slot, one.generation)

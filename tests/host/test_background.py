@@ -11,6 +11,7 @@ import pytest
 
 from synapse_host import background
 from synapse_host.background import beside
+from synapse_host.errors import QueueFull
 
 
 def test_a_result_and_a_failure_come_back() -> None:
@@ -87,3 +88,46 @@ def test_a_forked_child_starts_its_own() -> None:
         os._exit(3 if background.busy() else 0)
     go.set()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_thread_that_cannot_be_started_is_told_and_harms_no_later_work(
+    monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    """Where the system gives no thread: with LIMIT refusals behind it, work still runs once there is one again."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def body() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            for _ in range(background.LIMIT):
+                with pytest.raises(QueueFull) as refused:
+                    beside(lambda: 1, apart=apart)
+                assert refused.value.details == {"reason": "threads"}
+            assert not background.busy()
+        assert await asyncio.wait_for(beside(lambda: 2, apart=apart), 60) == 2
+
+    asyncio.run(body())
+
+
+def test_work_that_got_no_thread_waits_for_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    start, starts = threading.Thread.start, 0
+
+    def once(self: threading.Thread) -> None:
+        nonlocal starts
+        starts += 1
+        if starts > 1:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    async def body() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", once)
+            first, second = beside(lambda: go.wait(60)), beside(lambda: 2)
+        go.set()
+        assert await asyncio.wait_for(asyncio.gather(first, second), 60) == [True, 2]
+
+    asyncio.run(body())

@@ -14,7 +14,7 @@ from engines.protocol.messages import EngineInfo, Hello, PackedCapability, Pong
 from synapse_host.config import Windows
 from synapse_host.errors import EngineCrashed
 from synapse_host.health import LaneHealth, Refresher
-from tests.host.conftest import FAST, on, serve, until
+from tests.host.conftest import FAST, crash, lanes_in, on, poison, serve, until
 
 HELLO = Hello(
     v=3,
@@ -179,3 +179,34 @@ async def test_a_wrong_pong_is_a_protocol_fault(make):
     with pytest.raises(EngineCrashed) as caught:
         await lane.ping()
     assert caught.value.details["cause"] == "protocol" and caught.value.details["stage"] == "ping"
+
+
+class OtherClock(asyncio.SelectorEventLoop):
+    """A loop whose clock is a million seconds off: uvloop's may differ from Python's too, on macOS by every sleep."""
+
+    def time(self) -> float:
+        return super().time() - 1e6
+
+
+@pytest.mark.process
+def test_ages_and_remaining_times_are_of_the_loop_s_own_clock(tmp_path):
+    go = tmp_path / "go"
+    script = poison({"wait_for": str(go)}, {"exit": 1})
+
+    async def main() -> None:
+        async with lanes_in(tmp_path / "rt") as make:
+            lane = make(script)
+            await lane.load()
+            pinged = await lane.ping()
+            assert 0 <= pinged["age_s"] < 60 and lane.counters.ipc.total < 60
+            request = asyncio.create_task(crash(lane))
+            await until(lambda: lane.health()["state"] == "serving")
+            assert 0 <= lane.health()["progress"]["running_s"] < 60
+            go.touch()
+            await request
+            await crash(lane)
+            health = lane.health()
+            assert health["state"] == "quarantined" and 0 < health["quarantine_remaining_s"] <= 60
+
+    with asyncio.Runner(loop_factory=OtherClock) as runner:
+        runner.run(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,30 @@ def test_a_quarantined_lane(on_host: Any, kind: str) -> None:
     assert value(text, "frames_rejected_total", reason="oversize") == 2
     assert value(text, "restarts_total", reason="protocol") == 1
     assert value(text, "requests_total", op="embed", outcome="engine_crashed") == 2
+
+
+def test_another_thread_may_ask_while_the_lanes_work(on_host: Any) -> None:
+    """An application's own registry is scraped on a thread of prometheus-client."""
+
+    async def work(host: Host) -> int:
+        counts = host.counters["embed"]
+        for n in range(500):
+            counts.served(f"op{n}", 0.1)
+        asking = asyncio.gather(*(asyncio.to_thread(metrics.text, host) for _ in range(4)))
+        while not asking.done():
+            counts.served(f"op{len(counts.durations)}", 0.1)
+            await asyncio.sleep(0)
+        await asking
+        health = await asyncio.to_thread(host.health)
+        assert health["lanes"]["embed"]["state"] == "idle"
+        return len(counts.durations)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        assert on_host(work) > 500
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_odd_names_are_escaped(on_host: Any) -> None:

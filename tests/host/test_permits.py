@@ -11,6 +11,10 @@ from synapse_host.errors import DeadlineExceeded
 from synapse_host.permits import Permits
 
 
+async def acquire(permits: Permits, device: str, deadline: float | None = None) -> None:
+    await permits.acquire(device, lane_id="toy", stage="embed", deadline=deadline)
+
+
 def test_defaults():
     permits = Permits()
     assert permits.limit("cpu") == usable_cores() >= 1
@@ -35,10 +39,10 @@ def test_each_accelerator_has_its_own_and_cuda_is_cuda_0():
 
 async def test_first_come_first_served():
     permits, order = Permits({"cpu": 1}), []
-    await permits.acquire("cpu")
+    await acquire(permits, "cpu")
 
     async def take(n):
-        await permits.acquire("cpu")
+        await acquire(permits, "cpu")
         order.append(n)
         permits.release("cpu")
 
@@ -54,9 +58,10 @@ async def test_first_come_first_served():
 
 async def test_a_deadline_ends_the_wait_and_loses_no_permit():
     permits = Permits({"ane": 1})
-    await permits.acquire("ane")
-    with pytest.raises(DeadlineExceeded):
-        await permits.acquire("ane", deadline=asyncio.get_running_loop().time() + 0.01)
+    await acquire(permits, "ane")
+    with pytest.raises(DeadlineExceeded, match=r"lane toy: .* during embed, while it waited for ane") as late:
+        await acquire(permits, "ane", deadline=asyncio.get_running_loop().time() + 0.01)
+    assert late.value.details == {"lane_id": "toy", "stage": "embed"}
     permits.release("ane")
     assert permits.in_use("ane") == 0
     assert permits.try_acquire("ane")
@@ -65,9 +70,9 @@ async def test_a_deadline_ends_the_wait_and_loses_no_permit():
 @pytest.mark.parametrize("granted_first", [False, True])
 async def test_a_cancelled_waiter_passes_its_permit_on(granted_first):
     permits = Permits({"ane": 1})
-    await permits.acquire("ane")
-    leaving = asyncio.create_task(permits.acquire("ane"))
-    staying = asyncio.create_task(permits.acquire("ane"))
+    await acquire(permits, "ane")
+    leaving = asyncio.create_task(acquire(permits, "ane"))
+    staying = asyncio.create_task(acquire(permits, "ane"))
     await asyncio.sleep(0)
     if granted_first:
         permits.release("ane")

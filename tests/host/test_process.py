@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,16 @@ async def test_output_status_and_session():
     assert child.written == {"stdout": b"True\n", "stderr": b"e"}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux' word for it")
+async def test_when_memory_ends_the_kernel_takes_a_worker_before_the_host():
+    before = Path("/proc/self/oom_score_adj").read_text()
+    child = Child("import time; print('end', flush=True); time.sleep(600)")
+    await child.wrote(b"end")
+    assert Path(f"/proc/{child.process.pid}/oom_score_adj").read_text() == "1000\n"
+    assert Path("/proc/self/oom_score_adj").read_text() == before
+    await child.process.destroy()
+
+
 GRANDCHILD = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session={new})
@@ -169,3 +180,18 @@ async def test_a_spawn_that_cannot_be_watched_leaves_nothing(monkeypatch, nth):
     with pytest.raises(OSError, match="no watches left"):
         Child("import time; time.sleep(600)")
     assert len(calls) == nth
+
+
+async def test_a_spawn_that_gets_no_thread_to_watch_it_leaves_nothing(monkeypatch):
+    """At the limit of processes; told as the process's own refusal is."""
+
+    def refuse(*args):
+        raise OSError("no pidfd here")
+
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(OSError, match="no thread can be started"):
+        Child("import time; time.sleep(600)")

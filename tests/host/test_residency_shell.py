@@ -11,7 +11,7 @@ import pytest
 
 from engines.protocol.errors import ErrorCode
 from synapse_host.errors import WORKER_ERRORS, DeadlineExceeded, EngineCrashed, ShapeCompiling, SynapseError
-from synapse_host.residency_shell import ResidencyShell
+from synapse_host.residency_shell import ResidencyShell, Withdrawn
 from synapse_host.slots import Key, Limits, Model
 from tests.host.residency_world import charged, resident
 
@@ -25,7 +25,7 @@ class HandLane:
     def __init__(self) -> None:
         self.log: list[Any] = []
         self.gates: dict[Any, asyncio.Event] = {}
-        self.errors: dict[Any, list[SynapseError]] = {}
+        self.errors: dict[Any, list[Exception]] = {}
         self.confirms = True
 
     def hold(self, what: Any) -> asyncio.Event:
@@ -39,7 +39,11 @@ class HandLane:
         if self.errors.get(what):
             raise self.errors[what].pop(0)
 
-    async def admit(self, key: Key) -> None:
+    async def admit(self, key: Key, wanted: Callable[[], bool]) -> None:
+        if "stream" in self.gates:
+            await self.gates["stream"].wait()
+        if not wanted():
+            raise Withdrawn("nobody waits")
         await self._do(("admit", key.tokens))
 
     async def evict(self, key: Key) -> None:
@@ -77,8 +81,7 @@ async def settle() -> None:
 
 
 async def use(shell: ResidencyShell, tokens: int, worker: str = "a", deadline: float | None = None) -> None:
-    async with shell.lease(key(tokens, worker), deadline=deadline):
-        pass
+    (await shell.lease(key(tokens, worker), deadline=deadline)).release()
 
 
 def test_a_lease_starts_the_worker_admits_once_and_finds_it_again() -> None:
@@ -108,6 +111,121 @@ def test_serving_caller_cancellation_leaves_the_admission_and_its_accounting() -
     run(body)
 
 
+def test_a_caller_who_left_before_anything_was_sent_is_not_compiled_for() -> None:
+    """Its admission waits for the stream; one that somebody else joined meanwhile is sent."""
+
+    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+        await use(shell, 128)
+        stream = a.hold("stream")
+        left, joined = asyncio.ensure_future(use(shell, 256)), asyncio.ensure_future(use(shell, 512))
+        await settle()
+        with pytest.raises(ShapeCompiling):
+            await use(shell, 1024, deadline=asyncio.get_running_loop().time() + 0.02)
+        other = asyncio.ensure_future(use(shell, 512))
+        left.cancel()
+        joined.cancel()
+        await settle()
+        stream.set()
+        await other
+        await settle()
+        assert a.log == ["start", ("admit", 512)] and charged(shell.core)[0] == 2
+        await use(shell, 256)
+        assert a.log == ["start", ("admit", 512), ("admit", 256)]
+
+    run(body)
+
+
+def test_a_deadline_that_is_over_asks_for_nothing() -> None:
+    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+        with pytest.raises(DeadlineExceeded):
+            await use(shell, 256, deadline=asyncio.get_running_loop().time())
+        await settle()
+        assert a.log == []
+
+    run(body)
+
+
+@pytest.mark.parametrize("what", [("admit", 256), ("evict", 256), "start", "stop"])
+def test_a_bug_of_ours_ends_what_waits_for_it(what: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever breaks in the host itself: callers are told, and no place is charged for ever but a process's own."""
+
+    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+        a.errors[what] = [ZeroDivisionError()]
+        ladder = (128, 256, 512, 1024, 2048)
+        for tokens in ladder:
+            try:
+                await asyncio.wait_for(use(shell, tokens), 5)
+            except EngineCrashed as exc:
+                assert "the host itself failed" in exc.message
+            await settle()
+        if what == "stop":
+            shell.park("a")
+            await settle()
+            with pytest.raises(EngineCrashed, match="shut"):
+                await use(shell, 128)
+            return
+        assert not a.errors[what], "it was met"
+        await asyncio.wait_for(use(shell, 256), 5)
+        assert key(256) in resident(shell.core, "a")
+
+    run(body)
+    assert "failed by a fault of the host" in caplog.text
+
+
+def test_a_guess_takes_only_room_and_nobody_s_time() -> None:
+    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+        shell.prefetch(key(256))
+        await settle()
+        assert a.log == [], "no worker is started for it"
+        await use(shell, 128)
+        gate = a.hold(("admit", 256))
+        shell.prefetch(key(256))
+        await settle()
+        assert not shell.busy("a") and charged(shell.core)[0] == 2
+        joined = asyncio.ensure_future(use(shell, 256))
+        await settle()
+        gate.set()
+        await joined
+        for tokens in (512, 1024):
+            await use(shell, tokens)
+        shell.prefetch(key(2048))
+        await settle()
+        assert ("admit", 2048) not in a.log and not any(entry[0] == "evict" for entry in a.log)
+
+    run(body)
+
+
+def test_a_guess_that_failed_is_not_repeated() -> None:
+    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+        await use(shell, 128)
+        a.errors[("admit", 256)] = [EXHAUSTED("no memory")]
+        for _ in range(3):
+            shell.prefetch(key(256))
+            await settle()
+        assert a.log == ["start", ("admit", 256)], "nothing was evicted for it, nothing restarted"
+        await use(shell, 256)
+        assert a.log[-1] == ("admit", 256), "who asks for it gets it"
+
+    run(body)
+
+
+def test_an_unload_stops_new_leases_and_waits_for_the_end() -> None:
+    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+        await use(shell, 256)
+        gate = a.hold("stop")
+        parked = asyncio.ensure_future(shell.parked("a"))
+        await settle()
+        late = asyncio.ensure_future(use(shell, 128))
+        await settle()
+        assert not late.done() and not parked.done(), "resident, but on its way out"
+        gate.set()
+        await parked
+        await late
+        assert a.log == ["start", ("admit", 256), "stop", "start"]
+
+    run(body)
+
+
 def test_a_compile_in_progress_answers_shape_compiling_and_a_retry_joins_it() -> None:
     async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
         gate = a.hold(("admit", 512))
@@ -127,9 +245,11 @@ def test_a_compile_in_progress_answers_shape_compiling_and_a_retry_joins_it() ->
 
 def test_other_waits_answer_deadline_exceeded() -> None:
     async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
-        async with shell.lease(key(128)), shell.lease(key(256)), shell.lease(key(512)), shell.lease(key(1024)):
-            with pytest.raises(DeadlineExceeded):
-                await use(shell, 2048, deadline=asyncio.get_running_loop().time() + 0.02)
+        held = [await shell.lease(key(tokens)) for tokens in (128, 256, 512, 1024)]
+        with pytest.raises(DeadlineExceeded):
+            await use(shell, 2048, deadline=asyncio.get_running_loop().time() + 0.02)
+        for lease in held:
+            lease.release()
 
     run(body)
 
@@ -166,10 +286,11 @@ def test_eight_concurrent_two_rung_requests_complete_within_the_budget() -> None
     async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
         async def request(n: int) -> None:
             for tokens in (256 + 256 * (n % 2), 1024 * (1 + n % 3)):  # ascending, one lease at a time
-                async with shell.lease(key(tokens, "ab"[n % 2])):
-                    slots, executables, _ = charged(shell.core)
-                    assert slots <= 8 and executables <= 100
-                    await asyncio.sleep(0)
+                lease = await shell.lease(key(tokens, "ab"[n % 2]))
+                slots, executables, _ = charged(shell.core)
+                assert slots <= 8 and executables <= 100
+                await asyncio.sleep(0)
+                lease.release()
 
         await asyncio.gather(*(request(n) for n in range(8)))
 

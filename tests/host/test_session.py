@@ -10,10 +10,11 @@ import os
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 
 from engines.bundle.manifest import canonical_bytes, manifest_digest
-from synapse_host.errors import DeadlineExceeded, InvalidRequest, LaneRefused
+from synapse_host.errors import DeadlineExceeded, InvalidRequest, LaneRefused, QueueFull
 from tests.host.conftest import CUDA, EMBED, FAST, crash, embed, on, serve, soon, spawns, until
 from tests.support import scripted
 
@@ -167,6 +168,20 @@ async def test_death_before_the_ack_is_told_at_once(make, script, status, signal
     assert (details["cause"], details["exit_status"], details["signal"]) == ("handshake", status, signal)
     assert details["log_tail"].startswith("[stderr] import failed")
     assert lane.health()["strikes"] == 1
+
+
+async def test_a_lane_closed_while_a_failed_handshake_is_looked_into_leaves_no_process(make, tmp_path):
+    """The connection has ended, and a moment is granted for an exit that explains it: there the close comes."""
+    report = tmp_path / "report"
+    lane = make({"start": [{"report": str(report)}], "hello": [{"close": True}, {"sleep": 600}], "ignore": ["EOF"]})
+    loading = asyncio.create_task(lane.load())
+    await until(report.exists)
+    pid = json.loads(report.read_text())["pid"]
+    await until(lambda: not list(make.runtime.workers.iterdir()))
+    await lane.aclose()
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(QueueFull):
+        await loading
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import re
 import signal
 import struct
+import sys
 from pathlib import Path
 
 import psutil
@@ -279,6 +281,34 @@ async def test_a_reply_that_is_not_finite_is_refused_without_a_strike_or_forgive
     assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 2
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of address space that counts")
+async def test_a_reply_that_the_host_has_no_memory_for_is_no_fault_of_the_worker(make):
+    import resource
+
+    dims = 12 * 2**20
+    lane = make({"dims": dims})
+    _, payload = await lane.submit(embed([FINE]), stage=EMBED)
+    del payload
+    await asyncio.sleep(0)  # the loop still holds what it has just handed over
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 24 * 2**20, limits[1]))
+    # A row has 48 MiB; what malloc keeps for later goes first.
+    kept = []
+    try:
+        with contextlib.suppress(MemoryError):
+            while True:
+                kept.append(bytearray(40 * 2**20))
+        with pytest.raises(WORKER_ERRORS[ErrorCode.OOM], match="the host has no memory for the reply") as caught:
+            await lane.submit(embed([FINE]), stage=EMBED)
+    finally:
+        kept.clear()
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert caught.value.details == {"lane_id": "toy", "stage": EMBED} and caught.value.safe_to_retry
+    _, payload = await lane.submit(embed([FINE]), stage=EMBED)
+    assert len(payload) == dims
+    assert (lane.health()["generation"], lane.health()["strikes"]) == (2, 0), "its stream had lost its place"
+
+
 # --- silence ---------------------------------------------------------------------------------------------------------
 
 HANGS = {
@@ -443,6 +473,45 @@ async def test_a_deadline_during_load_leaves_the_load_to_the_next_caller(make, t
     assert spawns(state) == 1 and lane.health()["strikes"] == 0
 
 
+async def test_a_load_whose_caller_left_keeps_its_connection_to_itself(make, tmp_path):
+    """Until LOADED a ping waits in turn, however late it becomes; afterwards it is answered."""
+    go = tmp_path / "go"
+    lane = make({"rules": [on("LOAD", {"wait_for": str(go)})]})
+    with pytest.raises(DeadlineExceeded):
+        await lane.load(soon(SENT))
+    with pytest.raises(DeadlineExceeded, match="during ping, before its worker was ready"):
+        await lane.ping(soon(0.1))
+    waiting = asyncio.create_task(lane.ping())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    go.touch()
+    assert (await waiting)["rss_mb"] > 0
+    assert (lane.health()["generation"], lane.health()["strikes"]) == (1, 0)
+
+
+async def test_an_unload_behind_a_start_that_nobody_waits_for_any_more_is_refused(make, tmp_path):
+    """It was let in while a PING ran; behind that a request began the start and left."""
+    began, pong, go = tmp_path / "began", tmp_path / "pong", tmp_path / "go"
+    slow = on("PING", {"touch": str(began)}, {"wait_for": str(pong)})
+    lane = make({"rules": [slow, on("LOAD", {"wait_for": str(go)}, nth=2)]})
+    await lane.load()
+    await lane.unload()
+    pinging = asyncio.create_task(lane.ping())
+    await until(began.exists)
+    leaving = asyncio.create_task(serve(lane))
+    unloading = asyncio.create_task(lane.unload())
+    await asyncio.sleep(0.05)
+    pong.touch()
+    await pinging
+    await until(lambda: lane.health()["state"] == "loading")
+    leaving.cancel()
+    with pytest.raises(ModelInUse):
+        await unloading
+    go.touch()
+    await serve(lane)
+    assert lane.health()["models"] == ["m"]
+
+
 # --- permits ---------------------------------------------------------------------------------------------------------
 
 
@@ -528,7 +597,7 @@ async def test_a_quarantined_catalog_lane(make, tmp_path):
         r"lane toy is quarantined for another \d+ s: its worker died twice in a row \(last, embed_batch: the "
         r"worker's process ended during a request \(SIGKILL\); the same input both times, fingerprint "
         r"[0-9a-f]{4}…\)\. "
-        r"See: synapse logs toy\. Clear it: synapse unload m\.",
+        r"See: synapse logs toy\. Clear it: synapse unload m --lane toy",
         first.message,
     ), first.message
     assert first.retry_after_ms is not None and 0 < first.retry_after_ms <= 60_000
@@ -586,7 +655,8 @@ async def test_a_legacy_lane_needs_a_probe(make, tmp_path):
         with pytest.raises(ProbeRequired) as caught:
             await serve(lane)
         assert not caught.value.transient and caught.value.exit_code == 3
-        assert "until it is probed" in caught.value.message and "synapse logs toy" in caught.value.message
+        assert "until it is probed" in caught.value.message
+        assert caught.value.message.endswith("See: synapse logs toy. Clear it: synapse probe toy")
     assert lane.health()["quarantine_remaining_s"] is None and lane.health()["state"] == "quarantined"
     # A probe that crashes opens nothing.
     with pytest.raises(EngineCrashed):
@@ -693,18 +763,25 @@ async def test_a_refused_unload(make, code):
 # --- a process that can't be killed ----------------------------------------------------------------------------------
 
 
-async def test_a_deadline_holds_while_a_worker_is_being_buried(make, monkeypatch):
-    lane = make(poison({"sleep": 600}, ignore=["EOF"]), config=SHORT, own_worker=False)
+@pytest.mark.parametrize("end", ["silence", "close"])
+async def test_a_deadline_holds_while_a_worker_is_being_ended(make, monkeypatch, end):
+    config = SHORT if end == "silence" else FAST
+    lane = make(poison({"sleep": 600}, ignore=["EOF"]), config=config, own_worker=False)
     await lane.load()
     pid = lane.health()["worker_pid"]
     with monkeypatch.context() as patch:
         patch.setattr(process_module, "REAP_LIMIT", 600)
         patch.setattr(WorkerProcess, "kill", lambda self: None)
-        # The window ends first; then nothing moves until the deadline.
+        request = asyncio.create_task(serve(lane, POISON, deadline=soon(3.0)))
+        await until(lambda: lane.health()["state"] == "serving")
+        closing = asyncio.create_task(lane.aclose() if end == "close" else asyncio.sleep(0))
+        # The window ends first, or the host closes; then nothing moves until the deadline.
         with pytest.raises(DeadlineExceeded):
-            await serve(lane, POISON, deadline=soon(3.0))
+            await asyncio.wait_for(request, 10)
     os.kill(pid, signal.SIGKILL)
-    await lane.load()
+    await closing
+    if end == "silence":
+        await lane.load()
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
