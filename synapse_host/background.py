@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
+from synapse_host.errors import QueueFull
+
 LIMIT: Final = min(32, (os.cpu_count() or 1) + 4)
 """Threads at once, as many as asyncio's pool has; further work waits."""
 
@@ -27,23 +29,28 @@ class _Threads:
         self._lock = threading.Lock()
         self._jobs: deque[Callable[[], None]] = deque()
         self._running = 0
-        self._apart = 0
 
     @property
     def busy(self) -> bool:
-        return self._running + self._apart > 0
+        return self._running > 0
 
-    def start(self, job: Callable[[], None], *, apart: bool) -> None:
+    def start(self, job: Callable[[], None]) -> None:
+        """Run *job* in a thread; QueueFull where the machine starts none and no other will come to it."""
         with self._lock:
-            if apart:
-                self._apart += 1
-                threading.Thread(target=self._run_apart, args=(job,), name="synapse-apart", daemon=True).start()
-                return
             self._jobs.append(job)
             if self._running >= LIMIT:
                 return
             self._running += 1
-        threading.Thread(target=self._run, name="synapse-background", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="synapse-background", daemon=True).start()
+        except RuntimeError as exc:
+            with self._lock:
+                self._running -= 1
+                # One that runs takes it when it is done with its own.
+                if self._running or job not in self._jobs:
+                    return
+                self._jobs.remove(job)
+            raise QueueFull(f"this machine starts no further thread ({exc}); nothing was sent") from exc
 
     def _run(self) -> None:
         while True:
@@ -53,11 +60,6 @@ class _Threads:
                     return
                 job = self._jobs.popleft()
             job()
-
-    def _run_apart(self, job: Callable[[], None]) -> None:
-        job()
-        with self._lock:
-            self._apart -= 1
 
 
 _threads = _Threads()
@@ -78,10 +80,10 @@ def busy() -> bool:
     return _threads.busy
 
 
-def beside(work: Callable[[], T], *, apart: bool = False) -> asyncio.Future[T]:
+def beside(work: Callable[[], T]) -> asyncio.Future[T]:
     """Run *work* in a thread; the future of its result belongs to the running loop. Nobody has to wait for it.
 
-    *apart*: in a thread beyond the limit, for work that may wait for ever and would keep other work from its turn.
+    Raises QueueFull where the machine has no thread for it.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -107,5 +109,5 @@ def beside(work: Callable[[], T], *, apart: bool = False) -> asyncio.Future[T]:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, value, error)
 
-    _threads.start(job, apart=apart)
+    _threads.start(job)
     return future
