@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS: Final = 2**24
 """Texts or rows of one call: their answer alone takes 24 GiB at 384 dims. A stream has no such limit."""
+BLOCK: Final = 4096
+"""Rows that are joined at once."""
 MAX_IDS: Final = 2**30
 """Token ids of one call, 4 GiB of them."""
 
@@ -100,6 +102,8 @@ def id_rows(rows: Sequence[Any], *, max_tokens: int, model: str, noun: str = "ro
         raise InvalidRequest(f"the {noun}s are {type(rows).__name__}, must be a list of rows of token ids")
     _check_count(count, f"the list of {noun}s")
     arrays: list[IntArray] = []
+    blocks: list[IntArray] = []
+    lengths: list[int] = []
     total = 0
     for index, row in enumerate(rows):
         length = _count(row)
@@ -117,9 +121,15 @@ def id_rows(rows: Sequence[Any], *, max_tokens: int, model: str, noun: str = "ro
         total += array.size
         if total > MAX_IDS:
             raise InvalidRequest(f"the {noun}s have more than {MAX_IDS} ids in sum; send them in parts")
+        lengths.append(array.size)
         arrays.append(array.astype(np.int32, copy=False))
-    flat: IntArray = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
-    return Rows(flat, [len(array) for array in arrays], [])
+        if len(arrays) == BLOCK:
+            # In steps: numpy lets nothing else run while it joins a million arrays.
+            blocks.append(np.concatenate(arrays))
+            arrays.clear()
+    blocks += arrays
+    flat: IntArray = np.concatenate(blocks) if blocks else np.empty(0, np.int32)
+    return Rows(flat, lengths, [])
 
 
 def _id_row(row: Any) -> Any:

@@ -42,6 +42,8 @@ MAX_TOKENIZER_BYTES: Final = 64 * 1024 * 1024
 # pieces from its start, until it has too many tokens or is read whole, and all threads together stay in one budget.
 BATCH_CHARACTERS: Final = 256 * 1024
 """Characters of short texts that the tokenizer gets at once, and the first piece of a long one at most."""
+BATCH_TEXTS: Final = 2048
+"""Texts that it gets at once."""
 BUDGET_CHARACTERS: Final = 1024 * 1024
 """Characters in the tokenizers of all threads at once; a longer piece goes alone."""
 FREE_CHARACTERS: Final = 16 * 1024
@@ -337,6 +339,8 @@ class TextTokenizer:
         taken += len(before) + len(after)
         room = self.max_tokens - taken
         rows: list[Sequence[int]] = []
+        blocks: list[IntArray] = []
+        lengths: list[int] = []
         truncated: list[int] = []
         if not truncate:
             self._check_characters(texts, noun, offset)
@@ -349,7 +353,12 @@ class TextTokenizer:
                 truncated.append(index)
                 ids = ids[:room]
             rows.append((*before, *ids, *after) if before or after else ids)
-        return Rows(flatten(rows), [len(row) for row in rows], truncated)
+            lengths.append(len(rows[-1]))
+            if len(rows) == BATCH_TEXTS:
+                # In steps: joining and freeing a million rows at once would hold up every other thread.
+                blocks.append(flatten(rows))
+                rows = []
+        return Rows(_joined([*blocks, flatten(rows)]), lengths, truncated)
 
     def _check_characters(self, texts: Sequence[str], noun: str, offset: int) -> None:
         """Raise SequenceTooLong for a text that can't fit, however long its tokens are."""
@@ -378,11 +387,12 @@ def flatten(rows: Sequence[Sequence[int]]) -> IntArray:
 
 
 def _batches(texts: Sequence[str], longest: int) -> Iterator[list[str]]:
-    """Yield the texts in lists of at most BATCH_CHARACTERS; one that is longer than *longest* goes alone."""
+    """Yield the texts in lists of at most BATCH_TEXTS and BATCH_CHARACTERS; one longer than *longest* goes alone."""
     batch: list[str] = []
     characters = 0
     for text in texts:
-        if batch and (characters + len(text) > BATCH_CHARACTERS or len(text) > longest):
+        full = len(batch) == BATCH_TEXTS or characters + len(text) > BATCH_CHARACTERS
+        if batch and (full or len(text) > longest):
             yield batch
             batch, characters = [], 0
         batch.append(text)
@@ -391,13 +401,10 @@ def _batches(texts: Sequence[str], longest: int) -> Iterator[list[str]]:
         yield batch
 
 
-def _cut(rows: Rows) -> list[list[int]]:
-    flat = rows.ids.tolist()
-    cut, start = [], 0
-    for length in rows.lengths:
-        cut.append(flat[start : start + length])
-        start += length
-    return cut
+def _joined(blocks: list[IntArray]) -> IntArray:
+    import numpy as np
+
+    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
 def _read(path: Path, digest: str, model: str) -> bytes:
@@ -490,6 +497,17 @@ def special_frame(bundle: Bundle) -> Frame:
 
 def compose_ids(frame: Frame, query: IntArray, candidates: Rows) -> Rows:
     """Return composed rows for an owned rerank worker from bare segments of ids."""
-    head = (*frame.prefix, *query.tolist(), *frame.middle)
-    rows = [(*head, *candidate, *frame.suffix) for candidate in _cut(candidates)]
-    return Rows(flatten(rows), [len(row) for row in rows], [])
+    import numpy as np
+
+    head = np.array([*frame.prefix, *query.tolist(), *frame.middle], np.int32)
+    tail = np.array(frame.suffix, np.int32)
+    lengths = np.array(candidates.lengths, np.int64) + (len(head) + len(tail))
+    ends = np.cumsum(lengths)
+    ids = np.empty(int(ends[-1]) if len(ends) else 0, np.int32)
+    bare = np.ones(len(ids), bool)
+    for part, first in ((head, ends - lengths), (tail, ends - len(tail))):
+        for place, id in enumerate(part):
+            ids[first + place] = id
+            bare[first + place] = False
+    ids[bare] = candidates.ids
+    return Rows(ids, lengths.tolist(), [])

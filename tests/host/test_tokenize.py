@@ -247,11 +247,12 @@ class Counting:
 
 def test_many_texts_reach_the_tokenizer_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("synapse_host.tokenize.BATCH_CHARACTERS", 10)
+    monkeypatch.setattr("synapse_host.tokenize.BATCH_TEXTS", 4)
     tokenizer = TextTokenizer(bundle(tmp_path, max_tokens=12))
     counting = Counting(tokenizer)
-    texts = ["a b c", "a", "b", "a b c d e", "c", "b c d e f"]
+    texts = ["a b c", "a", "b", "a b c d e", "c", "b c d e f", *"abcdef"]
     rows = tokenizer.rows(texts)
-    assert counting.sizes == [[5, 1, 1], [9, 1], [9]]
+    assert counting.sizes == [[5, 1, 1], [9, 1], [9, 1], [1, 1, 1, 1], [1]]
     monkeypatch.undo()
     assert rows_of(rows.ids, rows.lengths) == [
         rows_of(r.ids, r.lengths)[0] for r in (tokenizer.rows([text]) for text in texts)
