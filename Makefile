@@ -29,7 +29,7 @@ REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
 .PHONY: setup demo test lint lock doctor faults faults-nightly coverage mutants bench bench-rivals goldens hw-cuda \
-  hw-ane hw-metal rehearse-cuda w-cuda
+  hw-ane hw-metal rehearse-cuda
 
 setup:
 	@VENV="$(VENV)" $(or $(PYTHON),python3) scripts/setup.py

@@ -31,15 +31,17 @@ def check_lengths(lengths: Sequence[int], *, max_tokens: int, model: str, noun: 
             raise too_long(index, length, max_tokens, model=model, noun=noun)
 
 
-def too_long(index: int, tokens: int, max_tokens: int, *, model: str, noun: str = "text") -> SequenceTooLong:
-    """Return the error that names the row, its length and the way out."""
+def too_long(
+    index: int, tokens: int, max_tokens: int, *, model: str, noun: str = "text", at_least: bool = False
+) -> SequenceTooLong:
+    """Return the error that names the row, its length and the way out; *at_least*: the rest was not counted."""
     if noun in ("prompt", "query"):
         what, hint = f"the {noun}", "Shorten it"
     else:
         what = f"{noun} {index}"
         hint = "Shorten it or pass --truncate (truncated texts are listed in the result)."
     return SequenceTooLong(
-        f"{what} has {tokens} tokens, {model} takes {max_tokens}. {hint}",
+        f"{what} has {'at least ' if at_least else ''}{tokens} tokens, {model} takes {max_tokens}. {hint}",
         details={"index": index, "tokens": tokens, "max_tokens": max_tokens},
     )
 

@@ -29,19 +29,15 @@ class _Threads:
         self._lock = threading.Lock()
         self._jobs: deque[Callable[[], None]] = deque()
         self._running = 0
-        self._apart = 0
 
     @property
     def busy(self) -> bool:
-        return self._running + self._apart > 0
+        return self._running > 0
 
-    def start(self, job: Callable[[], None], *, apart: bool) -> None:
+    def start(self, job: Callable[[], None]) -> None:
+        """Run *job* in a thread; QueueFull where the machine starts none and no other will come to it."""
         # A thread counts once it runs: the system may refuse to start it (a limit of processes).
         with self._lock:
-            if apart:
-                start_thread(self._run_apart, job, name="synapse-apart")
-                self._apart += 1
-                return
             if self._running < LIMIT:
                 try:
                     start_thread(self._run, name="synapse-background")
@@ -61,11 +57,6 @@ class _Threads:
                     return
                 job = self._jobs.popleft()
             job()
-
-    def _run_apart(self, job: Callable[[], None]) -> None:
-        job()
-        with self._lock:
-            self._apart -= 1
 
 
 _threads = _Threads()
@@ -99,12 +90,10 @@ def busy() -> bool:
     return _threads.busy
 
 
-def beside(work: Callable[[], T], *, apart: bool = False) -> asyncio.Future[T]:
+def beside(work: Callable[[], T]) -> asyncio.Future[T]:
     """Run *work* in a thread; the future of its result belongs to the running loop. Nobody has to wait for it.
 
-    QueueFull where the system starts no thread for it.
-
-    *apart*: in a thread beyond the limit, for work that may wait for ever and would keep other work from its turn.
+    Raises QueueFull where the machine has no thread for it.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -130,5 +119,5 @@ def beside(work: Callable[[], T], *, apart: bool = False) -> asyncio.Future[T]:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, value, error)
 
-    _threads.start(job, apart=apart)
+    _threads.start(job)
     return future

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
 from engines.bundle import tight
 from engines.protocol.messages import ITEM_BYTES, EmbedBatch, Item, Pooling, Vectors
 from synapse_host.ane_lane import RungedLane
+from synapse_host.encoding import checked
 from synapse_host.errors import BundleInvalid, InvalidRequest
 from synapse_host.parts import Part, buffer, collect, cut, whole
 
@@ -35,11 +35,12 @@ def request(manifest: Manifest, part: Part) -> Build:
     return build
 
 
-def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float | None) -> Coroutine[Any, Any, FloatArray]:
+async def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float | None) -> FloatArray:
     """Return the rows' vectors, float32 (n, dims), in as many exchanges as they need."""
     manifest = assignment.bundle.manifest
     dims = manifest.dims
-    parts = cut(rows, reply_row_bytes=ITEM_BYTES * dims, max_frame=lanes.config.max_frame, noun="text")
+    limits = {"reply_row_bytes": ITEM_BYTES * dims, "max_frame": lanes.config.max_frame}
+    parts = await checked(rows.lengths, until, lambda: cut(rows, **limits, noun="text"))
     serving = lanes.serving(assignment)
 
     async def send(part: Part) -> FloatArray:
@@ -53,7 +54,7 @@ def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float | None)
         vectors: FloatArray = raw.reshape(len(part.rows), dims)
         return vectors
 
-    return collect(parts, send, dims)
+    return await collect(parts, send, dims)
 
 
 async def embed_packed(lanes: Lanes, assignment: Assignment, rows: Rows, width: int, until: float | None) -> FloatArray:

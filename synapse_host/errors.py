@@ -1,13 +1,26 @@
 """Every error a caller can meet: one class per code, with its class, retry hint and exit code.
 
-The table is interfaces.md's; ``docs/operations.md`` says what to do about each.
+The table is interfaces.md's; ``docs/operations.md`` says what to do about each. What an error tells is bounded here,
+once for all: it quotes what callers pass, what files hold and what workers say, any of which may have megabytes.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from engines.protocol.errors import ErrorCode
+
+MAX_MESSAGE: Final = 4096
+"""Characters of a message; of a longer one its beginning and its end are kept."""
+MAX_TEXT: Final = 16_384
+"""Characters of one text in ``details``: more than a worker's log tail has."""
+MAX_INNER_TEXT: Final = 256
+"""Characters of a text in a list or an object of ``details``, and of a key."""
+MAX_ENTRIES: Final = 1024
+"""Entries of one list or object in ``details``."""
+MAX_DEPTH: Final = 8
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -18,8 +31,39 @@ EXIT_DEADLINE: Final = 5
 EXIT_INTERRUPTED: Final = 130
 
 
+def told(text: str, limit: int) -> str:
+    """Return a text that UTF-8 can hold, with at most *limit* characters and a few that say how many are left out."""
+    if len(text) > limit:
+        half = limit // 2
+        text = f"{text[:half]} [{len(text) - 2 * half} characters left out] {text[-half:]}"
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def json_ready(value: Any, depth: int = 0) -> Any:
+    """Return *value* as JSON has it, within the bounds above: bytes as text, other objects as they print."""
+    limit = MAX_TEXT if depth < 2 else MAX_INNER_TEXT
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return told(value, limit)
+    if isinstance(value, bytes | bytearray):
+        return told(bytes(value[: 2 * limit]).decode("utf-8", "backslashreplace"), limit)
+    if hasattr(value, "__index__") and not isinstance(value, type):
+        number = int(value)
+        return number if number.bit_length() <= 64 else f"a number of {number.bit_length()} bits"
+    if depth < MAX_DEPTH:
+        if isinstance(value, Mapping):
+            entries = list(value.items())[:MAX_ENTRIES]
+            return {str(json_ready(key, 2)): json_ready(item, depth + 1) for key, item in entries}
+        if isinstance(value, Sequence | set | frozenset):
+            return [json_ready(item, depth + 1) for item in list(value)[:MAX_ENTRIES]]
+    return told(str(value), limit)
+
+
 class SynapseError(Exception):
-    """A request or command failed. ``details`` is a JSON-ready dict."""
+    """A request or command failed. ``details`` is a JSON-ready dict; it and ``message`` are bounded."""
 
     code: ClassVar[str]
     transient: ClassVar[bool] = False
@@ -30,9 +74,9 @@ class SynapseError(Exception):
     def __init__(
         self, message: str, *, details: dict[str, Any] | None = None, retry_after_ms: int | None = None
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.details: dict[str, Any] = details or {}
+        self.message = told(message, MAX_MESSAGE)
+        super().__init__(self.message)
+        self.details: dict[str, Any] = json_ready(details or {})
         self.retry_after_ms = retry_after_ms if retry_after_ms is not None else self.default_retry_after_ms
 
     def to_dict(self) -> dict[str, Any]:

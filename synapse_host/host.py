@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from engines.bundle.manifest import Bundle
 from synapse_host import admission, embedding, encoding, generation, hardware, memory, reranking
-from synapse_host.arguments import absolute, check_rows, check_texts, id_rows, listed
+from synapse_host.arguments import absolute, check_rows, check_texts, id_rows
 from synapse_host.assignment import Assignment
 from synapse_host.bundles import open_bundles, open_installed
 from synapse_host.config import HostConfig
@@ -28,7 +28,8 @@ from synapse_host.matrix import load as load_matrix
 from synapse_host.parts import whole
 from synapse_host.results import EmbedResult, Generation, RerankResult
 from synapse_host.sync import SyncHost
-from synapse_host.tokenize import compose_ids, pair_frame
+from synapse_host.template import Renderer
+from synapse_host.tokenize import Frame, Rows, compose_ids, special_frame
 
 if TYPE_CHECKING:
     from synapse_host.parts import FloatArray, IntArray
@@ -59,6 +60,7 @@ class Host:
         self.runtime = runtime
         """The directory this host holds."""
         self._encoders = encoding.Encoders(self.bundles)
+        self._renderer = Renderer(runtime.path)
         self._lanes = Lanes(
             matrix=matrix,
             bundles=self.bundles,
@@ -115,7 +117,10 @@ class Host:
 
         Idempotent; a call with a shorter *drain* hurries one that still waits.
         """
-        await self._lanes.aclose(drain=drain)
+        try:
+            await self._lanes.aclose(drain=drain)
+        finally:
+            self._renderer.close()
 
     # --- embeddings --------------------------------------------------------------------------------------------------
 
@@ -146,28 +151,24 @@ class Host:
         assignment = self._lanes.find(model, lane, "embed")
         count = check_texts(texts, "texts")
         if count <= encoding.CHUNK:
-            few = listed(texts, count, "texts")
-            rows = await encoding.encoded(few, until, lambda: self._encoders.of(model).rows(few, truncate=truncate))
+            few = list(texts)
+            tokenizer = await self._encoders.of(model, until)
+            rows = await encoding.encoded(few, until, lambda: tokenizer.rows(few, truncate=truncate))
             vectors = await embedding.embed(self._lanes, assignment, rows, until)
             return EmbedResult(vectors, rows.truncated, *assignment.served_by(), len(rows.ids))
         import numpy as np
 
         truncated = list[int]()
-        answer: FloatArray = np.empty((0, 0), np.float32)
+        answer: FloatArray = np.empty((count, assignment.bundle.manifest.dims), np.float32)
         done = tokens = 0
-        async with aclosing(self.embed_stream(model, texts, lane=lane, deadline=deadline, truncate=truncate)) as stream:
-            async for part in stream:
-                if not done:
-                    answer = np.empty((count, part.vectors.shape[1]), np.float32)
-                if done + len(part.vectors) > count:
-                    break
+        # A copy: the caller's list may change while it is embedded, and a row without an answer would hold old memory.
+        stream = self.embed_stream(model, list(texts), lane=lane, deadline=deadline, truncate=truncate)
+        async with aclosing(stream) as parts:
+            async for part in parts:
                 answer[done : done + len(part.vectors)] = part.vectors
                 truncated += part.truncated
                 done += len(part.vectors)
                 tokens += part.tokens
-        if done != count or len(texts) != count:
-            # A row without an answer would hold whatever was in that memory before.
-            raise InvalidRequest(f"texts changed while they were embedded: it had {count} of them")
         return EmbedResult(answer, truncated, *assignment.served_by(), tokens)
 
     @memory.typed_stream
@@ -186,15 +187,14 @@ class Host:
         The next chunk is read and tokenised in threads while the worker computes. Indices (in ``truncated`` and in
         errors) count from *offset*. Aclose the iterator when leaving it early.
 
-        *texts* may wait for its next text as long as it likes; the deadline is kept all the same. A thread can't be
-        interrupted in there: past the deadline, and a second after leaving, it stays behind until that next text,
-        which it drops. It holds up neither another call nor the close of the host nor the interpreter's exit.
+        *texts* is read in a thread of the host's few: it may compute and read files, and should not wait for somebody.
         """
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")
         if not hasattr(offset, "__index__"):
             raise InvalidRequest(f"offset is {offset!r}, must be a whole number")
-        chunks = encoding.chunks(self._encoders.of(model), texts, until, truncate=truncate, offset=offset)
+        tokenizer = await self._encoders.of(model, until)
+        chunks = encoding.chunks(tokenizer, texts, until, truncate=truncate, offset=offset)
         async with aclosing(chunks):
             async for rows in chunks:
                 vectors = await embedding.embed(self._lanes, assignment, rows, until)
@@ -257,18 +257,17 @@ class Host:
         """Return scores with what was cut and who served. Truncation cuts documents only."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "rerank")
-        documents = listed(documents, check_texts(documents, "documents"), "documents")
+        check_texts(documents, "documents")
+        documents = list(documents)
         owned = assignment.require().owned
-        tokenizer = self._encoders.of(model)
-        query_ids: IntArray | None = None
-        if owned:
-            rows = await encoding.encoded(
-                documents, until, lambda: tokenizer.pairs(query, documents, truncate=truncate)
-            )
-        else:
-            query_ids, rows = await encoding.encoded(
-                documents, until, lambda: tokenizer.segments(query, documents, truncate=truncate)
-            )
+        tokenizer = await self._encoders.of(model, until)
+
+        def compose() -> tuple[IntArray | None, Rows]:
+            if owned:
+                return None, tokenizer.pairs(query, documents, truncate=truncate)
+            return tokenizer.segments(query, documents, truncate=truncate)
+
+        query_ids, rows = await encoding.encoded(documents, until, compose, query=query)
         logits = await reranking.score(self._lanes, assignment, query_ids, rows, until)
         scores = reranking.scaled(assignment.bundle.manifest, logits, raw=raw)
         return RerankResult(scores, rows.truncated, *assignment.served_by())
@@ -291,15 +290,21 @@ class Host:
         manifest = assignment.bundle.manifest
         limits: dict[str, Any] = {"max_tokens": manifest.max_tokens, "model": assignment.model}
         query = id_rows([query_ids], **limits, noun="query").ids
-        rows = await encoding.checked(candidates, until, lambda: id_rows(candidates, **limits, noun="candidate"))
-        if not rows.lengths:
-            raise InvalidRequest("candidates is empty: nothing to score")
-        frame = pair_frame(assignment.bundle, self._encoders.opened(model)) if owned else None
+        frame: Frame | None = None
+        if owned:
+            has_tokenizer = manifest.tokenizer is not UNSET
+            frame = (await self._encoders.of(model, until)).pair if has_tokenizer else special_frame(assignment.bundle)
         common = len(query) + (3 if frame is None else len(frame))
-        # Checked before it is composed: every row would hold the query once more.
-        admission.check_lengths([length + common for length in rows.lengths], **limits, noun="candidate")
-        if frame is not None:
-            rows = compose_ids(frame, query, rows)
+
+        def compose() -> Rows:
+            rows = id_rows(candidates, **limits, noun="candidate")
+            if not rows.lengths:
+                raise InvalidRequest("candidates is empty: nothing to score")
+            # Checked before it is composed: every row would hold the query once more.
+            admission.check_lengths([length + common for length in rows.lengths], **limits, noun="candidate")
+            return rows if frame is None else compose_ids(frame, query, rows)
+
+        rows = await encoding.checked(candidates, until, compose)
         logits = await reranking.score(self._lanes, assignment, None if owned else query, rows, until)
         return reranking.scaled(manifest, logits, raw=raw)
 
@@ -319,12 +324,15 @@ class Host:
         """Continue a prompt greedily; with *chat* it is a message (or a list of them) put into the model's template."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "generate")
-        tokenizer = self._encoders.of(model)
+        tokenizer = await self._encoders.of(model, until)
         if chat:
             from synapse_host.chat import chat_ids
 
-            # A template is the bundle's own program: it never runs on the loop.
-            ids: Any = await encoding.in_thread(lambda: chat_ids(assignment.bundle, tokenizer, prompt), until)
+            def compose() -> list[int]:
+                return chat_ids(assignment.bundle, tokenizer, self._renderer, prompt)
+
+            # A template is the bundle's own program: it runs in a process of its own, which a thread waits for.
+            ids: Any = await encoding.in_thread(compose, until)
         elif isinstance(prompt, str):
             ids = (await encoding.encoded([prompt], until, lambda: tokenizer.prompt(prompt))).ids
         else:
@@ -372,16 +380,16 @@ class Host:
         """Prove a lane with a fresh worker, LOAD and one served request; opens it again, whatever shut it."""
         until = absolute(deadline)
         assignment = self._lanes.by_id(lane_id)
-        await self._lanes.serving(assignment).probe(self._probe_request(assignment), deadline=until)
+        await self._lanes.serving(assignment).probe(await self._probe_request(assignment), deadline=until)
 
-    def _probe_request(self, assignment: Assignment) -> Build:
+    async def _probe_request(self, assignment: Assignment) -> Build:
         """Return a small real request of the lane's own task."""
         manifest = assignment.bundle.manifest
-        has_tokenizer = manifest.tokenizer is not UNSET
-        # Without a tokenizer any id will do; 0 is in every vocabulary.
-        row = whole(
-            self._encoders.of(assignment.model).rows(["probe"]) if has_tokenizer else check_rows([[0]], assignment)
-        )
+        if manifest.tokenizer is not UNSET:
+            rows = (await self._encoders.of(assignment.model, None)).rows(["probe"])
+        else:
+            rows = check_rows([[0]], assignment)  # any id will do; 0 is in every vocabulary
+        row = whole(rows)
         if manifest.task == "generate":
             return generation.request(row.ids, 1)
         if manifest.task == "embed":

@@ -15,7 +15,9 @@ from synapse_host.errors import MatrixInvalid
 if TYPE_CHECKING:
     import yaml
 
-MAX_BYTES: Final = 1024 * 1024
+MAX_BYTES: Final = 256 * 1024
+MAX_VALUES: Final = 8192
+"""Keys and values of a file; the packaged matrix has 400. PyYAML takes 30 us and more for each."""
 MAX_DEPTH: Final = 32
 
 
@@ -77,8 +79,26 @@ def parse(text: bytes, source: Source) -> Node:
     start = Mark(1, 1)
     if len(text) > MAX_BYTES:
         raise source.error(start, "", f"{len(text)} bytes, at most {MAX_BYTES}")
+
+    class Bounded(yaml.SafeLoader):
+        """Stops where there is too much, before the rest is read."""
+
+        values = depth = 0
+
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            self.values += 1
+            if self.values > MAX_VALUES:
+                raise yaml.YAMLError(f"more than {MAX_VALUES} keys and values")
+            # Twice what is accepted below: there the message has the place.
+            if self.depth > 2 * MAX_DEPTH:
+                raise yaml.YAMLError(f"nested deeper than {MAX_DEPTH} levels")
+            self.depth += 1
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
     try:
-        root = yaml.compose(text.decode(), Loader=yaml.SafeLoader)
+        root = yaml.compose(text.decode(), Loader=Bounded)
     except UnicodeDecodeError as exc:
         raise source.error(start, "", f"not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
     except yaml.MarkedYAMLError as exc:
@@ -159,10 +179,12 @@ def _scalar(node: yaml.Node, source: Source, path: str, mark: Mark) -> str | int
             return None
         case "int" | "float" as kind:
             try:
+                if kind == "int" and len(text) > 20:
+                    raise ValueError("no setting has as many digits")
                 return int(text.replace("_", "")) if kind == "int" else float(text.replace("_", ""))
             except ValueError:
                 # 0x10, 0o17, 1:30: YAML 1.1 has more numbers than a reader expects.
-                raise source.error(mark, path, f"{text!r} is not a plain decimal number") from None
+                raise source.error(mark, path, f"{text[:80]!r} is not a plain decimal number") from None
         case tag:
             raise source.error(mark, path, f"the tag {tag!r} is not supported")
 

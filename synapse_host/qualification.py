@@ -16,7 +16,6 @@ from synapse_host.errors import SynapseError
 from synapse_host.evidence import DIGITS, Packing, Series
 from synapse_host.probe_set import repeated
 from synapse_host.rungs import buckets
-from synapse_host.tokenize import pair_frame
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +31,7 @@ TIMED: Final = 8
 """Rows, or passes, of one timed exchange: their fixed costs are shared as they are in bulk work."""
 REPEATS: Final = 5
 PAIR: Final = 3
-"""Special ids of a pair that a foreign worker composes, at most."""
+"""Special ids of a pair: [CLS] query [SEP] document [SEP]."""
 
 
 def mixes(width: int) -> list[list[int]]:
@@ -106,8 +105,7 @@ async def _alone(host: Host, assignment: Assignment, ids: list[int]) -> FloatArr
     """Ask for TIMED rows of these ids on their own rung; a reranker's pairs are composed to the same length."""
     if assignment.bundle.manifest.task != "rerank":
         return await host.embed_ids(assignment.model, [ids] * TIMED, lane=assignment.lane)
-    common = 1 + (len(pair_frame(assignment.bundle, None)) if assignment.require().owned else PAIR)
-    candidate = ids[: max(1, len(ids) - common)]
+    candidate = ids[: max(1, len(ids) - 1 - PAIR)]
     return await host.rerank_ids(assignment.model, ids[:1], [candidate] * TIMED, lane=assignment.lane)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engines.protocol.messages import ITEM_BYTES, Rerank, RerankSequences, Segment
+from synapse_host.encoding import checked
 from synapse_host.parts import Part, buffer, collect, cut
 from synapse_host.results import sigmoid
 
@@ -39,17 +39,16 @@ def request(query: IntArray | None, part: Part) -> Build:
     return candidates
 
 
-def score(
+async def score(
     lanes: Lanes, assignment: Assignment, query: IntArray | None, rows: Rows, until: float | None
-) -> Coroutine[Any, Any, FloatArray]:
+) -> FloatArray:
     """Return the rows' logits, float32 (n,), in as many exchanges as they need. Arguments as :func:`request`."""
-    parts = cut(
-        rows,
-        reply_row_bytes=ITEM_BYTES,
-        max_frame=lanes.config.max_frame,
-        common_tokens=0 if query is None else len(query),
-        noun="document",
-    )
+    limits = {
+        "reply_row_bytes": ITEM_BYTES,
+        "max_frame": lanes.config.max_frame,
+        "common_tokens": 0 if query is None else len(query),
+    }
+    parts = await checked(rows.lengths, until, lambda: cut(rows, **limits, noun="document"))
     serving = lanes.serving(assignment)
 
     async def send(part: Part) -> FloatArray:
@@ -57,7 +56,7 @@ def score(
         scores: FloatArray = logits
         return scores
 
-    return collect(parts, send)
+    return await collect(parts, send)
 
 
 def scaled(manifest: Manifest, logits: FloatArray, *, raw: bool) -> FloatArray:

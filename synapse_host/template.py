@@ -1,296 +1,235 @@
-"""A bundle's chat template rendered in jinja2's immutable sandbox: foreign code, bounded in time and in what it writes.
+"""A bundle's chat template, rendered by a process of its own: a template is foreign code (:mod:`~.template_child`).
 
-The sandbox keeps a template from reaching anything; what it doesn't bound is added here. Before every statement, in
-every loop's condition and in every filter and test the time is looked at, and nothing is made that is larger than the
-largest text a template may write.
+A :class:`Renderer` belongs to one host. It starts the process at the first chat, in a session and a private folder of
+its own, with a worker's reduced environment and three pipes and nothing else of the host's. It keeps it for the next
+ones, kills it when a template takes too long, and starts another at the next call. One template runs at a time.
+Everything here blocks: call it from a thread.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import re
+import os
+import queue
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import datetime
-from functools import lru_cache
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Final
 
-from synapse_host.errors import BundleInvalid, InvalidRequest, SynapseError
+from synapse_host.errors import BundleInvalid, InvalidRequest, QueueFull
+from synapse_host.process import signal_name, worker_environment
+from synapse_host.template_child import (
+    CPU_S,
+    FAILED,
+    KINDS,
+    LENGTH,
+    MAX_RENDERED,
+    MEMORY_BYTES,
+    MISSING,
+    REFUSED,
+    TEXT,
+    UNREADABLE,
+)
 
-MAX_RENDERED: Final = 4 * 1024 * 1024
-"""Characters a template may write, and the most that any value in it may hold."""
-MAX_MADE: Final = 64 * MAX_RENDERED
-"""Characters of a value on the way, by its factors: what is counted only once it is there."""
-RENDER_S: Final = 5.0
-"""Processor seconds that a template may take; a real one takes milliseconds."""
+PROGRAM: Final = Path(__file__).with_name("template_child.py")
+WALL_S: Final = 20.0
+"""Seconds of the clock that a template may take: its processor time on a busy machine, and the start of the process."""
+POLL_S: Final = 0.05
+"""How often the memory of the process is looked at, where no limit of the system does it."""
+_LIMITED_BY_SYSTEM: Final[bool] = sys.platform == "linux"
+MAX_REPLY: Final = 4 * MAX_RENDERED + 1
+"""Bytes of a reply: a letter, and up to four for a character."""
 
-_WIDE: Final = re.compile(r"%[-+ #0]*\d*\.?(\*|\d{7})|\{[^{}]*:[^{}]*\d{7}")
-"""A format with a width of millions, or one that is given with the values."""
 
+class Renderer:
+    """Renders chat templates in a child process. Thread-safe; close it."""
 
-def render(
-    template: str, messages: Sequence[Mapping[str, str]], *, name: str, tokens: Mapping[str, str] | None = None
-) -> str:
-    """Return the template's text, as transformers' ``apply_chat_template(add_generation_prompt=True)`` writes it.
+    def __init__(self, folder: Path | None = None) -> None:
+        """*folder*: where the process starts; None: a private one, made with it and removed with it."""
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        self._closed = False
+        self._pid = os.getpid()
 
-    *tokens*: ``bos_token`` and ``eos_token``. Call this where nobody else waits: it may take RENDER_S. Raises
-    BundleInvalid for a template that can't be read, fails, runs too long or writes too much; InvalidRequest where
-    jinja2 is missing or the template refuses the messages.
-    """
-    with _limited(RENDER_S):
-        try:
-            compiled = _compiled(template)
-        except ImportError as exc:
+    def render(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        name: str,
+        tokens: Mapping[str, str] | None = None,
+    ) -> str:
+        """Return the template's text, as transformers' ``apply_chat_template(add_generation_prompt=True)`` writes it.
+
+        *tokens*: ``bos_token`` and ``eos_token``. Raises BundleInvalid for a template that can't be read, fails, runs
+        too long or writes too much; InvalidRequest where jinja2 is missing or the template refuses the messages;
+        QueueFull where the process can't be started or the host closes.
+        """
+        request = json.dumps(
+            {"template": template, "messages": [dict(message) for message in messages], "tokens": dict(tokens or {})}
+        ).encode()
+        with self._lock:
+            kind, text = self._exchange(request)
+        if kind == TEXT:
+            return text
+        if kind == REFUSED:
+            raise InvalidRequest(f"{name}'s chat template refuses these messages: {text}")
+        if kind == MISSING:
             raise InvalidRequest(
                 "chat templates need jinja2 3.1.6 or newer: pip install 'synapse-workers[chat]'",
                 details={"missing": "jinja2"},
-            ) from exc
-        except Exception as exc:  # a template is foreign code: whatever it raises, the bundle is at fault
-            raise BundleInvalid(f"bundle {name}: its chat template can't be read: {exc}") from exc
-        return _rendered(compiled, messages, name, tokens or {})
+            )
+        why = "can't be read" if kind == UNREADABLE else "fails"
+        raise BundleInvalid(f"bundle {name}: its chat template {why}: {text}")
+
+    def close(self) -> None:
+        """End the process, also in the middle of a template, whose caller gets QueueFull. Idempotent."""
+        if os.getpid() != self._pid:
+            return  # A forked child: the process is its parent's.
+        self._closed = True
+        child = self._child
+        if child is not None:
+            child.kill()
+        with self._lock:
+            self._drop()
+
+    def _exchange(self, request: bytes) -> tuple[bytes, str]:
+        if self._closed:
+            raise InvalidRequest("this host is closed")
+        if self._pid != os.getpid():
+            self._child, self._pid = None, os.getpid()
+        if self._child is not None and not self._child.running:
+            self._drop()  # It ended between two calls: the kernel's choice where memory ends, say.
+        if self._child is None:
+            try:
+                self._child = _Child(self._folder)
+            except (OSError, RuntimeError) as exc:
+                raise QueueFull(f"no process for the chat template could be started: {exc}") from exc
+        reply = self._child.exchange(request)
+        if isinstance(reply, bytes):
+            return reply[:1], reply[1:].decode("utf-8", "replace")
+        self._drop()
+        if self._closed:
+            raise QueueFull("the host is stopping", details={"reason": "stopping"})
+        return FAILED, reply
+
+    def _drop(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
 
 
-def _rendered(compiled: Any, messages: Sequence[Mapping[str, str]], name: str, tokens: Mapping[str, str]) -> str:
-    variables: dict[str, Any] = {
-        # What transformers passes: a template tells "no tools" from None.
-        "tools": None,
-        "documents": None,
-        "add_generation_prompt": True,
-        "bos_token": "",
-        "eos_token": "",
-        **tokens,
-        "messages": [dict(message) for message in messages],
-    }
-    parts: list[str] = []
-    size = 0
-    try:
-        for part in compiled.generate(**variables):
-            size += len(part)
-            if size > MAX_RENDERED:
-                raise BundleInvalid(f"bundle {name}: its chat template writes more than {MAX_RENDERED} characters")
-            parts.append(part)
-    except SynapseError:
-        raise
-    except _Refused as exc:
-        raise InvalidRequest(f"{name}'s chat template refuses these messages: {exc}") from exc
-    except Exception as exc:  # foreign code, as above
-        raise BundleInvalid(f"bundle {name}: its chat template fails: {exc}") from exc
-    return "".join(parts)
+class _Child:
+    """The process, its pipes, and a thread that waits for its replies."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._private = None if folder is not None else tempfile.TemporaryDirectory(prefix="synapse-template-")
+        options: dict[str, Any] = {"start_new_session": True}
+        if sys.platform == "win32":
+            options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+        try:
+            self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and file
+                # -P: the folder of the program is not searched for modules.
+                [sys.executable, "-P", str(PROGRAM)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                close_fds=True,
+                env=worker_environment("chat-template", {}),
+                cwd=folder if self._private is None else self._private.name,
+                **options,
+            )
+        except BaseException:
+            if self._private is not None:
+                self._private.cleanup()
+            raise
+        self._replies: queue.Queue[bytes | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, name="synapse-template", daemon=True)
+        try:
+            self._reader.start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def running(self) -> bool:
+        return self._popen.poll() is None
+
+    def exchange(self, request: bytes) -> bytes | str:
+        """Return the reply to a request; or why there is none, and then the process is of no more use."""
+        stdin = self._popen.stdin
+        assert stdin is not None
+        with suppress(OSError):  # It is gone: the reader says so.
+            stdin.write(LENGTH.pack(len(request)) + request)
+            stdin.flush()
+        until = time.monotonic() + WALL_S
+        while time.monotonic() < until:
+            try:
+                reply = self._replies.get(timeout=POLL_S)
+            except queue.Empty:
+                if self._too_large():
+                    return "it takes too much memory"
+                continue
+            return self._ending() if reply is None else reply
+        return f"it runs for more than {WALL_S:g} s"
+
+    def _ending(self) -> str:
+        """Say why the process ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(POLL_S)
+        ending = signal_name(self._popen.returncode)
+        if ending == "SIGXCPU":
+            return f"it runs for more than {CPU_S} s"
+        return f"it ends the process that renders it ({ending or self._popen.returncode})"
+
+    def _too_large(self) -> bool:
+        if _LIMITED_BY_SYSTEM:
+            return False
+        import psutil
+
+        with suppress(psutil.Error):
+            return bool(psutil.Process(self._popen.pid).memory_info().rss > MEMORY_BYTES)
+        return False
+
+    def _read(self) -> None:
+        stdout = self._popen.stdout
+        assert stdout is not None
+        with suppress(OSError, ValueError):
+            while (reply := _reply(stdout)) is not None:
+                self._replies.put(reply)
+        self._replies.put(None)
+
+    def kill(self) -> None:
+        """End the process; it is reaped by :meth:`close`."""
+        self._popen.kill()
+
+    def close(self) -> None:
+        """Kill, reap, and give back the pipes, the thread and the private folder."""
+        self._popen.kill()
+        self._popen.wait()
+        if self._reader.ident is not None:
+            self._reader.join()
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+        if self._private is not None:
+            self._private.cleanup()
 
 
-class _Refused(Exception):
-    """The template called raise_exception."""
-
-
-# --- limits ----------------------------------------------------------------------------------------------------------
-
-
-class _Clock(threading.local):
-    until: float | None = None
-
-
-_clock: Final = _Clock()
-
-
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    # The thread's own processor time: a busy machine makes no template fail.
-    _clock.until = time.thread_time() + seconds
-    try:
-        yield
-    finally:
-        _clock.until = None
-
-
-def _tick() -> bool:
-    """Raise once the template has had its time; else True, for conditions."""
-    if _clock.until is not None and time.thread_time() > _clock.until:
-        raise ValueError(f"it runs for more than {RENDER_S:g} s")
-    return True
-
-
-def _small(value: Any) -> Any:
-    """Return *value* unless it holds too much: a list of itself twice, forty times over, is a terabyte of text."""
-    left = MAX_RENDERED
-    stack = [value]
-    while stack:
-        value_in = stack.pop()
-        if isinstance(value_in, str):
-            left -= len(value_in)
-        elif isinstance(value_in, list | tuple):
-            left -= 1 + len(value_in)
-            stack.extend(value_in if left >= 0 else ())
-        elif isinstance(value_in, dict):
-            left -= 1 + 2 * len(value_in)
-            stack.extend((*value_in, *value_in.values()) if left >= 0 else ())
-        if left < 0:
-            raise ValueError(f"a value holds more than {MAX_RENDERED} characters")
-    return value
-
-
-def _check_arguments(value: Any, others: Sequence[Any]) -> None:
-    """Refuse what would make a huge text of a small value: ``'a' | center(10000000000)``, ``join``, ``replace``."""
-    # An iterator's length isn't known; the sandbox's range ends here.
-    many = len(value) if hasattr(value, "__len__") else 100_000 if hasattr(value, "__next__") else 1
-    sizes = (len(each) if isinstance(each, str) else abs(each) for each in others if isinstance(each, str | int))
-    if max(many, 1) * max(sizes, default=0) > MAX_MADE or (isinstance(value, str) and _WIDE.search(value)):
-        raise ValueError(f"a value would hold more than {MAX_MADE} characters")
-
-
-def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter or test that looks at the time, at what it is given and at what it makes."""
-
-    @functools.wraps(function)
-    def counted(*args: Any, **options: Any) -> Any:
-        _tick()
-        given = args[1:] if hasattr(function, "jinja_pass_arg") else args
-        _check_arguments(given[0] if given else None, [*given[1:], *options.values()])
-        return _small(function(*args, **options))
-
-    return counted
-
-
-def _joined(*values: Any) -> str:
-    """``a ~ b``"""
-    _small(values)
-    return "".join(map(str, values))
-
-
-# --- the environment -------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=16)
-def _compiled(template: str) -> Any:
-    """Compile a template with the limits in it."""
-    from jinja2 import nodes
-    from jinja2.visitor import NodeTransformer
-
-    environment = _environment()
-
-    class Limits(NodeTransformer):
-        def generic_visit(self, node: Any, *args: Any, **kwargs: Any) -> Any:
-            super().generic_visit(node, *args, **kwargs)
-            for field in ("body", "else_"):
-                statements = getattr(node, field, None)
-                if isinstance(statements, list) and statements:
-                    with_ticks = ((nodes.ExprStmt(_call("tick", node)), statement) for statement in statements)
-                    setattr(node, field, [each for pair in with_ticks for each in pair])
-            return node
-
-        def visit_For(self, node: Any) -> Any:  # noqa: N802 - jinja2's names
-            self.generic_visit(node)
-            if node.test is not None:
-                node.test = nodes.And(_call("tick", node), node.test)
-            return node
-
-        def visit_Concat(self, node: Any) -> Any:  # noqa: N802
-            self.generic_visit(node)
-            return _call("joined", node, node.nodes)
-
-        def visit_List(self, node: Any) -> Any:  # noqa: N802
-            self.generic_visit(node)
-            return _call("small", node, [node])
-
-        visit_Dict = visit_List  # noqa: N815
-
-        def visit_Tuple(self, node: Any) -> Any:  # noqa: N802
-            return self.visit_List(node) if node.ctx == "load" else node
-
-    def _call(name: str, at: Any, args: Sequence[Any] = ()) -> Any:
-        return nodes.Call(nodes.EnvironmentAttribute(name), list(args), [], None, None, lineno=at.lineno)
-
-    tree = Limits().visit(environment.parse(template))
-    tree.set_environment(environment)
-    for node in tree.find_all(nodes.Node):
-        node.lineno = node.lineno or 1
-    return environment.template_class.from_code(environment, environment.compile(tree), environment.make_globals(None))
-
-
-def _environment() -> Any:
-    """Return an environment with what transformers offers to templates; ImportError without jinja2."""
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    if tuple(int(part) for part in re.findall(r"\d+", jinja2.__version__)[:3]) < (3, 1, 6):
-        raise ImportError("older ones have known ways out of the sandbox")
-
-    class Generation(Extension):
-        """``{% generation %}`` marks what a model wrote, for training; here it is its own content."""
-
-        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def refuse(message: object) -> None:
-        raise _Refused(str(message))
-
-    def tojson(value: Any, **options: Any) -> str:
-        # jinja2's own filter escapes for HTML.
-        return json.dumps(value, **{"ensure_ascii": False, **options})
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        """Refuses small expressions that ask for all memory or all time: ``'a' * 10**10``, ``9**9**9``."""
-
-        intercepted_binops = frozenset({"*", "**", "+", "%"})
-        tick = staticmethod(_tick)
-        joined = staticmethod(_joined)
-        small = staticmethod(_small)
-
-        def call(self, context: Any, callee: Any, *args: Any, **options: Any) -> Any:
-            owner = getattr(callee, "__self__", None)
-            if not isinstance(owner, str):
-                return super().call(context, callee, *args, **options)
-            # join's value is its argument, every other method's the text itself.
-            first, others = (args[0], [owner]) if callee.__name__ == "join" and args else (owner, args)
-            _check_arguments(first, [*others, *options.values()])
-            return _small(super().call(context, callee, *args, **options))
-
-        def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-            # The sandbox's own stand-in for str.format and format_map.
-            wrapper = super().wrap_str_format(value)
-            if wrapper is None:
-                return None
-
-            @functools.wraps(wrapper)
-            def checked(*args: Any, **options: Any) -> str:
-                given = args[0] if value.__name__ == "format_map" and isinstance(args[0], dict) else options
-                _check_arguments(value.__self__, [*args, *given.values()])
-                return str(_small(wrapper(*args, **options)))
-
-            return checked
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "**":
-                raise ValueError("** is not allowed in a chat template")
-            if operator == "*":
-                for many, times in ((left, right), (right, left)):
-                    if hasattr(many, "__len__") and isinstance(times, int) and len(many) * times > MAX_RENDERED:
-                        raise ValueError(f"a repetition writes more than {MAX_RENDERED} characters")
-            elif operator == "+" and hasattr(left, "__len__"):
-                _small([left, right])
-            elif operator == "%" and isinstance(left, str):
-                _check_arguments(left, [*right] if isinstance(right, tuple) else [right])
-            return _small(super().call_binop(context, operator, left, right))
-
-    environment = Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, "jinja2.ext.loopcontrols"],
-        autoescape=False,
-    )
-    environment.filters["tojson"] = tojson
-    functions: Any
-    for functions in (environment.filters, environment.tests):
-        functions.update({name: _counted(each) for name, each in functions.items()})
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    # A function, not the class: a class has attributes without an underscore that lead further.
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
-    environment.globals.pop("lipsum", None)
-    return environment
+def _reply(stream: IO[bytes]) -> bytes | None:
+    """Return the next reply, None at the end and for what is none."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    if not 1 <= length <= MAX_REPLY:
+        return None
+    reply = stream.read(length)
+    return reply if len(reply) == length and reply[:1] in KINDS else None

@@ -1,19 +1,22 @@
 """Text to token ids, on the host's side: workers receive ids only.
 
-A tokenizer opens with ``no_padding``, ``no_truncation`` and ``encode_special_tokens``: a literal ``[SEP]`` or
-``<|im_end|>`` in a text is text. Special tokens around a row are those of the tokenizer's own post-processor. Too long
-a text is cut only where the caller asked for it, inside the special tokens, and is told by index.
+A tokenizer opens without padding and truncation (:mod:`synapse_host.tokenizer_file`) and with
+``encode_special_tokens``: a literal ``[SEP]`` or ``<|im_end|>`` in a text is text. Special tokens around a row are
+those of the tokenizer's own post-processor. Too long a text is cut only where the caller asked for it, inside the
+special tokens, and is told by index.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec import UNSET
 
@@ -21,6 +24,7 @@ from engines.bundle.digest import same
 from engines.bundle.manifest import Bundle, open_plain
 from synapse_host.admission import too_long
 from synapse_host.errors import BundleInvalid, InvalidRequest
+from synapse_host.tokenizer_file import MAX_IDS, sanitized
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,12 +33,29 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
-MAX_TOKENIZER_BYTES: Final = 256 * 1024 * 1024
-MAX_TEXT_BYTES: Final = 16 * 1024 * 1024
-"""A text beyond this is refused before it is tokenised: no model takes a thousandth of it."""
+T = TypeVar("T")
 
-BATCH_CHARACTERS: Final = 4 * 1024 * 1024
-"""Characters that the tokenizer gets at once: what it makes of them takes a hundred times their memory."""
+MAX_TOKENIZER_BYTES: Final = 64 * 1024 * 1024
+"""The largest published file (Gemma 3) has 33 MB."""
+
+# What the tokenizer makes of a text takes up to 250 bytes a character while it runs. So a text is read in growing
+# pieces from its start, until it has too many tokens or is read whole, and all threads together stay in one budget.
+BATCH_CHARACTERS: Final = 256 * 1024
+"""Characters of short texts that the tokenizer gets at once, and the first piece of a long one at most."""
+BATCH_TEXTS: Final = 2048
+"""Texts that it gets at once."""
+BUDGET_CHARACTERS: Final = 1024 * 1024
+"""Characters in the tokenizers of all threads at once; a longer piece goes alone."""
+FREE_CHARACTERS: Final = 16 * 1024
+"""Calls with fewer never wait for the budget: they may run on the event loop's thread."""
+MAX_CHARACTERS: Final = 4 * 1024 * 1024
+"""Of a longer text only this much is ever read; without truncation it is refused unread."""
+LEAST_CHARACTERS: Final = 64 * 1024
+"""So long may a text be for any model: of spaces or unknown words, many characters make few tokens."""
+FIRST_PIECE: Final = 8
+"""Characters a token in the first piece of a long text; the average of most languages is two to five."""
+MARGIN: Final = 16
+"""Tokens at the end of a piece that the cut may have changed."""
 
 _ALONE: Final = ("query", "prompt")
 """What a request has one of, so that an index would only confuse."""
@@ -69,6 +90,33 @@ class Frame:
         return len(self.prefix) + len(self.middle) + len(self.suffix)
 
 
+class _Budget:
+    """Characters that are being tokenised, by all threads of the process."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._used = 0
+
+    @contextmanager
+    def taken(self, characters: int) -> Iterator[None]:
+        """Wait until there is room for *characters* and hold it; more than all there is goes alone."""
+        if characters <= FREE_CHARACTERS:
+            yield
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + characters <= BUDGET_CHARACTERS)
+            self._used += characters
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= characters
+                self._changed.notify_all()
+
+
+_budget: Final = _Budget()
+
+
 class TextTokenizer:
     """One bundle's tokenizer. Thread-safe: encoding changes nothing in it."""
 
@@ -85,10 +133,17 @@ class TextTokenizer:
         self._file = _read(path, manifest.tokenizer.digest, self.model)
         self._name = path.name
         self._plain = _open(self._file, self._name, self.model)
+        self._longest = max(map(len, self._plain.get_vocab()), default=1) or 1
+        self.max_characters = min(MAX_CHARACTERS, max(LEAST_CHARACTERS, self.max_tokens * self._longest))
+        """A longer text can't fit: it is refused, or cut to this, before it is tokenised."""
         special = manifest.special_ids if manifest.special_ids is not UNSET else {}
-        self.single = _single_frame(self._plain, manifest.family, manifest.task, special)
         self._instructed = manifest.task == "rerank" and manifest.family == "qwen3"
-        self.pair = _pair_frame(self._plain, special) if manifest.task == "rerank" else Frame()
+        self.single = self._run(lambda: _single_frame(self._plain, manifest.family, manifest.task, special))
+        self.pair = self._run(lambda: _pair_frame(self._plain, special)) if manifest.task == "rerank" else Frame()
+        for frame in (self.single, self.pair):
+            self._check_frame(frame)
+        if self._instructed:
+            _ = self._special  # opened now, where nobody else waits: pairs() may run on the event loop's thread
 
     def rows(self, texts: Sequence[str], *, truncate: bool = False, offset: int = 0, noun: str = "text") -> Rows:
         """Return the texts' rows with their special tokens.
@@ -118,33 +173,44 @@ class TextTokenizer:
 
     def _judged(self, query: str, documents: Sequence[str], *, truncate: bool) -> Rows:
         """Rows of a Qwen3 reranker: query and document inside its question, which ends where 'yes' or 'no' follows."""
+        import numpy as np
+
         prefix, suffix = self.template(_JUDGE_PREFIX), self.template(_JUDGE_SUFFIX)
-        # Each part has to be a text with tokens of its own.
-        for texts, noun in (([query], "query"), (documents, "document")):
-            for _ in self._encode(texts, noun, 0):
-                pass
+        self._query(query, len(prefix) + len(suffix))
+        self._check(documents, "document", 0)
         opening = f"<Instruct>: {_JUDGE_INSTRUCTION}\n<Query>: {query}\n<Document>: "
         # Encoded as one text: the first word of a document takes the space before it into its token.
-        if len(self.literal(opening)) >= self.max_tokens - len(prefix) - len(suffix):
+        bare = self.literal(opening)
+        if len(bare) >= self.max_tokens - len(prefix) - len(suffix):
             raise InvalidRequest(
                 f"the query leaves no room for a document: {self.model} takes {self.max_tokens} tokens for both. "
                 "Shorten it",
                 details={"max_tokens": self.max_tokens},
             )
         bodies = [opening + text for text in documents]
-        return self._fitted(bodies, "document", 0, prefix, suffix, truncate=truncate)
+        rows = self._fitted(bodies, "document", 0, prefix, suffix, truncate=truncate)
+        empty = np.array([*prefix, *bare, *suffix], np.int32)
+        start = 0
+        for index, length in enumerate(rows.lengths):
+            if length == len(empty) and np.array_equal(rows.ids[start : start + length], empty):
+                raise _no_tokens("document", index)
+            start += length
+        return rows
 
     def prompt(self, text: str) -> Rows:
         """Return a prompt's row for generation."""
         return self.rows([text], noun="prompt")
 
     def template(self, text: str) -> list[int]:
-        """Return the ids of text that a chat template wrote: here ``<|im_start|>`` means the special token."""
-        return list(self._special.encode(text, add_special_tokens=False).ids)
+        """Return the ids of text that a chat template wrote: here ``<|im_start|>`` means the special token.
+
+        Of a text with more than ``max_tokens`` not all of them, but more than that.
+        """
+        return self._ids(self._special, text, self.max_tokens)[0]
 
     def literal(self, text: str) -> list[int]:
-        """Return the ids of text that a person wrote, without special tokens."""
-        return list(self._plain.encode(text, add_special_tokens=False).ids)
+        """Return the ids of text that a person wrote, without special tokens; of too long a text not all of them."""
+        return self._ids(self._plain, text, self.max_tokens)[0]
 
     def mentions_special(self, text: str) -> bool:
         """True when reading the text's special-token literals as tokens would change its ids."""
@@ -171,37 +237,90 @@ class TextTokenizer:
         tokenizer.encode_special_tokens = False
         return tokenizer
 
-    def _encode(self, texts: Sequence[str], noun: str, offset: int) -> Iterator[list[int]]:
-        """Yield the ids of each text, the caller's to drop: a chunk of the longest texts fits no memory as ids."""
+    def _check(self, texts: Sequence[str], noun: str, offset: int) -> None:
+        """Raise InvalidRequest {index} for what is no text, is empty, or holds half a surrogate pair."""
         for index, text in enumerate(texts, offset):
-            name = noun if noun in _ALONE else f"{noun} {index}"
             if not isinstance(text, str):
-                raise InvalidRequest(f"{name} is {type(text).__name__}, not text", details={"index": index})
+                raise InvalidRequest(
+                    f"{_named(noun, index)} is {type(text).__name__}, not text", details={"index": index}
+                )
             if not text.strip():
-                raise InvalidRequest(f"{name} is empty", details={"index": index})
-            if (length := str.__len__(text)) > MAX_TEXT_BYTES:  # a subclass may say anything
-                raise InvalidRequest(
-                    f"{name} has {length} characters, at most {MAX_TEXT_BYTES}", details={"index": index}
-                )
-            if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-                raise InvalidRequest(
-                    f"{name} holds half a surrogate pair; it is not valid text", details={"index": index}
-                )
-        encode = getattr(self._plain, "encode_batch_fast", self._plain.encode_batch)
-        index = offset
-        for batch in _batches(texts):
-            for item in encode(batch, add_special_tokens=False):
-                if not item.ids:
-                    name = noun if noun in _ALONE else f"{noun} {index}"
+                raise InvalidRequest(f"{_named(noun, index)} is empty", details={"index": index})
+            if not text.isascii():
+                try:
+                    text[: self.max_characters].encode()
+                except UnicodeEncodeError:
                     raise InvalidRequest(
-                        f"{name} has no tokens: the tokenizer drops all of it", details={"index": index}
-                    )
-                yield item.ids
+                        f"{_named(noun, index)} holds half a surrogate pair; it is not valid text",
+                        details={"index": index},
+                    ) from None
+
+    def _encode(self, texts: Sequence[str], noun: str, offset: int, room: int) -> Iterator[tuple[list[int], bool]]:
+        """Yield the ids of each text, and whether they are all of them: of a text with more than *room*, enough.
+
+        Raises as :meth:`_check`, and InvalidRequest {index} for a text without tokens.
+        """
+        self._check(texts, noun, offset)
+        encode = getattr(self._plain, "encode_batch_fast", self._plain.encode_batch)
+        first = self._first_piece(room)
+        index = offset
+        for batch in _batches(texts, first):
+            if len(batch) == 1 and len(batch[0]) > first:
+                found = [self._ids(self._plain, batch[0], room)]
+            else:
+                with _budget.taken(sum(map(len, batch))):
+                    encoded = self._run(lambda batch=batch: encode(batch, add_special_tokens=False))  # type: ignore[misc]
+                    found = [(item.ids, True) for item in encoded]
+                    del encoded
+            for ids, whole in found:
+                if not ids:
+                    raise _no_tokens(noun, index)
+                yield ids, whole
                 index += 1
+
+    def _ids(self, tokenizer: Tokenizer, text: str, room: int) -> tuple[list[int], bool]:
+        """Return a text's ids and True, or so many of its first ids that *room* of them are certain, and False."""
+        size = self._first_piece(room)
+        end = min(len(text), self.max_characters)
+        while True:
+            piece = text if size >= len(text) else text[: min(size, end)]
+            with _budget.taken(len(piece)):
+                ids: list[int] = self._run(lambda piece=piece: tokenizer.encode(piece, add_special_tokens=False).ids)  # type: ignore[misc]
+            if len(piece) == len(text):
+                return ids, True
+            if len(ids) > room + MARGIN or len(piece) == end:
+                return ids, False
+            size *= 2
+
+    def _first_piece(self, room: int) -> int:
+        return min(BATCH_CHARACTERS, self.max_characters, max(FREE_CHARACTERS, FIRST_PIECE * (room + MARGIN)))
+
+    def _run(self, work: Callable[[], T]) -> T:
+        """Run what calls the tokenizers library; whatever it fails with is the bundle's fault.
+
+        It raises bare Exceptions, and its panics are BaseExceptions of a class that can't be imported.
+        """
+        try:
+            return work()
+        except MemoryError:
+            raise
+        except BaseException as exc:
+            if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
+                raise
+            raise BundleInvalid(f"bundle {self.model}: {self._name} fails as a tokenizer: {exc}") from exc
+
+    def _check_frame(self, frame: Frame) -> None:
+        ids = (*frame.prefix, *frame.middle, *frame.suffix)
+        if any(not 0 <= id < MAX_IDS for id in ids):
+            raise BundleInvalid(f"bundle {self.model}: a special token has the id {max(ids)}, which no vocabulary has")
+        if len(ids) >= self.max_tokens:
+            raise BundleInvalid(
+                f"bundle {self.model}: its {len(ids)} special tokens leave no room in {self.max_tokens} tokens"
+            )
 
     def _query(self, query: str, special: int) -> list[int]:
         """Return a query's ids, which leave room for a document."""
-        ids = next(self._encode([query], "query", 0))
+        ids, _ = next(self._encode([query], "query", 0, self.max_tokens))
         if len(ids) + special >= self.max_tokens:
             raise InvalidRequest(
                 f"the query has {len(ids)} tokens and leaves no room for a document: {self.model} takes "
@@ -223,16 +342,45 @@ class TextTokenizer:
     ) -> Rows:
         """Return the texts' rows between the ids *before* and *after*; *taken*: ids that the worker adds to each."""
         taken += len(before) + len(after)
+        room = self.max_tokens - taken
         rows: list[Sequence[int]] = []
+        blocks: list[IntArray] = []
+        lengths: list[int] = []
         truncated: list[int] = []
-        for index, ids in enumerate(self._encode(texts, noun, offset), offset):
-            if taken + len(ids) > self.max_tokens:
+        if not truncate:
+            self._check_characters(texts, noun, offset)
+        for index, (ids, whole) in enumerate(self._encode(texts, noun, offset, room), offset):
+            if len(ids) > room or not whole:
                 if not truncate:
-                    raise too_long(index, taken + len(ids), self.max_tokens, model=self.model, noun=noun)
+                    raise too_long(
+                        index, taken + len(ids), self.max_tokens, model=self.model, noun=noun, at_least=not whole
+                    )
                 truncated.append(index)
-                ids = ids[: self.max_tokens - taken]
+                ids = ids[:room]
             rows.append((*before, *ids, *after) if before or after else ids)
-        return Rows(flatten(rows), [len(row) for row in rows], truncated)
+            lengths.append(len(rows[-1]))
+            if len(rows) == BATCH_TEXTS:
+                # In steps: joining and freeing a million rows at once would hold up every other thread.
+                blocks.append(flatten(rows))
+                rows = []
+        return Rows(_joined([*blocks, flatten(rows)]), lengths, truncated)
+
+    def _check_characters(self, texts: Sequence[str], noun: str, offset: int) -> None:
+        """Raise SequenceTooLong for a text that can't fit, however long its tokens are."""
+        for index, text in enumerate(texts, offset):
+            if isinstance(text, str) and len(text) > self.max_characters:
+                tokens = max(self.max_tokens + 1, len(text) // self._longest)
+                raise too_long(index, tokens, self.max_tokens, model=self.model, noun=noun, at_least=True)
+
+
+def _named(noun: str, index: int) -> str:
+    return f"the {noun}" if noun in _ALONE else f"{noun} {index}"
+
+
+def _no_tokens(noun: str, index: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"{_named(noun, index)} has no tokens: the tokenizer drops all of it", details={"index": index}
+    )
 
 
 def flatten(rows: Sequence[Sequence[int]]) -> IntArray:
@@ -243,32 +391,32 @@ def flatten(rows: Sequence[Sequence[int]]) -> IntArray:
     return np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=total)
 
 
-def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the texts in lists of at most BATCH_CHARACTERS, or one text."""
+def _batches(texts: Sequence[str], longest: int) -> Iterator[list[str]]:
+    """Yield the texts in lists of at most BATCH_TEXTS and BATCH_CHARACTERS; one longer than *longest* goes alone."""
     batch: list[str] = []
     characters = 0
     for text in texts:
-        length = str.__len__(text)
-        if batch and characters + length > BATCH_CHARACTERS:
+        full = len(batch) == BATCH_TEXTS or characters + len(text) > BATCH_CHARACTERS
+        if batch and (full or len(text) > longest):
             yield batch
             batch, characters = [], 0
         batch.append(text)
-        characters += length
+        characters = characters + len(text) if len(text) <= longest else BATCH_CHARACTERS
     if batch:
         yield batch
 
 
-def _cut(rows: Rows) -> list[list[int]]:
-    flat = rows.ids.tolist()
-    cut, start = [], 0
-    for length in rows.lengths:
-        cut.append(flat[start : start + length])
-        start += length
-    return cut
+def _joined(blocks: list[IntArray]) -> IntArray:
+    import numpy as np
+
+    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
 def _read(path: Path, digest: str, model: str) -> bytes:
-    """Return a tokenizer file's bytes, checked: another vocabulary would give wrong vectors without any error."""
+    """Return a tokenizer file's bytes by their digest, without what isn't accepted.
+
+    The digest comes first: another vocabulary would give wrong vectors without any error.
+    """
     try:
         with open_plain(path) as file:
             data = file.read(MAX_TOKENIZER_BYTES + 1)
@@ -285,7 +433,12 @@ def _read(path: Path, digest: str, model: str) -> bytes:
             "Install or build the bundle again",
             details={"file": str(path), "expected": digest, "observed": f"sha256:{actual}"},
         )
-    return data
+    try:
+        return sanitized(data)
+    except ValueError as exc:
+        raise BundleInvalid(
+            f"bundle {model}: {path.name} can't be read as a tokenizer: {exc}. Rebuild the bundle"
+        ) from exc
 
 
 def _open(data: bytes, name: str, model: str) -> Tokenizer:
@@ -295,8 +448,6 @@ def _open(data: bytes, name: str, model: str) -> Tokenizer:
         tokenizer = Tokenizer.from_buffer(data)
     except Exception as exc:  # the library raises a bare Exception for any bad file
         raise BundleInvalid(f"bundle {model}: {name} can't be read as a tokenizer: {exc}. Rebuild the bundle") from exc
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -338,10 +489,8 @@ def _observed(tokenizer: Tokenizer, parts: list[str]) -> Frame:
     return Frame(tuple(ids[: real[0]]), middle, tuple(ids[real[-1] + 1 :]))
 
 
-def pair_frame(bundle: Bundle, tokenizer: TextTokenizer | None) -> Frame:
-    """Return the special ids of a pair: the bundle's tokenizer's, or the manifest's where it has none."""
-    if tokenizer is not None or bundle.manifest.tokenizer is not UNSET:
-        return (tokenizer or TextTokenizer(bundle)).pair
+def special_frame(bundle: Bundle) -> Frame:
+    """Return the special ids of a pair by the manifest, for a bundle without a tokenizer; InvalidRequest."""
     special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
     if not {"cls", "sep"} <= special.keys():
         raise InvalidRequest(
@@ -353,6 +502,17 @@ def pair_frame(bundle: Bundle, tokenizer: TextTokenizer | None) -> Frame:
 
 def compose_ids(frame: Frame, query: IntArray, candidates: Rows) -> Rows:
     """Return composed rows for an owned rerank worker from bare segments of ids."""
-    head = (*frame.prefix, *query.tolist(), *frame.middle)
-    rows = [(*head, *candidate, *frame.suffix) for candidate in _cut(candidates)]
-    return Rows(flatten(rows), [len(row) for row in rows], [])
+    import numpy as np
+
+    head = np.array([*frame.prefix, *query.tolist(), *frame.middle], np.int32)
+    tail = np.array(frame.suffix, np.int32)
+    lengths = np.array(candidates.lengths, np.int64) + (len(head) + len(tail))
+    ends = np.cumsum(lengths)
+    ids = np.empty(int(ends[-1]) if len(ends) else 0, np.int32)
+    bare = np.ones(len(ids), bool)
+    for part, first in ((head, ends - lengths), (tail, ends - len(tail))):
+        for place, id in enumerate(part):
+            ids[first + place] = id
+            bare[first + place] = False
+    ids[bare] = candidates.ids
+    return Rows(ids, lengths.tolist(), [])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from engines.bundle.manifest import BundleError
+from engines.bundle.manifest import BundleError, open_plain
 
 BLOCK: Final = 1024 * 1024
 _END_RECORD: Final = b"PK\x05\x06"
@@ -64,7 +64,7 @@ def unpack(
     if any(into.iterdir()):
         raise ArchiveError(f"{into} is not empty; archives are unpacked into a fresh folder only")
     try:
-        with archive.open("rb") as file:
+        with open_plain(archive) as file:
             _check_directory(archive, file, limits)
             with zipfile.ZipFile(file) as opened:
                 return _unpack(archive, opened, into, wanted, limits, progress)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engines.bundle import layout
 from engines.bundle.layout import Family
-from engines.bundle.manifest import BundleError, Task
+from engines.bundle.manifest import BundleError, Task, open_plain
 from engines.bundle.safetensors import MappedTensors, SafetensorsFile
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ def _read_json(file: Path) -> Any:
         return obj
 
     try:
-        with file.open("rb") as handle:
+        with open_plain(file) as handle:
             data = handle.read(MAX_JSON + 1)
     except OSError as exc:
         raise CheckpointError(f"{file}: {exc.strerror or exc}") from exc
@@ -154,7 +153,8 @@ def family_of(raw: Mapping[str, Any], where: Path | str) -> Family:
 
 def guess_task(raw: Mapping[str, Any], family: Family, folder: Path) -> Task:
     """Guess what a checkpoint is for, from its architecture name and the sentence-transformers files beside it."""
-    name = (raw.get("architectures") or [""])[0]
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     if "ForSequenceClassification" in name:
         return "rerank"
     if family in ("bert", "modernbert"):
@@ -203,7 +203,9 @@ def complete_config(raw: Mapping[str, Any], family: Family, *, where: str) -> di
 
     def number(key: str) -> None:
         value = config[key]
-        need(type(value) in (int, float) and 0 < value < math.inf, key, f"{value!r} must be a positive number")
+        # An int may have any number of digits; a float doesn't.
+        need(type(value) in (int, float) and 0 < value < 2**63, key, f"{value!r} must be a positive number below 2^63")
+        config[key] = value if key == "local_attention" else float(value)
 
     for key in _COUNTS:
         count(key)
@@ -222,17 +224,21 @@ def complete_config(raw: Mapping[str, Any], family: Family, *, where: str) -> di
         need(config["hidden_act"] == "gelu", "hidden_act", f"{config['hidden_act']!r} is not supported, only 'gelu'")
         need(config["position_embedding_type"] == "absolute", "position_embedding_type", "only 'absolute' is supported")
     elif family == "modernbert":
+        full, sliding = (rope.get(kind, {}) for kind in ("full_attention", "sliding_attention"))
+        need(isinstance(full, dict) and isinstance(sliding, dict), "rope_parameters", "must hold objects")
         default(
             norm_eps=1e-5, norm_bias=False, attention_bias=False, mlp_bias=False, classifier_bias=False,
             classifier_pooling="cls", classifier_activation="gelu", hidden_activation="gelu", local_attention=128,
-            global_rope_theta=rope.get("full_attention", {}).get("rope_theta", 160000.0),
-            local_rope_theta=rope.get("sliding_attention", {}).get("rope_theta", 10000.0),
+            global_rope_theta=full.get("rope_theta", 160000.0),
+            local_rope_theta=sliding.get("rope_theta", 10000.0),
         )  # fmt: skip
-        every = config.get("global_attn_every_n_layers") or 3
+        default(global_attn_every_n_layers=3)
+        count("global_attn_every_n_layers")
+        every = config["global_attn_every_n_layers"]
         kinds = ["sliding_attention" if n % every else "full_attention" for n in range(config["num_hidden_layers"])]
         default(layer_types=kinds)
         types = config["layer_types"]
-        known = isinstance(types, list) and set(types) <= {"sliding_attention", "full_attention"}
+        known = isinstance(types, list) and all(kind in ("sliding_attention", "full_attention") for kind in types)
         need(known and len(types) == len(kinds), "layer_types", "must name full_attention or sliding_attention each")
         for key in ("norm_eps", "global_rope_theta", "local_rope_theta", "local_attention"):
             number(key)
@@ -259,8 +265,8 @@ def complete_config(raw: Mapping[str, Any], family: Family, *, where: str) -> di
 
 
 def plain_numbers(config: Any) -> Any:
-    """Return a config as a manifest can hold it: floats become strings such as ``"1e-12"``, null values are dropped."""
-    if isinstance(config, float):
+    """Return a config as a manifest can hold it: floats and huge numbers become strings (``"1e-12"``), nulls go."""
+    if isinstance(config, float) or (isinstance(config, int) and config.bit_length() > 63):
         return repr(config)
     if isinstance(config, Mapping):
         return {str(key): plain_numbers(value) for key, value in config.items() if value is not None}

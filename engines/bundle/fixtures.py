@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.bundle.manifest import BundleError
+from engines.bundle.manifest import BundleError, open_plain
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,12 +111,14 @@ def read(path: Path) -> Fixtures:
     import numpy as np
 
     try:
-        with zipfile.ZipFile(path) as archive:
-            size = sum(info.file_size for info in archive.infolist())
-        if size > MAX_BYTES:
-            raise BundleError(f"{path}: {size} bytes unpacked, at most {MAX_BYTES}")
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
+        with open_plain(path) as file:
+            with zipfile.ZipFile(file) as archive:
+                size = sum(info.file_size for info in archive.infolist())
+            if size > MAX_BYTES:
+                raise BundleError(f"{path}: {size} bytes unpacked, at most {MAX_BYTES}")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
         meta, texts = (json.loads(arrays.pop(name).tobytes()) for name in ("meta", "texts"))
         task, computed_by = meta["task"], str(meta["computed_by"])
         known = meta["format"] == FORMAT and set(arrays) == set(_KEYS[task])

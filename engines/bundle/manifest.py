@@ -25,6 +25,7 @@ MAX_BYTES: Final = 4 * 1024 * 1024
 Task: TypeAlias = Literal["embed", "rerank", "generate"]
 Score: TypeAlias = Literal["sigmoid", "identity"]
 Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 
 
@@ -75,7 +76,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     normalize: bool | UnsetType = UNSET
     score: Score | UnsetType = UNSET
     tokenizer: FileRef | UnsetType = UNSET
-    special_ids: dict[str, int] | UnsetType = UNSET
+    special_ids: dict[str, TokenId] | UnsetType = UNSET
     head: dict[str, Any] | UnsetType = UNSET
     token_types: bool | UnsetType = UNSET
     config: dict[str, Any] | UnsetType = UNSET
@@ -118,18 +119,26 @@ def parse_strict(data: bytes) -> dict[str, Any]:
         obj: dict[str, Any] = {}
         for key, value in items:
             if key in obj:
-                raise BundleError(f"{FILE_NAME}: key {key!r} occurs twice")
+                raise BundleError(f"{FILE_NAME}: key {key[:80]!r} occurs twice")
             obj[key] = value
         return obj
 
+    def whole(text: str) -> int:
+        # What reads a config or a head makes floats and array elements of it, which hold no more.
+        if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**64:
+            raise BundleError(f"{FILE_NAME}: {text[:40]} has more than 64 bits")
+        return value
+
     def number(text: str) -> Any:
-        raise BundleError(f"{FILE_NAME}: {text} is not an integer; write non-integers as strings")
+        raise BundleError(f"{FILE_NAME}: {text[:40]} is not an integer; write non-integers as strings")
 
     if len(data) > MAX_BYTES:
         raise BundleError(f"{FILE_NAME} has more bytes than may be: at most {MAX_BYTES}")
     try:
         # Decoded here: left to itself, json would guess UTF-16 and UTF-32 as well.
-        obj = json.loads(data.decode("utf-8"), object_pairs_hook=pairs, parse_float=number, parse_constant=number)
+        obj = json.loads(
+            data.decode("utf-8"), object_pairs_hook=pairs, parse_int=whole, parse_float=number, parse_constant=number
+        )
         canonical_bytes(obj)  # half a surrogate pair has no UTF-8 form, so no digest either
     except (ValueError, RecursionError) as exc:
         raise BundleError(f"{FILE_NAME} is not valid JSON: {exc}") from exc

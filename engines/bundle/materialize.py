@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from engines.bundle import archive, preparation
 from engines.bundle.digest import same, tree_digest, verify_file
-from engines.bundle.manifest import BundleError, Digest
+from engines.bundle.manifest import BundleError, Digest, open_plain
 
 RECORD: Final = "materialization.json"
 MAX_RECORD: Final = 64 * 1024
@@ -124,7 +124,7 @@ def _opened(target: Path, digest: str, progress: Callable[[int, int], None] | No
     """Check the record and the tree behind it: the cache is a place where anything may have happened."""
     file = target / RECORD
     try:
-        with file.open("rb") as opened:
+        with open_plain(file) as opened:
             data = opened.read(MAX_RECORD + 1)
         record = msgspec.json.decode(data, type=Record) if len(data) <= MAX_RECORD else None
     except (OSError, msgspec.DecodeError) as exc:

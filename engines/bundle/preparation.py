@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from engines.bundle.manifest import BundleError, Digest
+from engines.bundle.manifest import BundleError, Digest, open_plain
 
 FOLDER: Final = "ane-coreml"
 COMPILED: Final = "compiled"
@@ -57,7 +57,7 @@ def folder(cache: Path, source_digest: str) -> Path:
 def read(record: Path) -> Preparation:
     """Read a ``preparation.json``. BundleError when it is missing or isn't one."""
     try:
-        with record.open("rb") as file:
+        with open_plain(record) as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as exc:
         raise BundleError(f"{record}: {exc.strerror or exc}; prepare the model on this machine first") from exc

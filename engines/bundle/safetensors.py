@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.bundle.manifest import BundleError
+from engines.bundle.manifest import BundleError, open_plain
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,10 +76,11 @@ def parse_header(data: mmap.mmap, *, where: str) -> Header:
         raise refuse(f"a header of {length} bytes can't be")
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        obj = dict(items)
-        if len(obj) != len(items):
-            twice = next(key for key, _ in items if sum(key == other for other, _ in items) > 1)
-            raise refuse(f"{twice!r} occurs twice in the header")
+        obj: dict[str, Any] = {}
+        for key, value in items:
+            if key in obj:
+                raise refuse(f"{key[:80]!r} occurs twice in the header")
+            obj[key] = value
         return obj
 
     try:
@@ -107,12 +108,12 @@ def _tensor(name: str, entry: Any, base: int, refuse: Callable[[str], BundleErro
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
-        raise refuse(f"tensor {name!r} lacks dtype, shape or data_offsets") from None
+        raise refuse(f"tensor {name[:80]!r} lacks dtype, shape or data_offsets") from None
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
     if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or len(shape) > MAX_RANK:
         raise refuse(f"tensor {name!r} has a shape or offsets that can't be")
-    if dtype not in ITEM_SIZES:
-        raise refuse(f"tensor {name!r} has unknown dtype {dtype!r}")
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+        raise refuse(f"tensor {name!r} has unknown dtype {str(dtype)[:40]!r}")
     size = math.prod(shape) * ITEM_SIZES[dtype]
     if end - begin != size:
         raise refuse(f"tensor {name!r} of {dtype}{shape} needs {size} bytes, its offsets give {end - begin}")
@@ -137,20 +138,19 @@ class SafetensorsFile:
         Raises BundleError for anything that isn't a whole safetensors file.
         """
         path = Path(path)
+        if fd is None:
+            try:
+                with open_plain(path) as file:
+                    return cls.open(path, fd=file.fileno())
+            except OSError as exc:
+                raise BundleError(f"{path}: {exc.strerror or exc}") from exc
         try:
-            own = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)) if fd is None else fd
-        except OSError as exc:
-            raise BundleError(f"{path}: {exc.strerror or exc}") from exc
-        try:
-            size = os.fstat(own).st_size
+            size = os.fstat(fd).st_size
             if size < 10:
                 raise BundleError(f"{path}: {size} bytes are too few for a safetensors file")
-            buffer = mmap.mmap(own, size, access=mmap.ACCESS_READ)
+            buffer = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as exc:
             raise BundleError(f"{path}: can't be mapped: {exc}") from exc
-        finally:
-            if fd is None:
-                os.close(own)
         return cls(parse_header(buffer, where=str(path)), buffer, path)
 
     def array(self, name: str) -> Array:

@@ -327,3 +327,46 @@ def test_numbers_in_a_manifest_and_back() -> None:
     assert restore_numbers(plain)["layer_norm_eps"] == 1e-12
     with pytest.raises(CheckpointError, match="rope_theta"):
         restore_numbers({"rope_theta": "fast"})
+
+
+STRANGE = [
+    None,
+    True,
+    -1,
+    0,
+    0.5,
+    10**400,
+    2**63,
+    float("nan"),
+    float("inf"),
+    "x",
+    [],
+    [1],
+    [[]],
+    {},
+    {"a": 1},
+    {"a": []},
+]
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3", "llama"])
+def test_whatever_stands_in_a_config_is_served_or_refused_by_key(family: Any) -> None:
+    """What a manifest's config holds reaches a worker: any other exception there ends it."""
+    base = {
+        "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "max_position_embeddings": 16,
+    }  # fmt: skip
+    keys = [*complete_config(base, family, where="x"), "rope_parameters", "rope_scaling", "use_sliding_window"]
+    changes = [{key: value} for key in [*keys, "architectures"] for value in STRANGE]
+    changes += [{"rope_parameters": {"full_attention": value}} for value in STRANGE]
+    served = 0
+    for change in changes:
+        try:
+            config = complete_config({**base, **change}, family, where="x")
+        except CheckpointError:
+            continue
+        served += 1
+        for key, value in config.items():
+            if key not in change or key.endswith(("eps", "theta")):
+                assert not isinstance(value, int | float) or abs(float(value)) < 2**64, (key, change)
+    assert served > len(STRANGE)  # what nobody reads may be anything

@@ -133,6 +133,11 @@ def test_bfloat16_rounds_to_nearest_even(values: np.ndarray) -> None:
         (raw(one(shape=[1] * 9), bytes(8)), "can't be"),
         (raw(one(shape=[2**62, 2**62, 2**62])), "needs"),
         (raw(one(dtype="F33"), bytes(8)), "unknown dtype"),
+        (raw(one(dtype=[]), bytes(8)), "unknown dtype"),
+        (raw(one(dtype={}), bytes(8)), "unknown dtype"),
+        (raw(one(dtype=None), bytes(8)), "unknown dtype"),
+        (raw({"t" * 9000: 1}), "tensor 't{80}' lacks"),
+        (raw(("{" + "".join(f'"{n}":1,' for n in range(700_000)) + '"699999":2}').encode()), "'699999' occurs twice"),
         (raw(one(shape=[3]), bytes(8)), "needs 12 bytes"),
         (raw(one(data_offsets=[0, 8, 9]), bytes(8)), "lacks"),
         (raw(one(data_offsets=[8, 0]), bytes(8)), "needs"),
@@ -167,8 +172,13 @@ def test_no_single_byte_leads_to_another_exception(
         pass
 
 
-def test_a_directory_and_a_missing_file(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere"):
+@pytest.mark.timeout(20)
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    paths = [tmp_path, tmp_path / "nowhere"]
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "fifo")
+        paths.append(tmp_path / "fifo")
+    for path in paths:
         with pytest.raises(BundleError):
             SafetensorsFile.open(path)
 

@@ -50,6 +50,32 @@ def test_no_more_threads_than_the_limit_and_none_afterwards(monkeypatch: pytest.
     assert not background.busy()
 
 
+def test_a_machine_without_threads_refuses_and_hangs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    real = threading.Thread.start
+
+    def none_left(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def body() -> None:
+        monkeypatch.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(QueueFull, match="no further thread"):
+            beside(lambda: 1)
+        monkeypatch.setattr(threading.Thread, "start", real)
+        first = beside(lambda: go.wait(60))
+        monkeypatch.setattr(threading.Thread, "start", none_left)
+        second = beside(lambda: 2)  # the thread that runs takes it
+        go.set()
+        assert [await first, await second] == [True, 2]
+        monkeypatch.setattr(threading.Thread, "start", real)
+        assert (
+            await asyncio.gather(*(beside(lambda: 3) for _ in range(2 * background.LIMIT)))
+            == [3] * 2 * background.LIMIT
+        )
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
 def test_a_loop_does_not_wait_for_it_at_its_end() -> None:
     go, ended = threading.Event(), threading.Event()
 

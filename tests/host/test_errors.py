@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 
 from engines.protocol.errors import ErrorCode
@@ -53,3 +58,24 @@ def test_a_document_says_what_its_class_says(error: type[SynapseError]) -> None:
     assert document["safe_to_retry_same_request"] is error.safe_to_retry
     # A time to wait goes with what time may cure, and only with that.
     assert ("retry_after_ms" in document) <= error.transient
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"name", "x" * 2**21, ["x"] * 2**21, ["x" * 2**11] * 2**11, {"x" * 9_000: {"x" * 9_000: [b"\xff"]}}, "\ud800",
+     {b"a": 1}, Path("a"), 2**80, 10**5000, {1, 2}, [[[[[[[[[[[[1]]]]]]]]]]]], object, float("nan"), np.int64(5)],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_whatever_an_error_tells_is_bounded_json(value: Any) -> None:
+    error = InvalidRequest("no", details={"value": value})
+    document = json.dumps(error.to_dict()).encode()
+    assert len(document) < 400_000
+    json.dumps(error.to_dict(), ensure_ascii=False, allow_nan=False).encode()
+
+
+def test_a_worker_s_endless_message_keeps_its_beginning_and_its_end() -> None:
+    error = WORKER_ERRORS[ErrorCode.CONFIG_INVALID]("begins " + "x" * 60_000_000 + " ends")
+    assert error.message.startswith("begins x") and error.message.endswith("x ends")
+    assert len(error.message) < 4200 and str(error) == error.message
+    assert "characters left out" in error.message
+    assert InvalidRequest("half \ud800 of a pair").message == r"half \ud800 of a pair"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +181,25 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
             load(path)
 
 
-def test_deep_nesting_and_size_are_limited(tmp_path: Path) -> None:
-    for text in ("[" * 5000, "a: " + "[" * 100 + "]" * 100, "#" * (1024 * 1024 + 1)):
-        with pytest.raises(MatrixInvalid):
-            load(write(tmp_path, text))
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"a: [" + b"x, " * 80_000 + b"x]", "more than 8192 keys and values"),
+        (b"a:\n" + b" - x\n" * 50_000, "more than 8192 keys and values"),
+        (b"".join(b"a%d: 1\n" % n for n in range(20_000)), "more than 8192 keys and values"),
+        (b"[" * 200_000, "nested deeper than 32 levels"),
+        (b"a: " + b"[" * 40 + b"]" * 40, "nested deeper than 32 levels"),
+        (b"- " * 100_000, "nested deeper than 32 levels"),
+        (b"#" * 1_000_000, "bytes, at most"),
+        (b"version: " + b"1" * 401, "not a plain decimal number"),
+    ],
+)
+def test_a_matrix_that_is_none_is_refused_at_once(tmp_path: Path, text: bytes, words: str) -> None:
+    started = time.process_time()
+    (tmp_path / "m.yaml").write_bytes(text)
+    with pytest.raises(MatrixInvalid, match=words):
+        load(tmp_path / "m.yaml")
+    assert time.process_time() - started < 3  # 17 s for a list of 1 MB
 
 
 def test_the_shipped_schema_is_the_codes() -> None:

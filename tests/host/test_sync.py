@@ -210,17 +210,6 @@ def stream(**options):
 """
 
 
-def test_texts_that_never_come_hold_up_neither_a_deadline_nor_the_exit(toy: tuple[Path, Path]) -> None:
-    done = program(
-        toy,
-        WAITING + "for _ in range(40):\n"
-        "    stream(deadline=0.01)\n"
-        "print(host.embed('toy', ['a ' * 9] * 3000).shape)\n"
-        "left.__exit__(None, None, None)\n",
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "DeadlineExceeded\n" * 40 + "(3000, 8)\n", "")
-
-
 def test_closing_ends_a_call_whose_texts_never_come(toy: tuple[Path, Path]) -> None:
     done = program(
         toy,

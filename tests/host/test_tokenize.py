@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ from msgspec.structs import replace
 
 from engines.bundle.manifest import Bundle, FileRef, read
 from synapse_host.errors import BundleInvalid, InvalidRequest, SequenceTooLong
-from synapse_host.tokenize import Rows, TextTokenizer, compose_ids, pair_frame
+from synapse_host.tokenize import Rows, TextTokenizer, compose_ids, special_frame
 from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle
 
 A, B, C, QUERY = (WORDS.index(word) for word in ("a", "b", "c", "query"))
@@ -29,6 +33,18 @@ def rows_of(ids: Any, lengths: list[int]) -> list[list[int]]:
         flat = flat[length:]
     assert not flat
     return rows
+
+
+DROPS = {"type": "Replace", "pattern": {"String": "ø"}, "content": ""}
+
+
+def changed(found: Bundle, **parts: Any) -> Bundle:
+    """Return a bundle whose tokenizer.json has other *parts*."""
+    file = found.path("tokenizer.json")
+    text = json.dumps({**json.loads(file.read_text()), **parts})
+    file.write_text(text)
+    tokenizer = FileRef(path=file.name, digest="sha256:" + hashlib.sha256(text.encode()).hexdigest())
+    return replace(found, manifest=replace(found.manifest, tokenizer=tokenizer))
 
 
 def test_special_tokens_stand_around_each_row_and_baked_in_padding_is_off(tmp_path: Path) -> None:
@@ -131,6 +147,20 @@ def test_a_qwen3_rerankers_query_may_leave_no_room(tmp_path: Path) -> None:
         tokenizer.pairs("query " * 60, ["a"], truncate=True)
 
 
+def test_a_qwen3_reranker_reads_each_document_once(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path, task="rerank", family="qwen3", frame=False, max_tokens=200))
+    counting = Counting(tokenizer)
+    tokenizer.pairs("query", ["a " * 20, "b " * 20])
+    documents = [size for sizes in counting.sizes for size in sizes if size > 150]
+    assert len(documents) == 2
+    dropping = TextTokenizer(
+        changed(bundle(tmp_path / "d", task="rerank", family="qwen3", frame=False, max_tokens=200), normalizer=DROPS)
+    )
+    with pytest.raises(InvalidRequest, match="document 1 has no tokens") as caught:
+        dropping.pairs("query", ["a", "øø"])
+    assert caught.value.details == {"index": 1}
+
+
 def test_segments_refuse_what_is_too_long_as_a_pair(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(bundle(tmp_path, task="rerank", max_tokens=7))
     with pytest.raises(SequenceTooLong) as caught:
@@ -142,12 +172,6 @@ def test_a_prompt_has_no_index(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(bundle(tmp_path, task="generate", frame=False, max_tokens=4))
     with pytest.raises(SequenceTooLong, match=r"^the prompt has 5 tokens, toy takes 4\. Shorten it$"):
         tokenizer.prompt("a b c d e")
-
-
-def test_an_enormous_text_is_refused_before_it_is_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("synapse_host.tokenize.MAX_TEXT_BYTES", 10)
-    with pytest.raises(InvalidRequest, match="has 11 characters, at most 10"):
-        TextTokenizer(bundle(tmp_path)).rows(["a" * 11])
 
 
 def test_a_bundle_without_a_tokenizer_says_why(tmp_path: Path) -> None:
@@ -197,42 +221,121 @@ def test_both_readings_of_a_tokenizer_are_of_one_file(tmp_path: Path) -> None:
 def test_pairs_from_ids_without_a_tokenizer(tmp_path: Path) -> None:
     query = np.array([7], np.int32)
     found = bundle(tmp_path, task="rerank", tokenizer=False, special_ids={"cls": 101, "sep": 102})
-    rows = compose_ids(pair_frame(found, None), query, Rows(np.array([8, 9, 9], np.int32), [1, 2], []))
+    rows = compose_ids(special_frame(found), query, Rows(np.array([8, 9, 9], np.int32), [1, 2], []))
     assert rows_of(rows.ids, rows.lengths) == [[101, 7, 102, 8, 102], [101, 7, 102, 9, 9, 102]]
     bare = bundle(tmp_path / "x", task="rerank", tokenizer=False)
     with pytest.raises(InvalidRequest, match="pairs can't be composed"):
-        pair_frame(bare, None)
+        special_frame(bare)
 
 
-def test_many_long_texts_reach_the_tokenizer_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Counting:
+    """A tokenizer that notes how many characters it gets at once."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.real = tokenizer._plain
+        self.sizes: list[list[int]] = []
+        tokenizer._plain = self  # type: ignore[assignment]
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        self.sizes.append([len(text) for text in texts])
+        return self.real.encode_batch(texts, **options)
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.sizes.append([len(text)])
+        return self.real.encode(text, **options)
+
+
+def test_many_texts_reach_the_tokenizer_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("synapse_host.tokenize.BATCH_CHARACTERS", 10)
-    tokenizer = TextTokenizer(bundle(tmp_path))
-    real, sizes = tokenizer._plain, []
-
-    class Counting:
-        def encode_batch(self, texts: list[str], **options: Any) -> Any:
-            sizes.append([len(text) for text in texts])
-            return real.encode_batch(texts, **options)
-
-    tokenizer._plain = Counting()  # type: ignore[assignment]
-    texts = ["a b c", "a", "b", "a " * 20, "c", "b c d e f"]
-    rows = tokenizer.rows(texts, truncate=True, offset=10)
-    assert sizes == [[5, 1, 1], [40], [1, 9]]
+    monkeypatch.setattr("synapse_host.tokenize.BATCH_TEXTS", 4)
+    tokenizer = TextTokenizer(bundle(tmp_path, max_tokens=12))
+    counting = Counting(tokenizer)
+    texts = ["a b c", "a", "b", "a b c d e", "c", "b c d e f", *"abcdef"]
+    rows = tokenizer.rows(texts)
+    assert counting.sizes == [[5, 1, 1], [9, 1], [9, 1], [1, 1, 1, 1], [1]]
     monkeypatch.undo()
     assert rows_of(rows.ids, rows.lengths) == [
-        rows_of(r.ids, r.lengths)[0] for r in (tokenizer.rows([text], truncate=True) for text in texts)
+        rows_of(r.ids, r.lengths)[0] for r in (tokenizer.rows([text]) for text in texts)
     ]
-    assert rows.truncated == [13]
-    with pytest.raises(SequenceTooLong):
-        tokenizer.rows(texts[3:4] * 1000)
 
 
-class Lying(str):
-    def __len__(self) -> int:
-        return 1
+@pytest.mark.parametrize("sizes", [(64, 64), (1 << 18, 1 << 16)], ids=["small pieces", "the real ones"])
+def test_a_long_text_is_read_until_it_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
+) -> None:
+    monkeypatch.setattr("synapse_host.tokenize.BATCH_CHARACTERS", sizes[0])
+    tokenizer = TextTokenizer(bundle(tmp_path, max_tokens=40))
+    counting = Counting(tokenizer)
+    whole = "a b c d e f " * 5000
+    rows = tokenizer.rows(["a", whole, "b"], truncate=True)
+    assert rows.truncated == [1] and rows.lengths == [3, 40, 3]
+    # The same as the first tokens of the whole, of which a small part was read.
+    assert rows.ids.tolist()[3:43] == [CLS, *counting.real.encode(whole, add_special_tokens=False).ids[:38], SEP]
+    assert sum(map(sum, counting.sizes)) <= 2 * 16384 + 2
+    with pytest.raises(SequenceTooLong, match=r"text 0 has at least \d+ tokens") as caught:
+        tokenizer.rows([whole])
+    assert 40 < caught.value.details["tokens"] < 30_000
+    # Long, but of few tokens: read whole, in growing pieces.
+    thin = "a" + " " * 50_000 + "b"
+    assert tokenizer.rows([thin]).lengths == [4]
 
 
-def test_a_text_is_as_long_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("synapse_host.tokenize.MAX_TEXT_BYTES", 10)
-    with pytest.raises(InvalidRequest, match="text 0 has 11 characters, at most 10"):
-        TextTokenizer(bundle(tmp_path)).rows([Lying("a" * 11)])
+def test_a_text_that_can_t_fit_is_refused_unread(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path))
+    counting = Counting(tokenizer)
+    text = "a " * (tokenizer.max_characters // 2 + 1)
+    with pytest.raises(SequenceTooLong) as caught:
+        tokenizer.rows(["a", text])
+    assert caught.value.details["index"] == 1 and not counting.sizes
+    # Cut, it is one of many tokens; of spaces and nothing behind them in what is read, it has none.
+    assert tokenizer.rows([text], truncate=True).lengths == [16]
+    assert tokenizer.rows(["a" + " " * tokenizer.max_characters + "b"], truncate=True).truncated == [0]
+
+
+def test_tokenisation_of_all_threads_stays_in_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("synapse_host.tokenize.BUDGET_CHARACTERS", 50_000)
+    tokenizer = TextTokenizer(bundle(tmp_path, max_tokens=40_000))
+    real, lock = tokenizer._plain, threading.Lock()
+    now = most = 0
+
+    class Slow:
+        def encode_batch(self, texts: list[str], **options: Any) -> Any:
+            nonlocal now, most
+            with lock:
+                now += sum(map(len, texts))
+                most = max(most, now)
+            time.sleep(0.01)
+            try:
+                return real.encode_batch(texts, **options)
+            finally:
+                with lock:
+                    now -= sum(map(len, texts))
+
+    tokenizer._plain = Slow()  # type: ignore[assignment]
+    with ThreadPoolExecutor(8) as pool:
+        rows = list(pool.map(lambda n: tokenizer.rows(["a " * 10_000] * n), [1, 2, 1, 5, 1, 2, 1, 1]))
+    assert [len(each.lengths) for each in rows] == [1, 2, 1, 5, 1, 2, 1, 1]
+    assert 40_000 <= most <= 100_000  # five texts of one call are more than the budget and go alone
+
+
+def test_a_panic_of_the_library_is_a_broken_bundle(tmp_path: Path) -> None:
+    """Rust panics are BaseExceptions: left alone they end the host."""
+
+    class PanicException(BaseException):
+        pass
+
+    class Panicking:
+        def encode_batch(self, *_: Any, **__: Any) -> Any:
+            raise PanicException("index out of bounds")
+
+    tokenizer = TextTokenizer(bundle(tmp_path))
+    tokenizer._plain = Panicking()  # type: ignore[assignment]
+    with pytest.raises(BundleInvalid, match=r"bundle toy: tokenizer\.json fails as a tokenizer: index out of bounds"):
+        tokenizer.rows(["a"])
+
+
+def test_special_ids_that_no_vocabulary_has_or_that_leave_no_room(tmp_path: Path) -> None:
+    with pytest.raises(BundleInvalid, match="which no vocabulary has"):
+        TextTokenizer(bundle(tmp_path, frame=False, special_ids={"cls": 2**30, "sep": SEP}))
+    with pytest.raises(BundleInvalid, match="its 2 special tokens leave no room in 2 tokens"):
+        TextTokenizer(bundle(tmp_path / "full", max_tokens=2))
