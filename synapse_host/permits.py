@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from engines.machine import usable_cores
-from synapse_host.errors import DeadlineExceeded
+from synapse_host.errors import SynapseError
 from synapse_host.line import Line
 
 
@@ -52,10 +52,10 @@ class Permits:
             return True
         return False
 
-    async def acquire(self, device: str, *, deadline: float | None = None) -> None:
-        """Wait for a permit until *deadline* (loop time); DeadlineExceeded then."""
+    async def acquire(self, device: str, *, late: Callable[[], SynapseError], deadline: float | None = None) -> None:
+        """Wait for a permit until *deadline* (loop time) and raise what *late* makes then: the caller knows the lane."""
         if not self.try_acquire(device):
-            await self._pool(device).waiters.wait(deadline, partial(_late, device), partial(self.release, device))
+            await self._pool(device).waiters.wait(deadline, late, partial(self.release, device))
 
     def release(self, device: str) -> None:
         """Give a permit back; the longest waiter gets it."""
@@ -71,7 +71,3 @@ class Permits:
             pool = self._pools.get(name) or _Pool(self.limit(device))
             self._pools[device] = self._pools[name] = pool
         return pool
-
-
-def _late(device: str) -> DeadlineExceeded:
-    return DeadlineExceeded(f"the deadline passed while waiting to run on {device}")

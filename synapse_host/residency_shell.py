@@ -15,6 +15,7 @@ from typing import Final, Protocol, TypeVar, assert_never
 
 from engines.protocol.errors import ErrorCode
 from synapse_host.errors import WORKER_ERRORS, DeadlineExceeded, EngineCrashed, ShapeCompiling, SynapseError
+from synapse_host.lane_errors import stopping
 from synapse_host.residency import Residency
 from synapse_host.slots import (
     Action,
@@ -79,10 +80,10 @@ class ResidencyShell:
         """Hold *key* resident. One lease at a time: take the next rung's after this one ended.
 
         *deadline* is absolute loop time. Raises ShapeCompiling, DeadlineExceeded, ane_resources_exhausted, the
-        admission's own error, or EngineCrashed.
+        admission's own error, EngineCrashed, or QueueFull while the host stops.
         """
         if self._closing:
-            raise EngineCrashed(f"no worker {key.worker}", details={"lane_id": key.worker, "stage": "ane_admit"})
+            raise stopping(key.worker)
         ticket = self.core.request(key, self._loop.time())
         future: asyncio.Future[None] = self._loop.create_future()
         self._futures[ticket] = future
@@ -121,9 +122,9 @@ class ResidencyShell:
         self._closing = True
         if self._timer is not None:
             self._timer.cancel()
-        for future in list(self._futures.values()):
+        for ticket, future in list(self._futures.items()):
             if not future.done():
-                future.set_exception(EngineCrashed("the host is stopping", details={"stage": "ane_admit_shape"}))
+                future.set_exception(stopping(self.core.tickets[ticket].key.worker))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 from engines.protocol.errors import ErrorCode, LocalProtocolError
@@ -171,7 +172,11 @@ class Supervisor:
                 assert ref is not None
                 request, payload = build(session.next_req_id(), ref)
                 if not permit and type(request) in SERVING:
-                    await self._permits.acquire(device, deadline=deadline)
+                    await self._permits.acquire(
+                        device,
+                        late=partial(lane_errors.late, self.spec.lane_id, stage, f", while it waited for {device}"),
+                        deadline=deadline,
+                    )
                     permit = True
                 if deadline is not None and self._loop.time() >= deadline:
                     raise lane_errors.late(self.spec.lane_id, stage)

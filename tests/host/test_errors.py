@@ -19,6 +19,7 @@ def test_absent_values_are_left_out_of_the_document() -> None:
         "class": "permanent",
         "safe_to_retry_same_request": False,
         "message": "no",
+        "details": {},
     }
     assert QueueFull("full", details={"waiting": 3}).to_dict() == {
         "code": "queue_full",

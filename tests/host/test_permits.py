@@ -11,6 +11,10 @@ from synapse_host.errors import DeadlineExceeded
 from synapse_host.permits import Permits
 
 
+def late() -> DeadlineExceeded:
+    return DeadlineExceeded("late")
+
+
 def test_defaults():
     permits = Permits()
     assert permits.limit("cpu") == usable_cores() >= 1
@@ -35,10 +39,10 @@ def test_each_accelerator_has_its_own_and_cuda_is_cuda_0():
 
 async def test_first_come_first_served():
     permits, order = Permits({"cpu": 1}), []
-    await permits.acquire("cpu")
+    await permits.acquire("cpu", late=late)
 
     async def take(n):
-        await permits.acquire("cpu")
+        await permits.acquire("cpu", late=late)
         order.append(n)
         permits.release("cpu")
 
@@ -54,9 +58,9 @@ async def test_first_come_first_served():
 
 async def test_a_deadline_ends_the_wait_and_loses_no_permit():
     permits = Permits({"ane": 1})
-    await permits.acquire("ane")
+    await permits.acquire("ane", late=late)
     with pytest.raises(DeadlineExceeded):
-        await permits.acquire("ane", deadline=asyncio.get_running_loop().time() + 0.01)
+        await permits.acquire("ane", late=late, deadline=asyncio.get_running_loop().time() + 0.01)
     permits.release("ane")
     assert permits.in_use("ane") == 0
     assert permits.try_acquire("ane")
@@ -65,9 +69,9 @@ async def test_a_deadline_ends_the_wait_and_loses_no_permit():
 @pytest.mark.parametrize("granted_first", [False, True])
 async def test_a_cancelled_waiter_passes_its_permit_on(granted_first):
     permits = Permits({"ane": 1})
-    await permits.acquire("ane")
-    leaving = asyncio.create_task(permits.acquire("ane"))
-    staying = asyncio.create_task(permits.acquire("ane"))
+    await permits.acquire("ane", late=late)
+    leaving = asyncio.create_task(permits.acquire("ane", late=late))
+    staying = asyncio.create_task(permits.acquire("ane", late=late))
     await asyncio.sleep(0)
     if granted_first:
         permits.release("ane")
