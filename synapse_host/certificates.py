@@ -19,7 +19,8 @@ from msgspec import UNSET, Struct
 
 from engines.bundle.manifest import Artifact
 from synapse_host import floor as floors
-from synapse_host import gates
+from synapse_host import gates, interpreter
+from synapse_host.errors import BackendMissing
 from synapse_host.evidence import Evidence, Precision
 from synapse_host.hardware import HostProfile
 from synapse_host.matrix import Engine, HardwareMatrix
@@ -161,9 +162,15 @@ def identity_of(line: str) -> Identity:
 
 def version_line(matrix: HardwareMatrix, engine: Engine) -> str:
     """Return the one line of an engine's ``--version``, asked in a child; empty where it gives none."""
-    command = engine.command or floors.worker_command(engine.engine)
-    cwd = matrix.path.parent if engine.command else floors.package_root()
-    return floors.version_line((*command, "--version", "--device", engine.device), cwd=cwd, env=engine.env)
+    if engine.command is not None:
+        command, cwd, env = engine.command, matrix.path.parent, engine.env
+    else:
+        try:
+            command, cwd = floors.worker_command(engine.engine), interpreter.package_root()
+        except BackendMissing:
+            return ""
+        env = {**interpreter.search_path(), **engine.env}
+    return floors.version_line((*command, "--version", "--device", engine.device), cwd=cwd, env=env)
 
 
 def driver_of(engine: Engine, profile: HostProfile) -> str | None:

@@ -156,14 +156,14 @@ def default_cache_dir() -> Path:
 
 
 def machine_id() -> str:
-    """Return what names this boot of this operating system build; it holds no serial number."""
+    """Return what names this boot of this operating system build and its driver; it holds no serial number."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         import psutil
 
         boot = str(int(psutil.boot_time()))
-    return f"{boot} {os_build()}"
+    return f"{boot} {os_build()} {nvidia()[0] or ''}".rstrip()
 
 
 def os_build() -> str:

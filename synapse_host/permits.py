@@ -53,7 +53,7 @@ class Permits:
         return False
 
     async def acquire(self, device: str, *, late: Callable[[], SynapseError], deadline: float | None = None) -> None:
-        """Wait for a permit until *deadline* (loop time) and raise what *late* makes then: the caller knows the lane."""
+        """Wait for a permit until *deadline* (loop time) and raise what *late* makes then: it names the lane."""
         if not self.try_acquire(device):
             await self._pool(device).waiters.wait(deadline, late, partial(self.release, device))
 
