@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -19,11 +20,12 @@ from msgspec import UNSET, Struct
 
 from engines.bundle.manifest import Artifact
 from synapse_host import floor as floors
-from synapse_host import gates, interpreter
+from synapse_host import gates, interpreter, places
 from synapse_host.errors import BackendMissing
 from synapse_host.evidence import Evidence, Precision
 from synapse_host.hardware import HostProfile
 from synapse_host.matrix import Engine, HardwareMatrix
+from synapse_host.places import NoHome
 
 
 class Binding(Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,12 +76,8 @@ class Identity(Struct, frozen=True):
 
 
 def folder(data_dir: Path | None = None) -> Path:
-    """Return where certificates lie: below *data_dir*, or the user's data directory."""
-    if data_dir is None:
-        from platformdirs import user_data_path
-
-        return user_data_path("synapse", appauthor=False) / "certificates"
-    return data_dir / "synapse" / "certificates"
+    """Return where certificates lie: below *data_dir*, or the user's data directory. Raises NoHome."""
+    return places.data() / "certificates" if data_dir is None else data_dir / "synapse" / "certificates"
 
 
 def path_of(engine_id: str, manifest_digest: str, data_dir: Path | None = None) -> Path:
@@ -131,7 +129,8 @@ def write(certificate: Certificate, data_dir: Path | None = None) -> Path:
 
 def remove(engine_id: str, manifest_digest: str, data_dir: Path | None = None) -> None:
     """Withdraw a certificate, if there is one."""
-    path_of(engine_id, manifest_digest, data_dir).unlink(missing_ok=True)
+    with suppress(NoHome):
+        path_of(engine_id, manifest_digest, data_dir).unlink(missing_ok=True)
 
 
 def read(path: Path) -> Certificate | None:
@@ -146,7 +145,11 @@ def read(path: Path) -> Certificate | None:
 
 def stored(data_dir: Path | None = None) -> Iterator[tuple[Path, Certificate | None]]:
     """Yield every certificate file, sorted, with its content or None where it can't be read."""
-    for path in sorted(folder(data_dir).glob("*/*.json")):
+    try:
+        found = sorted(folder(data_dir).glob("*/*.json"))
+    except NoHome:
+        return
+    for path in found:
         if not path.name.startswith("."):
             yield path, read(path)
 

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from synapse_host import interpreter
+from synapse_host import interpreter, places
 from synapse_host.cli.parser import Parser
 from synapse_host.errors import EXIT_FAILED, DeadlineExceeded, InvalidRequest
 
@@ -53,9 +53,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     command = list(interpreter.module("tests.benchmarks"))  # it runs in the checkout's own folder
     command += ["--quick"] if args.quick else []
     command += ["--only", args.only] if args.only else []
-    command += ["--out", str(args.out.expanduser().absolute())] if args.out else []
+    command += ["--out", str(places.expanded(args.out).absolute())] if args.out else []
     command += ["--threads", str(args.threads)] if args.threads else []
-    command += ["--models-dir", str(args.models_dir.expanduser().absolute())] if args.models_dir else []
+    command += ["--models-dir", str(places.expanded(args.models_dir).absolute())] if args.models_dir else []
     command += ["--json"] if console.json else []
     command += ["--quiet"] if console.quiet or console.json else []
     try:
