@@ -24,7 +24,7 @@ from engines.bundle.checkpoint import Checkpoint, plain_numbers
 from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Manifest
 from engines.bundle.materialize import sweep
 from engines.bundle.package import profile_of
-from synapse_host import interpreter
+from synapse_host import interpreter, places
 from synapse_host.errors import BundleInvalid, InvalidRequest, of_os
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -47,7 +47,7 @@ def run_tool(argv: Sequence[str], *, stage: str, progress: Progress = silent) ->
     """
     command, surroundings = [*interpreter.module(argv[0]), *argv[1:]], dict(os.environ)
     surroundings.pop("PYTHONPATH", None)
-    with tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile(dir=places.temporary()) as errors:
         child = subprocess.Popen(  # noqa: S603 - our own modules, no shell
             command,
             cwd=interpreter.package_root(),

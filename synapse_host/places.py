@@ -7,6 +7,7 @@ so (:class:`NoHome`), and what only would be kept there is not kept. Never is a 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,21 @@ from synapse_host.errors import InvalidRequest
 
 class NoHome(InvalidRequest):
     """This user has no home folder, and no XDG variable names another one."""
+
+
+class NoTemporary(InvalidRequest):
+    """No folder for temporary files can be written."""
+
+
+def temporary() -> Path:
+    """Return the folder for temporary files. Raises NoTemporary."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as exc:
+        raise NoTemporary(
+            f"{exc.strerror}. Set TMPDIR to a folder that this user may write",
+            details={"reason": "no_temporary"},
+        ) from exc
 
 
 def cache() -> Path:

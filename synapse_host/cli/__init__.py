@@ -152,8 +152,6 @@ def _of_the_system(exc: OSError) -> SynapseError:
     if exc.errno == errno.EAGAIN:
         return _no_threads(exc)
     reason = exc.strerror or str(exc)
-    if "No usable temporary directory" in reason:
-        reason = f"{reason}. Set TMPDIR to a folder that this user may write"
     place = f"{exc.filename}: " if exc.filename else ""
     if not place and not _in_a_folder():
         place = "the current folder is gone: "

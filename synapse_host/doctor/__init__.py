@@ -7,20 +7,19 @@ gathered first, side by side, each with a limit. Nothing here raises for what it
 from __future__ import annotations
 
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from synapse_host import catalogue, certificates, hardware, remains
+from synapse_host import catalogue, certificates, hardware, places, remains
 from synapse_host import floor as floors
 from synapse_host.doctor import engines, machine, models
 from synapse_host.doctor.engines import EngineReport
 from synapse_host.doctor.finding import Finding, Severity
 from synapse_host.listener import SUN_PATH
 from synapse_host.matrix import HardwareMatrix
-from synapse_host.places import NoHome
+from synapse_host.places import NoHome, NoTemporary
 
 __all__ = ["EngineReport", "Finding", "Report", "Severity", "examine"]
 
@@ -59,12 +58,12 @@ def examine(
 
     *models_dir*: where bundles lie; None is the user's own folder, and a finding where there is none.
     """
-    homeless: list[Finding] = []
+    nowhere: list[Finding] = []
     if models_dir is None:
         try:
             models_dir = catalogue.models_dir()
         except NoHome as exc:
-            homeless = [Finding("home.missing", "warning", exc.message, "export HOME=/a/folder/of/this/user")]
+            nowhere.append(Finding("home.missing", "warning", exc.message, "export HOME=/a/folder/of/this/user"))
     keys = hardware.floor_keys(matrix, matrix.engines)
     with ThreadPoolExecutor(WORKERS) as pool:
         profile_job = pool.submit(hardware.detect)
@@ -83,7 +82,13 @@ def examine(
         engines.report_on(matrix, engine, profile, foreign.get(engine.id), versions[engine.id])
         for engine in matrix.engines.values()
     ]
-    runtime = runtime_dir or Path(tempfile.gettempdir())
+    runtime = runtime_dir
+    if runtime is None:
+        try:
+            runtime = places.temporary()
+        except NoTemporary as exc:
+            runtime = Path("/tmp")  # noqa: S108 - where a host would look next
+            nowhere.append(Finding("temporary.missing", "failure", exc.message, "export TMPDIR=/a/folder/of/this/user"))
     findings = [
         *engines.engine_findings(matrix, reports),
         *engines.version_findings(reports, host_version),
@@ -94,7 +99,7 @@ def examine(
         *machine.socket_findings(runtime),
         *machine.abandoned_findings(remains.roots() if runtime_dir is None else [runtime]),
         *machine.stale_findings(runtime),
-        *homeless,
+        *nowhere,
         *bundles,
         *models.certificate_findings(matrix, profile, versions, models_dir, data_dir),
         *engines.lane_findings(matrix, reports),
