@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -238,6 +239,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         args = parser.parse_intermixed_args(arguments[1:])
     except SystemExit as exc:  # --help only: errors raise UsageError
         return int(exc.code or 0)
+    args.started = time.monotonic()
     console.configure(json=args.json, quiet=args.quiet)
     _configure_logging()
     with _interruptible():

@@ -171,12 +171,13 @@ def test_a_resume_file_that_lies_is_not_believed(cli: Command, name: str, value:
     from synapse_host.cli.embed_file import _resume
 
     out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
-    np.save(out, np.zeros((4, 2), np.float32))
+    with (cli.root / "x.npy.partial").open("wb") as file:
+        np.save(file, np.zeros((4, 2), np.float32))
     honest = {"input_digest": "d", "rows_done": 2, "truncated": [1]}
     note.write_text(json.dumps(honest))
-    assert _resume(note, out, {"input_digest": "d"}, (4, 2)) == (2, [1])
+    assert _resume(out, {"input_digest": "d"}, (4, 2)) == (2, [1])
     note.write_text(json.dumps({**honest, name: value}))
-    assert _resume(note, out, {"input_digest": "d"}, (4, 2)) == (0, [])
+    assert _resume(out, {"input_digest": "d"}, (4, 2)) == (0, [])
 
 
 def test_an_archive_in_place_of_the_vectors_is_not_resumed(cli: Command) -> None:
@@ -184,11 +185,11 @@ def test_an_archive_in_place_of_the_vectors_is_not_resumed(cli: Command) -> None
 
     out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
     note.write_text(json.dumps({"rows_done": 2, "truncated": []}))
-    with out.open("wb") as file:
+    with (cli.root / "x.npy.partial").open("wb") as file:
         np.savez(file, np.zeros((4, 2), np.float32))
-    assert _resume(note, out, {}, (4, 2)) == (0, [])
+    assert _resume(out, {}, (4, 2)) == (0, [])
     note.write_text("[" * 100_000)
-    assert _resume(note, out, {}, (4, 2)) == (0, [])
+    assert _resume(out, {}, (4, 2)) == (0, [])
 
 
 # --- outputs ---------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def homeless(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_without_a_home(homeless: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for needs in (catalogue.models_dir, certificates.folder, lambda: places.expanded("~/m")):
-        with pytest.raises(NoHome, match="has no home folder.*set HOME") as caught:
+        with pytest.raises(NoHome, match=r"has no home folder.*set HOME") as caught:
             needs()
         assert caught.value.exit_code == 2
     # What would only be kept there is not kept, and nothing is installed.
