@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from synapse_host.cli.console import Console, printable
 from synapse_host.cli.parser import Parser, UsageError, common_options, nearest
@@ -136,6 +136,9 @@ def _run(arguments: list[str], console: Console) -> int:
     except OSError as exc:
         return console.fail(_of_the_system(exc))
     except BaseException as exc:  # the process boundary: a bug of ours still gets one line and an exit code
+        if any(isinstance(each, KeyboardInterrupt) for each in _chain(exc)):
+            # Whatever it met on its way became an exception of its own.
+            return console.interrupted()
         from engines.bundle.manifest import BundleError
 
         if isinstance(exc, BundleError):
@@ -164,12 +167,15 @@ _NO_THREAD: Final = re.compile(r"can't start new thread|ThreadPoolBuildError|thr
 
 def _without_threads(exc: BaseException) -> bool:
     """Tell whether an exception, or one that it comes from, says that no thread can be started."""
+    return any(_NO_THREAD.search(str(each)) for each in _chain(exc))
+
+
+def _chain(exc: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that it comes from."""
     seen: BaseException | None = exc
     while seen is not None:
-        if _NO_THREAD.search(str(seen)):
-            return True
+        yield seen
         seen = seen.__cause__ or seen.__context__
-    return False
 
 
 def _no_threads(exc: BaseException) -> SynapseError:
@@ -261,7 +267,10 @@ def _interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {}
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
+        # From here on there is something to end; `synapse_host.__main__` left at once before.
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     if threading.current_thread() is threading.main_thread():
         for name in ("SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)

@@ -289,6 +289,26 @@ def test_signals_leave_nothing_behind(cli: Command, burst: list[str]) -> None:
     assert command.returncode == 130 or (len(burst) > 1 and command.returncode < 0)
 
 
+@pytest.mark.parametrize("module", ["argparse", "synapse_host.cli.models", "engines.bundle.manifest"])
+@pytest.mark.parametrize("json_too", [False, True])
+def test_an_interrupt_while_a_command_only_starts(cli: Command, module: str, json_too: bool) -> None:
+    """It comes while that module is imported: by the command itself, for its verb, or for the verb's."""
+    (cli.root / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    cli.environment["PYTHONPATH"] = f"{cli.root}:{Path(__file__).parents[2]}"
+    done = cli("models", *(["--json"] if json_too else []))
+    assert done.code == 130
+    if json_too:
+        assert done.document["error"]["code"] == "interrupted" and done.err == ""
+    else:
+        assert (done.out, done.err) == ("", "synapse: interrupted\n")
+
+
 def test_an_ignored_signal_stays_ignored(cli: Command) -> None:
     started, go = cli.root / "started", cli.root / "go"
     cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"wait_for": str(go)}]}]})
