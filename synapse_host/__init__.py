@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False
+"""Type checkers take it for true; importing typing would cost more than all the rest of this module."""
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from synapse_host.config import HostConfig, Windows
     from synapse_host.errors import SynapseError
     from synapse_host.host import Generation, Host, SyncHost

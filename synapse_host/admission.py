@@ -31,18 +31,23 @@ def check_lengths(lengths: Sequence[int], *, max_tokens: int, model: str, noun: 
             raise too_long(index, length, max_tokens, model=model, noun=noun)
 
 
+CUTTABLE: Final = ("text", "document")
+"""What ``truncate`` may cut: texts of a caller. Prompts, queries and rows of ids are never cut."""
+
+
 def too_long(
     index: int, tokens: int, max_tokens: int, *, model: str, noun: str = "text", at_least: bool = False
 ) -> SequenceTooLong:
     """Return the error that names the row, its length and the way out; *at_least*: the rest was not counted."""
-    if noun in ("prompt", "query"):
-        what, hint = f"the {noun}", "Shorten it"
-    else:
-        what = f"{noun} {index}"
-        hint = "Shorten it or pass --truncate (truncated texts are listed in the result)."
+    what = f"the {noun}" if noun in ("prompt", "query") else f"{noun} {index}"
+    advice = "Shorten it or pass {} (truncated texts are listed in the result)."
     return SequenceTooLong(
-        f"{what} has {'at least ' if at_least else ''}{tokens} tokens, {model} takes {max_tokens}. {hint}",
+        f"{what} has {'at least ' if at_least else ''}{tokens} tokens, {model} takes {max_tokens}.",
         details={"index": index, "tokens": tokens, "max_tokens": max_tokens},
+        advice={
+            "python": advice.format("truncate=True") if noun in CUTTABLE else "Shorten it.",
+            "command": advice.format("--truncate") if noun in CUTTABLE else "Shorten it.",
+        },
     )
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from engines.protocol.messages import OWNED_ENGINES
 from synapse_host.errors import BackendMissing, InvalidRequest, UnknownModel
-from synapse_host.floor import package_root, worker_command
+from synapse_host.floor import worker_command
+from synapse_host.interpreter import package_root, search_path
 from synapse_host.lane import LaneSpec, LoadSpec
 from synapse_host.placement import Placement, select
 
@@ -123,7 +124,7 @@ def _spec(
         command=engine.command or worker_command(engine.engine),
         load=_load(bundle, artifact, engine.device_kind, runtime_config),
         cwd=matrix.path.parent if engine.command else package_root(),
-        env=dict(engine.env),
+        env=dict(engine.env) if engine.command else {**search_path(), **engine.env},
         manifest_path=_manifest_path(bundle) if owned else None,
         manifest_digest=bundle.digest if owned else None,
         kernel_revision=engine.kernel_revision,

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,8 @@ from engines.bundle.checkpoint import Checkpoint, plain_numbers
 from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Manifest
 from engines.bundle.materialize import sweep
 from engines.bundle.package import profile_of
-from synapse_host.errors import BundleInvalid, InvalidRequest
+from synapse_host import interpreter, places
+from synapse_host.errors import BundleInvalid, InvalidRequest, of_os
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called as ``progress(stage, done, total)``; the unit is bytes of finished work."""
@@ -40,13 +40,21 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 def run_tool(argv: Sequence[str], *, stage: str, progress: Progress = silent) -> dict[str, Any]:
-    """Run ``python -m *argv`` and return its result line.
+    """Run ``python -m *argv`` and return its result line; paths among *argv* are absolute, for it runs in our folder.
 
-    Raises BundleInvalid with the program's own last line when it fails. The child is gone when this returns or raises.
+    Raises BundleInvalid with the program's own last line when it fails, BackendMissing where there is no Python to run
+    it. The child is gone when this returns or raises.
     """
-    with tempfile.TemporaryFile() as errors:
+    command, surroundings = [*interpreter.module(argv[0]), *argv[1:]], dict(os.environ)
+    surroundings.pop("PYTHONPATH", None)
+    with tempfile.TemporaryFile(dir=places.temporary()) as errors:
         child = subprocess.Popen(  # noqa: S603 - our own modules, no shell
-            [sys.executable, "-m", *argv], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+            command,
+            cwd=interpreter.package_root(),
+            env={**surroundings, **interpreter.search_path()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
         )
         result: dict[str, Any] | None = None
         try:
@@ -87,6 +95,8 @@ def staging(target: Path) -> Iterator[Path]:
     An existing *target* is replaced only then; on failure it is left as it was and the staging folder is removed.
     Before all that goes what a killed build left there a day ago.
     """
+    # Where *target* is a link (to a larger disk), what it points to is replaced, never the link.
+    target = Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     sweep(target.parent, pattern=f".{escape(target.name)}.????????.building")
     if target.exists():  # else the last build was killed between two renames, and there lies what was
@@ -130,7 +140,7 @@ def build(
     if unknown or not formats:
         raise InvalidRequest(f"format {unknown[0] if unknown else ''!r} is not one of {', '.join(FORMATS)}")
     try:
-        checkpoint = Checkpoint.open(checkpoint_folder, task=task)  # type: ignore[arg-type]
+        checkpoint = Checkpoint.open(checkpoint_folder.absolute(), task=task)  # type: ignore[arg-type]
         known = facts.of_checkpoint(checkpoint)
         with staging(out) as folder:
             artifacts: list[Artifact] = []
@@ -160,7 +170,7 @@ def build(
     except BundleError as exc:
         raise BundleInvalid(str(exc)) from exc
     except OSError as exc:
-        raise BundleInvalid(f"{exc.filename or out}: {exc.strerror or exc}") from exc
+        raise of_os(exc, f"{exc.filename or out}: {exc.strerror or exc}", otherwise=BundleInvalid) from exc
 
 
 def try_tokenizer(bundle: Bundle, vocab_size: int) -> None:

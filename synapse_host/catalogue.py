@@ -16,9 +16,11 @@ from pathlib import Path
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
+from synapse_host import places
 from synapse_host.builder import Progress, silent
 from synapse_host.errors import BundleInvalid, UnknownModel
 from synapse_host.package import fetch
+from synapse_host.places import NoHome
 from synapse_host.recipes import DEFAULTS
 from synapse_host.remains import lock_exclusive
 
@@ -26,20 +28,16 @@ __all__ = ["DEFAULTS", "install", "installed", "locate", "models_dir", "names", 
 
 
 def models_dir(given: Path | None = None) -> Path:
-    """Return the folder that holds bundles: the given one, else the user's cache."""
-    if given is not None:
-        return Path(given).expanduser().absolute()
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("synapse", appauthor=False)) / "models"
+    """Return the folder that holds bundles: the given one, else the user's cache. Raises NoHome."""
+    return places.cache() / "models" if given is None else places.expanded(given).absolute()
 
 
 def installed(folder: Path | None = None) -> dict[str, Path]:
     """Return the bundles in the models folder by name: every sub-folder with a manifest, sorted."""
-    root = models_dir(folder)
     try:
+        root = models_dir(folder)
         names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
-    except FileNotFoundError:
+    except (FileNotFoundError, NoHome):
         return {}
     return {name: root / name for name in names if (root / name / manifest.FILE_NAME).exists()}
 
@@ -52,9 +50,12 @@ def names(folder: Path | None = None) -> list[str]:
 def locate(name: str, folder: Path | None = None) -> Path | None:
     """Return where a model is: a bundle folder given as a path, or an installed name; None where it isn't yet."""
     if os.sep in name or (os.altsep and os.altsep in name) or name in (".", ".."):
-        path = Path(name).expanduser()
+        path = places.expanded(name)
         return path if (path / manifest.FILE_NAME).exists() else None
-    path = models_dir(folder) / name
+    try:
+        path = models_dir(folder) / name
+    except NoHome:
+        return None
     return path if _safe(name) and (path / manifest.FILE_NAME).exists() else None
 
 

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -19,10 +20,12 @@ from msgspec import UNSET, Struct
 
 from engines.bundle.manifest import Artifact
 from synapse_host import floor as floors
-from synapse_host import gates
+from synapse_host import gates, interpreter, places
+from synapse_host.errors import BackendMissing
 from synapse_host.evidence import Evidence, Precision
 from synapse_host.hardware import HostProfile
 from synapse_host.matrix import Engine, HardwareMatrix
+from synapse_host.places import NoHome
 
 
 class Binding(Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,12 +76,8 @@ class Identity(Struct, frozen=True):
 
 
 def folder(data_dir: Path | None = None) -> Path:
-    """Return where certificates lie: below *data_dir*, or the user's data directory."""
-    if data_dir is None:
-        from platformdirs import user_data_path
-
-        return user_data_path("synapse", appauthor=False) / "certificates"
-    return data_dir / "synapse" / "certificates"
+    """Return where certificates lie: below *data_dir*, or the user's data directory. Raises NoHome."""
+    return places.data() / "certificates" if data_dir is None else data_dir / "synapse" / "certificates"
 
 
 def path_of(engine_id: str, manifest_digest: str, data_dir: Path | None = None) -> Path:
@@ -130,7 +129,8 @@ def write(certificate: Certificate, data_dir: Path | None = None) -> Path:
 
 def remove(engine_id: str, manifest_digest: str, data_dir: Path | None = None) -> None:
     """Withdraw a certificate, if there is one."""
-    path_of(engine_id, manifest_digest, data_dir).unlink(missing_ok=True)
+    with suppress(NoHome):
+        path_of(engine_id, manifest_digest, data_dir).unlink(missing_ok=True)
 
 
 def read(path: Path) -> Certificate | None:
@@ -145,7 +145,11 @@ def read(path: Path) -> Certificate | None:
 
 def stored(data_dir: Path | None = None) -> Iterator[tuple[Path, Certificate | None]]:
     """Yield every certificate file, sorted, with its content or None where it can't be read."""
-    for path in sorted(folder(data_dir).glob("*/*.json")):
+    try:
+        found = sorted(folder(data_dir).glob("*/*.json"))
+    except NoHome:
+        return
+    for path in found:
         if not path.name.startswith("."):
             yield path, read(path)
 
@@ -161,9 +165,15 @@ def identity_of(line: str) -> Identity:
 
 def version_line(matrix: HardwareMatrix, engine: Engine) -> str:
     """Return the one line of an engine's ``--version``, asked in a child; empty where it gives none."""
-    command = engine.command or floors.worker_command(engine.engine)
-    cwd = matrix.path.parent if engine.command else floors.package_root()
-    return floors.version_line((*command, "--version", "--device", engine.device), cwd=cwd, env=engine.env)
+    if engine.command is not None:
+        command, cwd, env = engine.command, matrix.path.parent, engine.env
+    else:
+        try:
+            command, cwd = floors.worker_command(engine.engine), interpreter.package_root()
+        except BackendMissing:
+            return ""
+        env = {**interpreter.search_path(), **engine.env}
+    return floors.version_line((*command, "--version", "--device", engine.device), cwd=cwd, env=env)
 
 
 def driver_of(engine: Engine, profile: HostProfile) -> str | None:

@@ -288,7 +288,7 @@ def _tail(ring: LogRing, after: int) -> dict[str, Any]:
 
 
 def _failure(error: SynapseError) -> dict[str, Any]:
-    return {"error": error.to_dict()}
+    return {"error": error.to_dict("operator")}
 
 
 def _peer(writer: asyncio.StreamWriter) -> Peer:

@@ -26,6 +26,8 @@ class Death:
     """False when the process could not be confirmed dead: nothing may replace it yet."""
     llama: bool = True
     """False for a worker of another engine: it has no llama-cpp-python to rebuild."""
+    taken: bool = False
+    """True where it ended by itself and somebody else took its exit status: how it ended isn't known."""
 
     def describe(self) -> str:
         """Return one sentence for people."""
@@ -37,6 +39,8 @@ class Death:
             return f"{self.message} ({self.signal})"
         if self.exit_status is not None and self.cause in ("exit", "eof", "handshake"):
             return f"{self.message} (exit status {self.exit_status})"
+        if self.taken:
+            return f"{self.message} (exit status unknown: another part of this program took it)"
         return self.message
 
 
@@ -65,5 +69,6 @@ async def diagnose(
         signal=signal_name(returncode) if own_end else None,
         log_tail=ring.render(),
         reaped=reaped,
+        taken=own_end and returncode is None,
         llama=llama,
     )

@@ -6,12 +6,15 @@ once for all: it quotes what callers pass, what files hold and what workers say,
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 from engines.protocol.errors import ErrorCode
 
+Place: TypeAlias = Literal["python", "command", "operator"]
+"""Where a message is read: in a program, from a command with a host of its own, from a verb about a running host."""
 MAX_MESSAGE: Final = 4096
 """Characters of a message; of a longer one its beginning and its end are kept."""
 MAX_TEXT: Final = 16_384
@@ -63,7 +66,11 @@ def json_ready(value: Any, depth: int = 0) -> Any:
 
 
 class SynapseError(Exception):
-    """A request or command failed. ``details`` is a JSON-ready dict; it and ``message`` are bounded."""
+    """A request or command failed. ``details`` is a JSON-ready dict; it and ``message`` are bounded.
+
+    ``advice`` is what to do next where that differs by the reader's place: one sentence for each, none where nothing
+    can be done from there. ``message`` and ``str()`` speak to a program; :meth:`said` speaks to the others.
+    """
 
     code: ClassVar[str]
     transient: ClassVar[bool] = False
@@ -72,22 +79,33 @@ class SynapseError(Exception):
     exit_code: int = EXIT_FAILED
 
     def __init__(
-        self, message: str, *, details: dict[str, Any] | None = None, retry_after_ms: int | None = None
+        self,
+        message: str,
+        *,
+        details: dict[str, Any] | None = None,
+        retry_after_ms: int | None = None,
+        advice: Mapping[Place, str] | None = None,
     ) -> None:
-        self.message = told(message, MAX_MESSAGE)
+        self._what = told(message, MAX_MESSAGE)
+        self._advice = {place: told(text, MAX_MESSAGE) for place, text in (advice or {}).items()}
+        self.message = self.said("python")
         super().__init__(self.message)
         self.details: dict[str, Any] = json_ready(details or {})
         self.retry_after_ms = retry_after_ms if retry_after_ms is not None else self.default_retry_after_ms
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the ``error`` object of interfaces.md; absent values are omitted."""
+    def said(self, place: Place) -> str:
+        """Return the message in the words of a reader's place."""
+        advice = self._advice.get(place)
+        return f"{self._what} {advice}" if advice else self._what
+
+    def to_dict(self, place: Place = "python") -> dict[str, Any]:
+        """Return the ``error`` object of interfaces.md, said for *place*; ``retry_after_ms`` only where it has one."""
         document: dict[str, Any] = {"code": self.code, "class": "transient" if self.transient else "permanent"}
         if self.retry_after_ms is not None:
             document["retry_after_ms"] = self.retry_after_ms
         document["safe_to_retry_same_request"] = self.safe_to_retry
-        document["message"] = self.message
-        if self.details:
-            document["details"] = self.details
+        document["message"] = self.said(place)
+        document["details"] = self.details
         return document
 
 
@@ -104,9 +122,14 @@ class EngineCrashed(SynapseError):
     safe_to_retry = True
 
     def __init__(
-        self, message: str, *, details: dict[str, Any] | None = None, retry_after_ms: int | None = None
+        self,
+        message: str,
+        *,
+        details: dict[str, Any] | None = None,
+        retry_after_ms: int | None = None,
+        advice: Mapping[Place, str] | None = None,
     ) -> None:
-        super().__init__(message, details=details, retry_after_ms=retry_after_ms)
+        super().__init__(message, details=details, retry_after_ms=retry_after_ms, advice=advice)
         self.exit_code = EXIT_LANE if self.quarantined else EXIT_FAILED
 
     @property
@@ -210,6 +233,31 @@ class MatrixInvalid(SynapseError):
 
     code = "matrix_invalid"
     exit_code = EXIT_USAGE
+
+
+class StorageFull(SynapseError):
+    """A file system or quota has no room for what a command or request writes. details: path, where it is known."""
+
+    code = "storage_full"
+
+
+class Interrupted(SynapseError):
+    """Ctrl-C, SIGTERM or a lost terminal ended a command; what it had started has ended."""
+
+    code = "interrupted"
+    safe_to_retry = True
+    exit_code = EXIT_INTERRUPTED
+
+
+def of_os(
+    exc: OSError, message: str, *, otherwise: type[SynapseError], details: dict[str, Any] | None = None
+) -> SynapseError:
+    """Return the error for a failed system call: StorageFull where there is no room, else one of class *otherwise*."""
+    kind = StorageFull if exc.errno in _NO_ROOM else otherwise
+    return kind(message, details=details)
+
+
+_NO_ROOM: Final = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 
 class WorkerError(SynapseError):

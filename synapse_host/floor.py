@@ -1,8 +1,8 @@
 """An engine's hardware floor, asked of the engine itself in a throw-away child with a time limit.
 
 A driver that crashes or hangs hurts only the child; whatever it does becomes a :class:`Floor`, never an exception.
-Answers are cached per boot, operating system build and installed versions; crashes, hangs and rubbish are not, and a
-refusal only for an hour, so that a driver installed meanwhile is noticed.
+Answers are cached per boot, operating system build, driver and everything that is installed; crashes, hangs and rubbish
+are not, and a refusal only for an hour, so that what no key sees (a library of the system) is noticed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
+
+from synapse_host import interpreter
+from synapse_host.errors import BackendMissing
 
 TIME_LIMIT: Final = 15.0
 VERSION_LIMIT_S: Final = 10.0
@@ -49,16 +52,9 @@ class Floor:
     why: str = ""
 
 
-def package_root() -> Path:
-    """Return the folder that holds the ``engines`` package: where workers and probes are started."""
-    import engines
-
-    return Path(next(iter(engines.__path__))).parent
-
-
 def worker_command(engine: str) -> tuple[str, ...]:
-    """Return the command of our own worker for ``llama``, ``cuda`` or ``ane``."""
-    return (sys.executable, "-m", f"engines.{engine}")
+    """Return the command of our own worker for ``llama``, ``cuda`` or ``ane``; BackendMissing without a Python."""
+    return interpreter.module(f"engines.{engine}")
 
 
 def probe(
@@ -82,9 +78,9 @@ def probe(
     last = f": {tail[-1][:200]}" if tail else ""
     if answer.flooded:
         return Floor("failed", "probe_rubbish", why=f"its probe printed more than {OUTPUT_LIMIT} bytes")
-    if answer.code is None:
+    if answer.late:
         return Floor("failed", "probe_timeout", why=f"its probe did not answer within {limit:g} s")
-    if answer.code < 0:
+    if answer.code is not None and answer.code < 0:
         return Floor("failed", "probe_crashed", why=f"its probe was killed by {signal_name(answer.code)}{last}")
     return _parse(answer.out, answer.code, last)
 
@@ -98,14 +94,16 @@ def version_line(
     except OSError:
         return ""
     lines = answer.out[:4096].decode(errors="replace").splitlines()
-    return lines[0] if answer.code == 0 and not answer.flooded and len(lines) == 1 else ""
+    well = answer.code in (0, None) and not answer.late and not answer.flooded
+    return lines[0] if well and len(lines) == 1 else ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a child left. ``code``: None where it was still running at the limit."""
+    """What a child left. ``code``: None where somebody else took it, or where it was ``late``: still running."""
 
     code: int | None
+    late: bool
     out: bytes
     err: bytes
     flooded: bool
@@ -113,7 +111,7 @@ class _Answer:
 
 def _ask(command: tuple[str, ...], *, name: str, cwd: Path | None, limit: float, env: Mapping[str, str]) -> _Answer:
     """Run a child in a session of its own and leave nothing of it behind. Raises OSError where it can't start."""
-    from synapse_host.process import worker_environment
+    from synapse_host.process import reap, worker_environment
 
     child = subprocess.Popen(  # noqa: S603 - our own worker module, or the command the matrix names
         command,
@@ -140,29 +138,29 @@ def _ask(command: tuple[str, ...], *, name: str, cwd: Path | None, limit: float,
         threading.Thread(target=drain, args=pair, daemon=True)
         for pair in zip((child.stdout, child.stderr), outputs, strict=True)
     ]
-    code: int | None
     try:
         for thread in threads:
             thread.start()
     except RuntimeError as exc:
         _kill(child)
-        child.wait()
+        reap(child)
         child.stdout.close()
         child.stderr.close()
         raise OSError(errno.EAGAIN, "no thread can be started") from exc
+    code, late = None, False
     try:
-        code = child.wait(limit)
+        code = reap(child, limit)
     except subprocess.TimeoutExpired:
+        late = True
         _kill(child)
-        child.wait()
-        code = None
+        reap(child)
     # A grandchild may hold the pipes open: it leads no session of its own, so it dies with the group.
     _kill(child)
     for thread in threads:
         thread.join(1.0)
     child.stdout.close()
     child.stderr.close()
-    return _Answer(code, bytes(outputs[0]), bytes(outputs[1]), flooded.is_set())
+    return _Answer(code, late, bytes(outputs[0]), bytes(outputs[1]), flooded.is_set())
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -175,7 +173,8 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
         pass
 
 
-def _parse(output: bytes, code: int, last: str) -> Floor:
+def _parse(output: bytes, code: int | None, last: str) -> Floor:
+    """Read a probe's line; its exit status has to agree with it, where it is known."""
     lines = output.splitlines()
     try:
         answer = json.loads(lines[0]) if len(lines) == 1 else None
@@ -189,9 +188,10 @@ def _parse(output: bytes, code: int, last: str) -> Floor:
         or not isinstance(answer.get("observed"), dict | None)
     ):
         if code not in (0, 2):
-            return Floor("failed", "probe_crashed", why=f"its probe ended with status {code}{last}")
+            told = "an unknown status" if code is None else f"status {code}"
+            return Floor("failed", "probe_crashed", why=f"its probe ended with {told}{last}")
         return Floor("failed", "probe_rubbish", why="its probe did not print one line of the agreed JSON")
-    if (answer["status"] == "ok") != (code == 0):
+    if code is not None and (answer["status"] == "ok") != (code == 0):
         return Floor("failed", "probe_rubbish", why=f"its probe said {answer['status']} and ended with status {code}")
     return Floor(answer["status"], answer["code"], answer.get("required", {}), answer.get("observed"))
 
@@ -212,11 +212,14 @@ def ask(
         else:
             missing.append((engine, device))
     if missing:
-        cwd = package_root()
+        cwd = interpreter.package_root()
 
         def one(key: tuple[str, str]) -> Floor:
-            command = (*worker_command(key[0]), "--probe-floor", "--device", key[1])
-            return probe(command, cwd=cwd, limit=limit)
+            try:
+                command = (*worker_command(key[0]), "--probe-floor", "--device", key[1])
+            except BackendMissing as exc:
+                return Floor("failed", "probe_not_started", why=exc.message)
+            return probe(command, cwd=cwd, limit=limit, env=interpreter.search_path())
 
         with ThreadPoolExecutor(len(missing)) as pool:
             for (engine, device), floor in zip(missing, pool.map(one, missing), strict=True):
@@ -243,20 +246,27 @@ def versions(distributions: Iterable[str]) -> dict[str, str]:
 
 
 class FloorCache:
-    """Answers on disk, in the user's cache directory. *machine* names boot and operating system build."""
+    """Answers on disk, in the user's cache directory; None: nowhere, nothing is kept. *machine* names boot and build.
 
-    def __init__(self, directory: Path, machine: str) -> None:
+    An answer is good for the surroundings it was given in: the machine, the Python, every installed package (also one
+    that was installed again in the same version, as doctor's fixes do), and the variables that a probe sees.
+    """
+
+    def __init__(self, directory: Path | None, machine: str) -> None:
         self._directory = directory
-        self._machine = machine
+        self._surroundings = [machine, sys.executable, *_packages(), *_variables()]
 
-    def _file(self, engine: str, device: str) -> Path:
-        facts = [self._machine, sys.executable, str(package_root()), engine, device, sorted(installed(engine).items())]
-        key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    def _file(self, engine: str, device: str) -> Path | None:
+        if self._directory is None:
+            return None
+        key = hashlib.sha256(json.dumps([*self._surroundings, engine, device]).encode()).hexdigest()[:32]
         return self._directory / f"floor-{engine}-{device}-{key}.json"
 
     def get(self, engine: str, device: str) -> Floor | None:
         """Return a cached answer that is still good."""
         file = self._file(engine, device)
+        if file is None:
+            return None
         try:
             age = time.time() - file.stat().st_mtime
             floor = Floor(**json.loads(file.read_bytes()))
@@ -267,13 +277,36 @@ class FloorCache:
     def put(self, engine: str, device: str, floor: Floor) -> None:
         """Remember an answer; a full or read-only disk is no reason to fail."""
         file = self._file(engine, device)
+        if file is None:
+            return
         try:
             if floor.status == "failed":
                 file.unlink(missing_ok=True)
                 return
-            self._directory.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             part = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
             part.write_text(json.dumps(asdict(floor)))
             part.replace(file)
         except OSError:
             pass
+
+
+def _packages() -> list[str]:
+    """Return the installed distributions of this Python: folder, name with version, and when it was installed."""
+    found = []
+    for folder in dict.fromkeys([str(interpreter.package_root()), *sys.path]):
+        try:
+            with os.scandir(folder or ".") as entries:
+                named = [entry for entry in entries if entry.name.endswith((".dist-info", ".egg-info", ".pth"))]
+            found += [f"{folder}/{entry.name} {entry.stat().st_mtime_ns}" for entry in named]
+        except OSError:
+            continue  # a zip archive, or a folder that isn't there
+    return sorted(found)
+
+
+def _variables() -> list[str]:
+    """Return the variables that decide which libraries and devices a probe finds."""
+    from synapse_host.process import ENVIRONMENT_PREFIXES, worker_environment
+
+    telling = ("LD_LIBRARY_PATH", *(prefix for prefix in ENVIRONMENT_PREFIXES if prefix != "LC_"))
+    return sorted(f"{name}={value}" for name, value in worker_environment("", {}).items() if name.startswith(telling))

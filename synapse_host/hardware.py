@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Final
 
 from engines import machine
 from synapse_host import floor as floors
+from synapse_host import places
 from synapse_host.floor import Floor, FloorCache
+from synapse_host.places import NoHome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -148,22 +150,23 @@ def nvidia(root: Path = Path("/proc/driver/nvidia")) -> tuple[str | None, tuple[
     return found.group(1) if found else None, tuple(sorted(models))
 
 
-def default_cache_dir() -> Path:
-    """Return where probe answers are kept."""
-    from platformdirs import user_cache_path
-
-    return user_cache_path("synapse") / "probes"
+def default_cache_dir() -> Path | None:
+    """Return where probe answers are kept; None where this user has no place for them."""
+    try:
+        return places.cache() / "probes"
+    except NoHome:
+        return None
 
 
 def machine_id() -> str:
-    """Return what names this boot of this operating system build; it holds no serial number."""
+    """Return what names this boot of this operating system build and its driver; it holds no serial number."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         import psutil
 
         boot = str(int(psutil.boot_time()))
-    return f"{boot} {os_build()}"
+    return f"{boot} {os_build()} {nvidia()[0] or ''}".rstrip()
 
 
 def os_build() -> str:

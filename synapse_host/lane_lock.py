@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from synapse_host import places
 from synapse_host.errors import AneLaneBusy
 
 NAME: Final = "ane-lane.lock"
@@ -18,9 +19,7 @@ NAME: Final = "ane-lane.lock"
 
 def default_path() -> Path:
     """Return the lock file of this user, one for all hosts of a machine."""
-    from platformdirs import user_cache_path
-
-    return user_cache_path("synapse") / NAME
+    return places.cache() / NAME
 
 
 class LaneLock:

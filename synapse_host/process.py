@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -60,6 +61,32 @@ def signal_name(returncode: int | None) -> str | None:
         return f"SIG{-returncode}"
 
 
+def reap(child: subprocess.Popen[bytes], limit: float | None = None) -> int | None:
+    """Wait for *child*, at most *limit* seconds, and return how it ended as Popen tells it; TimeoutExpired then.
+
+    None where somebody else took the status: SIGCHLD is ignored in this process, or a thread of the embedding program
+    waits for any child. Popen reports 0 then, which would turn a killed worker into one that ended well.
+    """
+    if sys.platform == "win32" or child.returncode is not None:
+        return child.wait(limit)
+    end = None if limit is None else time.monotonic() + limit
+    pause = 0.0005
+    while True:
+        try:
+            pid, status = os.waitpid(child.pid, 0 if end is None else os.WNOHANG)
+        except ChildProcessError:
+            child.returncode = 0  # only so that Popen waits for it no more
+            return None
+        if pid:
+            child.returncode = os.waitstatus_to_exitcode(status)
+            return child.returncode
+        left = (end or 0.0) - time.monotonic()
+        if left <= 0:
+            raise subprocess.TimeoutExpired(child.args, limit or 0.0)
+        pause = min(pause * 2, left, 0.05)
+        time.sleep(pause)
+
+
 class WorkerProcess:
     """A child that leads its own session. ``exited`` resolves once it is reaped, its group already killed.
 
@@ -79,7 +106,7 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         self._output = output
         self._on_exit = on_exit
-        self.exited: asyncio.Future[int] = self._loop.create_future()
+        self.exited: asyncio.Future[int | None] = self._loop.create_future()
         options: dict[str, Any] = {"start_new_session": True}
         if sys.platform == "win32":
             # Its own group keeps Ctrl-C at the host away from it.
@@ -132,7 +159,7 @@ class WorkerProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, or minus the signal's number; None while it runs."""
+        """Exit status, or minus the signal's number; None while it runs, or where somebody else took its status."""
         return self.exited.result() if self.exited.done() else None
 
     def owns(self, pid: int | None) -> bool:
@@ -278,7 +305,7 @@ class WorkerProcess:
         if self.exited.done():
             return
         self._kill_group()
-        returncode = self._popen.wait()
+        returncode = reap(self._popen)
         if self._job is not None:
             self._job.close()
         self.exited.set_result(returncode)

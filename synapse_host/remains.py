@@ -10,12 +10,14 @@ import os
 import shutil
 import stat
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Final
+
+from synapse_host import places
+from synapse_host.places import NoTemporary
 
 PREFIX: Final = "synapse-"
 PRIVATE: Final = b"private\n"
@@ -26,7 +28,10 @@ LOCK: Final = Path("synapse", "lock")
 
 def roots() -> list[Path]:
     """Return the folders where private runtime directories are made."""
-    return list(dict.fromkeys([Path(tempfile.gettempdir()), Path("/tmp")]))  # noqa: S108 - mkdtemp's there
+    found = [Path("/tmp")]  # noqa: S108 - mkdtemp's there
+    with suppress(NoTemporary):
+        found.insert(0, places.temporary())
+    return list(dict.fromkeys(found))
 
 
 def sweep(root: Path) -> list[Path]:

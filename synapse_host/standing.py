@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from typing import Any
 
 from synapse_host.death import Death
@@ -85,18 +86,28 @@ class Standing:
         lane_id = self.spec.lane_id
         details = {"lane_id": lane_id, "quarantined": True}
         last = self._last_words + self._same_input()
-        told = f"its worker died twice in a row (last, {last}). See: synapse logs {lane_id}. Clear it: "
+        told = f"its worker died twice in a row (last, {last})."
+        see = f"See: synapse logs {shlex.quote(lane_id)}."
         if remaining is None:
             return ProbeRequired(
-                f"lane {lane_id} is quarantined until it is probed or a new host starts: {told}synapse probe {lane_id}",
+                f"lane {lane_id} is quarantined until it is probed or a new host starts: {told}",
                 details=details,
+                advice={
+                    "python": f"Probe it: await host.probe({lane_id!r}).",
+                    "operator": f"{see} Clear it: synapse probe {shlex.quote(lane_id)}.",
+                },
             )
+        # The lane is named: a model may be served by several, and one of them is shut.
         lane = lane_id.removesuffix(f":{self.spec.model}")
+        unload = f"Clear it: synapse unload {shlex.quote(self.spec.model)} --lane {shlex.quote(lane)}."
         return EngineCrashed(
-            f"lane {lane_id} is quarantined for another {remaining:.0f} s: {told}"
-            f"synapse unload {self.spec.model} --lane {lane}",
+            f"lane {lane_id} is quarantined for another {remaining:.0f} s: {told}",
             details=details,
             retry_after_ms=max(1, round(remaining * 1000)),
+            advice={
+                "python": f"Clear it: await host.unload({self.spec.model!r}, lane={lane_id!r}).",
+                "operator": f"{see} {unload}",
+            },
         )
 
     def _same_input(self) -> str:

@@ -79,7 +79,10 @@ def find(cache: Path, source_digest: str) -> tuple[Path, Preparation]:
 
 
 def default_cache() -> Path:
-    """Return the user's cache folder, the same for preparer, host and doctor."""
+    """Return the user's cache folder, the same for preparer, host and doctor; BundleError without a home."""
     from platformdirs import user_cache_path
 
-    return user_cache_path("synapse")
+    try:
+        return user_cache_path("synapse")
+    except RuntimeError as exc:
+        raise BundleError(f"no place for prepared models: {exc}") from exc

@@ -11,27 +11,23 @@ Only the chosen verb's module is imported, so ``synapse --help`` costs nothing b
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from synapse_host.cli.console import Console
+from synapse_host.cli.console import Console, printable
 from synapse_host.cli.parser import Parser, UsageError, common_options, nearest
-from synapse_host.errors import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    BundleInvalid,
-    InvalidRequest,
-    SynapseError,
-)
+from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid, InvalidRequest, SynapseError, of_os
 
 
 class Verb(NamedTuple):
@@ -99,6 +95,7 @@ def _page() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code. No exception leaves here, and no traceback is shown to a user."""
     _open_standard_streams()
+    _heed_children()
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Before parsing has succeeded the flags are looked up by hand: a usage error under --json is a document too.
     head = arguments[: arguments.index("--")] if "--" in arguments else arguments
@@ -134,23 +131,60 @@ def _run(arguments: list[str], console: Console) -> int:
     except SynapseError as exc:
         return console.fail(exc)
     except KeyboardInterrupt:
-        console.note("interrupted")
-        return EXIT_INTERRUPTED
+        return console.interrupted()
     except BrokenPipeError:
         raise
     except OSError as exc:
-        place = f"{exc.filename}: " if exc.filename else ""
-        if not place and not _in_a_folder():
-            place = "the current folder is gone: "
-        return console.fail(InvalidRequest(f"{place}{exc.strerror or exc}"))
-    except Exception as exc:  # the process boundary: a bug of ours still gets one line and an exit code
+        return console.fail(_of_the_system(exc))
+    except BaseException as exc:  # the process boundary: a bug of ours still gets one line and an exit code
+        if any(isinstance(each, KeyboardInterrupt) for each in _chain(exc)):
+            # Whatever it met on its way became an exception of its own.
+            return console.interrupted()
         from engines.bundle.manifest import BundleError
 
         if isinstance(exc, BundleError):
             return console.fail(BundleInvalid(str(exc)))
-        if os.environ.get("SYNAPSE_DEBUG"):
+        if _without_threads(exc):
+            return console.fail(_no_threads(exc))
+        # A panic of a Rust library is no Exception, and no reason for a traceback either; SystemExit is argparse's.
+        if os.environ.get("SYNAPSE_DEBUG") or isinstance(exc, SystemExit | GeneratorExit):
             raise
         return console.bug(exc)
+
+
+def _of_the_system(exc: OSError) -> SynapseError:
+    """Return the error of a failed system call: its place, its reason, and what to do where that isn't plain."""
+    if exc.errno == errno.EAGAIN:
+        return _no_threads(exc)
+    reason = exc.strerror or str(exc)
+    place = f"{exc.filename}: " if exc.filename else ""
+    if not place and not _in_a_folder():
+        place = "the current folder is gone: "
+    return of_os(exc, f"{place}{reason}", otherwise=InvalidRequest)
+
+
+_NO_THREAD: Final = re.compile(r"can't start new thread|ThreadPoolBuildError|thread pool has not been initialized")
+
+
+def _without_threads(exc: BaseException) -> bool:
+    """Tell whether an exception, or one that it comes from, says that no thread can be started."""
+    return any(_NO_THREAD.search(str(each)) for each in _chain(exc))
+
+
+def _chain(exc: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that it comes from."""
+    seen: BaseException | None = exc
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def _no_threads(exc: BaseException) -> SynapseError:
+    return InvalidRequest(
+        "the system starts no further thread or process for this user: raise the limit (ulimit -u, or the container's "
+        "--pids-limit), or end other programs",
+        details={"reason": "no_threads", "cause": str(exc)[:200]},
+    )
 
 
 def _in_a_folder() -> bool:
@@ -180,7 +214,20 @@ def _open_standard_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def _heed_children() -> None:
+    """Let the kernel keep the exit statuses of our children, also where whoever started us ignored SIGCHLD.
+
+    Ignoring is inherited: a killed worker's status would be lost, and a failed tool would look as if it had succeeded.
+    """
+    number = getattr(signal, "SIGCHLD", None)
+    in_main = threading.current_thread() is threading.main_thread()
+    if number is not None and in_main and signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def _dispatch(arguments: list[str], console: Console) -> int:
+    if len(arguments) > 1 and arguments[0] == "help":
+        arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_page())
         return EXIT_OK
@@ -199,6 +246,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         args = parser.parse_intermixed_args(arguments[1:])
     except SystemExit as exc:  # --help only: errors raise UsageError
         return int(exc.code or 0)
+    args.started = time.monotonic()
     console.configure(json=args.json, quiet=args.quiet)
     _configure_logging()
     with _interruptible():
@@ -220,7 +268,10 @@ def _interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {}
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
+        # From here on there is something to end; `synapse_host.__main__` left at once before.
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     if threading.current_thread() is threading.main_thread():
         for name in ("SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
@@ -237,9 +288,13 @@ def _configure_logging() -> None:
     """Logs go to stderr. A command says itself what it has to say: logs show only where SYNAPSE_LOG asks (info …)."""
     import logging
 
+    class Printable(logging.Formatter):
+        """What workers wrote stands in records too."""
+
+        def format(self, record: logging.LogRecord) -> str:
+            return printable(super().format(record))
+
     level = logging.getLevelName(os.environ.get("SYNAPSE_LOG", "critical").upper())
-    logging.basicConfig(
-        level=level if isinstance(level, int) else logging.CRITICAL,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level if isinstance(level, int) else logging.CRITICAL, handlers=[handler])

@@ -18,14 +18,14 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from synapse_host.cli.console import Bar, Stages
+from synapse_host.cli.console import Bar, Stages, printable
 
 
 @contextmanager
 def terminal_bar(label: str, total: int, *, unit: str) -> Iterator[Bar]:
     """Show one bar on stderr; it disappears when the block ends, what matters was printed by the block."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         TaskProgressColumn(),
         TextColumn(f"{{task.completed:,.0f}} {unit}"),
@@ -39,12 +39,12 @@ def terminal_bar(label: str, total: int, *, unit: str) -> Iterator[Bar]:
 def terminal_stages(label: str, *, rows: bool) -> Iterator[Stages]:
     """Show one bar that each stage of a job starts anew; *done* and *total* are rows, or else bytes."""
     counted = [MofNCompleteColumn()] if rows else [DownloadColumn(), TimeRemainingColumn()]
-    columns = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), *counted)
+    columns = (TextColumn("{task.description:<24}", markup=False), BarColumn(bar_width=24), *counted)
     with Progress(*columns, console=RichConsole(stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=None)
 
         def report(stage: str, done: int, total: int) -> None:
-            progress.update(task, description=f"{label}: {stage}", completed=done, total=total or None)
+            progress.update(task, description=f"{label}: {printable(stage)}", completed=done, total=total or None)
 
         yield report
 
@@ -53,5 +53,5 @@ def terminal_stages(label: str, *, rows: bool) -> Iterator[Stages]:
 def terminal_status() -> Iterator[Callable[[str], None]]:
     """Show a spinner and a text on stderr that ``show(text)`` replaces; both disappear when the block ends."""
     with RichConsole(stderr=True).status("") as status:
-        # What is shown holds names from outside: no markup.
-        yield lambda text: status.update(Text(text))
+        # What is shown holds names from outside: no markup, and nothing that steers the terminal.
+        yield lambda text: status.update(Text(printable(text)))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from synapse_host import interpreter, places
 from synapse_host.cli.parser import Parser
 from synapse_host.errors import EXIT_FAILED, DeadlineExceeded, InvalidRequest
 
@@ -50,12 +50,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.matrix is not None:
         load(args.matrix)  # The suite has matrices of its own; a typo is told all the same, and before minutes of work.
     root = checkout()
-    command = [sys.executable, "-m", "bench"]
+    command = list(interpreter.module("bench"))  # it runs in the checkout's own folder
     command += ["--quick"] if args.quick else []
     command += ["--only", args.only] if args.only else []
-    command += ["--out", str(args.out.expanduser().absolute())] if args.out else []
+    command += ["--out", str(places.expanded(args.out).absolute())] if args.out else []
     command += ["--threads", str(args.threads)] if args.threads else []
-    command += ["--models-dir", str(args.models_dir.expanduser().absolute())] if args.models_dir else []
+    command += ["--models-dir", str(places.expanded(args.models_dir).absolute())] if args.models_dir else []
     command += ["--json"] if console.json else []
     command += ["--quiet"] if console.quiet or console.json else []
     try:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from engines.bundle import facts
 from engines.bundle.checkpoint import Checkpoint
-from synapse_host import builder
+from synapse_host import builder, places
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, count
 from synapse_host.errors import EXIT_OK, InvalidRequest
@@ -58,9 +58,9 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb; return the exit code."""
-    out: Path = args.out.expanduser()
+    out: Path = places.expanded(args.out)
     _check_target(out, force=args.force)
-    checkpoint = Checkpoint.open(args.checkpoint.expanduser(), task=args.task)
+    checkpoint = Checkpoint.open(places.expanded(args.checkpoint), task=args.task)
     formats = args.formats or _possible(checkpoint)
     limit = checkpoint.config["max_position_embeddings"]
     if args.max_tokens is not None and args.max_tokens > limit:

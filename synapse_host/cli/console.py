@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import re
+import secrets
 import shutil
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from synapse_host.errors import EXIT_FAILED, SynapseError
+from synapse_host.errors import EXIT_FAILED, Interrupted, SynapseError
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _NARROWEST: Final = 20
@@ -21,6 +22,12 @@ _DUMP: Final = re.compile(
     r"Fatal Python error|Current thread|Thread 0x|\s*File \".*\", line \d+|Extension modules:|<no Python frame>"
     r"|\s*[~^]+\s*$"
 )
+
+_STEERING: Final = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    # C0 without tab and line feed, DEL and C1; then what makes text run backwards on a terminal.
+    for code in (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
 
 Stages: TypeAlias = Callable[[str, int, int], None]
 """``report(stage, done, total)``; each stage starts the bar anew."""
@@ -32,10 +39,23 @@ class Bar(NamedTuple):
     advance: Callable[[int], None]
 
 
+def printable(text: str) -> str:
+    """Return *text* with every character escaped that steers a terminal: words of workers, models and files hold any.
+
+    ``ESC ]0;…`` would set its title, ``ESC [2J`` clear it, and a right-to-left override turn a line round.
+    """
+    return text.translate(_STEERING)
+
+
 class Console:
-    """One command's output. ``json`` and ``quiet`` as on the command line."""
+    """One command's output. ``json`` and ``quiet`` as on the command line.
+
+    What a person sees is :func:`printable`: all of stderr, and stdout where it is a terminal. Colours are the
+    exception: a mark that nobody else can know tells them from other escapes.
+    """
 
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
+        self._mark = f"\x1b{secrets.token_hex(8)}["
         self.configure(json=json, quiet=quiet)
 
     def configure(self, *, json: bool, quiet: bool) -> None:
@@ -52,12 +72,15 @@ class Console:
         """Return *text* in colour where stdout is a terminal."""
         if not self.colour:
             return text
-        return f"\x1b[{';'.join(_CODES[name] for name in names)}m{text}\x1b[0m"
+        return f"{self._mark}{';'.join(_CODES[name] for name in names)}m{text}{self._mark}0m"
 
     def line(self, text: str = "") -> None:
-        """Print a line of the result; not under ``--json``."""
-        if not self.json:
-            print(text)
+        """Print a line of the result; not under ``--json``. Off a terminal it is data and stays as it is."""
+        if self.json:
+            return
+        if self.interactive:
+            text = "\x1b[".join(printable(part) for part in text.split(self._mark))
+        print(text)
 
     def hang(self, lead: str, text: str, indent: int) -> None:
         """Print *lead*, *indent* columns wide, and *text*; a terminal too narrow for it goes on below the text."""
@@ -75,12 +98,25 @@ class Console:
     def document(self, document: dict[str, Any]) -> None:
         """Print the JSON document, under ``--json`` only."""
         if self.json:
-            print(_json(document, allow_nan=False))
+            self._print_json(document, allow_nan=False)
 
     def note(self, text: str) -> None:
         """Say something on stderr that is not the result."""
         if not self.quiet and not self.json:
-            print(f"synapse: {text}", file=sys.stderr)
+            self._tell(text)
+
+    def _tell(self, text: str) -> None:
+        print(f"synapse: {printable(text)}", file=sys.stderr)
+
+    def _print_json(self, document: dict[str, Any], **options: Any) -> None:
+        """Print one line of JSON that stdout can take: escaped where its encoding, or half a surrogate, asks for it."""
+        text = jsonlib.dumps(document, ensure_ascii=False, **options)
+        try:
+            text.encode(sys.stdout.encoding or "utf-8")
+        except UnicodeEncodeError:
+            text = jsonlib.dumps(document, **options)
+        # Outside strings a document has none of these; inside, this is the same character.
+        print(text.translate({code: f"\\u{code:04x}" for code in _STEERING}))
 
     def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Bar]:
         """Show a progress bar on stderr while the block runs; silent off a terminal."""
@@ -88,7 +124,7 @@ class Console:
             return nullcontext(Bar(lambda amount: None))
         from synapse_host.cli.bar import terminal_bar
 
-        return terminal_bar(label, total, unit=unit)
+        return terminal_bar(printable(label), total, unit=unit)
 
     def stages(self, label: str, *, rows: bool = False) -> AbstractContextManager[Stages]:
         """Show the progress of a job that reports its stages, in bytes or *rows*; silent off a terminal."""
@@ -96,7 +132,7 @@ class Console:
             return nullcontext(lambda stage, done, total: None)
         from synapse_host.cli.bar import terminal_stages
 
-        return terminal_stages(label, rows=rows)
+        return terminal_stages(printable(label), rows=rows)
 
     def status(self) -> AbstractContextManager[Callable[[str], None]]:
         """Show one changing line on stderr while the block runs: ``show(text)``; silent off a terminal."""
@@ -109,14 +145,22 @@ class Console:
     def fail(self, error: SynapseError) -> int:
         """Report a typed error and return its exit code."""
         if self.json:
-            print(_json({"error": error.to_dict()}, default=str))
+            self._print_json({"error": error.to_dict("command")}, default=str)
         else:
-            print(f"synapse: {explain(error)}", file=sys.stderr)
+            self._tell(explain(error))
         return error.exit_code
 
-    def bug(self, exc: Exception) -> int:
+    def interrupted(self) -> int:
+        """Report that a signal ended the command and return its exit code."""
+        if self.json:
+            return self.fail(Interrupted("interrupted"))
+        self.note("interrupted")
+        return Interrupted.exit_code
+
+    def bug(self, exc: BaseException) -> int:
         """Report an exception that nobody foresaw: one line, exit 1."""
-        text = f"internal error: {type(exc).__name__}: {exc} (SYNAPSE_DEBUG=1 shows where)"
+        words = " ".join(str(exc).split())
+        text = f"internal error: {type(exc).__name__}: {words} (SYNAPSE_DEBUG=1 shows where)"
         if self.json:
             error = {
                 "code": "internal_error",
@@ -125,15 +169,15 @@ class Console:
                 "message": text,
                 "details": {},
             }
-            print(_json({"error": error}))
+            self._print_json({"error": error})
         else:
-            print(f"synapse: {text}", file=sys.stderr)
+            self._tell(text)
         return EXIT_FAILED
 
 
 def explain(error: SynapseError) -> str:
     """Return the text after ``synapse: ``: what happened, the last words of a dead worker, and what to do next."""
-    lines = [error.message]
+    lines = [error.said("command")]
     if error.code == "engine_crashed":
         lines += _last_words(str(error.details.get("log_tail") or ""))
         if "llama-cpp-python was built for another CPU" in error.message:
@@ -148,13 +192,3 @@ def _last_words(log: str) -> list[str]:
     tail = [line.removeprefix("[stderr] ").removeprefix("[stdout] ") for line in log.rstrip().splitlines()]
     said = [line for line in tail if line.strip() and not _DUMP.match(line)]
     return [f"| {line[:300]}" for line in (said or tail)[-_TAIL_LINES:]]
-
-
-def _json(document: dict[str, Any], **options: Any) -> str:
-    """Return one line of JSON that stdout can take: escaped where its encoding, or half a surrogate, asks for it."""
-    text = jsonlib.dumps(document, ensure_ascii=False, **options)
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return jsonlib.dumps(document, **options)
-    return text

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         report = doctor.examine(
             matrix,
             host_version=host_version(),
-            models_dir=catalogue.models_dir(args.models_dir),
+            models_dir=None if args.models_dir is None else catalogue.models_dir(args.models_dir),
             runtime_dir=args.runtime_dir,
             # Its threads are waited for, whatever ends the command.
             probe_limit=min(TIME_LIMIT, args.deadline or TIME_LIMIT),

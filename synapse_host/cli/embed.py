@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 from synapse_host.cli.console import Console
 from synapse_host.cli.jsonl import read_texts
 from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.cli.session import OWN_HOST, model_name, run_host, served_by, serving_options, watched
+from synapse_host.cli.session import (
+    OWN_HOST,
+    READING,
+    left,
+    limited,
+    model_name,
+    run_host,
+    served_by,
+    serving_options,
+    watched,
+)
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -45,12 +55,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return _to_file(args, console)
     texts: list[str] = args.texts
     if args.file:
-        with read_texts(args.file) as lines:
+        with limited(left(args), READING, of=args.deadline), read_texts(args.file) as lines:
             texts = list(lines)
     model = model_name(args.model)
 
     async def work(host: Host) -> EmbedResult:
-        asked = host.embed_result(model, texts, lane=args.lane, deadline=args.deadline, truncate=args.truncate)
+        asked = host.embed_result(model, texts, lane=args.lane, deadline=left(args), truncate=args.truncate)
         return await watched(host, console, asked)
 
     result = run_host(args, console, {model: args.model}, work)
@@ -72,19 +82,22 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _to_file(args: argparse.Namespace, console: Console) -> int:
-    from synapse_host.cli.embed_file import embed_to_file
+    from synapse_host.cli.embed_file import Texts, embed_to_file, place
 
+    place(args.out, args.file)  # what can't be written is told before anything is read
+    # Here and not on the host's loop: a pipe that nobody writes to ends with a signal, or with the deadline.
+    with limited(left(args), READING, of=args.deadline):
+        source = Texts.survey(args.file, args.texts)
     model = model_name(args.model)
 
     async def work(host: Host) -> dict[str, Any]:
         return await embed_to_file(
             host,
             model,
-            source=args.file,
-            texts=args.texts,
+            source=source,
             out=args.out,
             lane=args.lane,
-            deadline=args.deadline,
+            deadline=left(args),
             truncate=args.truncate,
             console=console,
         )

@@ -1,4 +1,8 @@
-"""``synapse embed --out``: a preallocated .npy file filled chunk by chunk, resumable, in bounded memory."""
+"""``synapse embed --out``: a preallocated .npy file filled chunk by chunk, resumable, in bounded memory.
+
+The rows go to ``<out>.partial``, which is renamed to *out* when the last one is there: nothing under a result's name
+is ever half a result. ``<out>.progress.json`` says how many of them are good, for a run that goes on from there.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,14 @@ import json
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
-from functools import partial
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from synapse_host.cli.jsonl import MAX_LINE, opened, read_texts
-from synapse_host.encoding import in_thread
-from synapse_host.errors import InvalidRequest
+from synapse_host.errors import InvalidRequest, of_os
 from synapse_host.remains import holder, lock_exclusive
 
 if TYPE_CHECKING:
@@ -26,72 +29,86 @@ if TYPE_CHECKING:
     from synapse_host.results import EmbedResult
 
 
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What is embedded: a file that can be read again, or texts at hand. ``digest``: SHA-256 of what was counted."""
+
+    file: str | None
+    texts: list[str]
+    rows: int
+    digest: str
+
+    @classmethod
+    def survey(cls, source: str | None, texts: list[str]) -> Texts:
+        """Count and digest a JSONL file, or *texts*. Blocks as long as nobody writes to stdin or a pipe.
+
+        Two passes are needed, so stdin, a pipe or ``<(command)`` is read whole: it can't be read twice.
+        """
+        if source is not None and (source == "-" or not Path(source).is_file()):
+            with read_texts(source) as stream:
+                texts, source = list(stream), None
+        rows, digest = _survey_file(source) if source else _survey_texts(texts)
+        if not rows:
+            raise InvalidRequest("there is no text to embed", details={"file": source})
+        return cls(source, texts, rows, digest)
+
+    def read(self) -> AbstractContextManager[Iterator[str]]:
+        """Iterate over the texts."""
+        return read_texts(self.file) if self.file is not None else nullcontext(iter(self.texts))
+
+
 async def embed_to_file(
     host: Host,
     model: str,
     *,
-    source: str | None,
-    texts: list[str],
+    source: Texts,
     out: Path,
     lane: str | None,
     deadline: float | None,
     truncate: bool,
     console: Console,
 ) -> dict[str, Any]:
-    """Embed *source* (a JSONL file; stdin is read whole first) or *texts* into *out*; return the result's document.
+    """Embed *source* into *out* and return the result's document.
 
-    ``<out>.progress.json`` {input_digest, rows_done, …} is written after every chunk and removed at the end; a run with
-    the same input, model and engine goes on where the last one stopped. One run at a time has *out*; a second gets
-    InvalidRequest.
+    A run with the same input, model and engine goes on where the last one stopped. One run at a time has *out*; a
+    second gets InvalidRequest.
     """
-    _check_out(out, source)
     with alone(out):
-        if source is not None and (source == "-" or not Path(source).is_file()):
-            # Two passes are needed, one to count and digest: stdin, a pipe or <(command) can't be read twice.
-            # In a thread: nobody may ever write to it, and Ctrl-C is answered on the loop.
-            texts, source = await in_thread(partial(_read_whole, source), None), None
+        file = place(out, source.file)
         assignment = host.lane_of(model, lane)
         spec = assignment.require()
-        dims = assignment.bundle.manifest.dims
-        total, digest = _survey_file(source) if source else _survey_texts(texts)
-        if not total:
-            raise InvalidRequest("there is no text to embed", details={"file": source})
+        shape = (source.rows, assignment.bundle.manifest.dims)
         key = {
-            "input_digest": digest,
+            "input_digest": source.digest,
             "manifest_digest": assignment.bundle.digest,
             "artifact_digest": spec.load.artifact_digest,
             "engine": spec.engine_id,
             "truncate": truncate,
-            "rows": total,
+            "rows": source.rows,
         }
-        first, truncated = _resume(progress_path(out), out, key, (total, dims))
+        first, truncated = _resume(file, key, shape)
         if first:
-            console.note(f"going on at text {first} of {total}")
+            console.note(f"going on at text {first} of {source.rows}")
         started = time.monotonic()
-        with console.bar("embedding", total, unit="texts") as bar, _texts(source, texts) as stream:
+        with console.bar("embedding", source.rows, unit="texts") as bar, source.read() as stream:
             bar.advance(first)
             rest = islice(stream, first, None)
             chunks = host.embed_stream(model, rest, lane=lane, deadline=deadline, truncate=truncate, offset=first)
-            tokens = await _fill(out, chunks, key, (total, dims), first, truncated, bar.advance, source)
+            tokens = await _fill(file, chunks, key, shape, first, truncated, bar.advance, source.file)
     elapsed = max(time.monotonic() - started, 1e-9)
     return {
         "model": model,
         "lane": assignment.lane_id,
         "engine": spec.engine_id,
         "device": spec.device,
-        "dims": dims,
-        "n": total,
+        "dims": shape[1],
+        "n": source.rows,
         "out": str(out),
         "resumed_at": first,
         "truncated": truncated,
-        "texts_per_s": (total - first) / elapsed,
+        "texts_per_s": (source.rows - first) / elapsed,
         "tokens_per_s": tokens / elapsed,
     }
-
-
-def _read_whole(source: str) -> list[str]:
-    with read_texts(source) as stream:
-        return list(stream)
 
 
 async def _fill(
@@ -104,76 +121,104 @@ async def _fill(
     advance: Callable[[int], None],
     source: str | None,
 ) -> int:
-    """Write *chunks* to *out* from row *done* on, noting each in the record; return their tokens.
+    """Write *chunks* from row *done* on, noting each in the record, and give *out* its name; return their tokens.
 
     *truncated* is added to. InvalidRequest where *source* no longer has the texts that were counted.
     """
-    progress, array, tokens = progress_path(out), None, 0
-    async with aclosing(chunks) as results:
-        async for result in results:
-            rows = len(result.vectors)
-            if done + rows > shape[0]:
-                raise InvalidRequest(f"{source} grew while it was read", details={"file": source})
-            if array is None:
-                # Not before there is something to write: a run that fails at once leaves an older result alone.
-                array = _opened(out, shape, resumed=done > 0)
-            array[done : done + rows] = result.vectors
-            done += rows
-            tokens += result.tokens
-            truncated += result.truncated
-            array.flush()
-            _record(progress, key, done, truncated)
-            advance(rows)
-    if done != shape[0]:
-        raise InvalidRequest(f"{source} shrank while it was read", details={"file": source})
-    progress.unlink(missing_ok=True)
+    array: np.memmap[Any, np.dtype[np.float32]] | None = None
+    tokens = 0
+    try:
+        async with aclosing(chunks) as results:
+            async for result in results:
+                rows = len(result.vectors)
+                if done + rows > shape[0]:
+                    raise InvalidRequest(f"{source} grew while it was read", details={"file": source})
+                truncated += result.truncated
+                with _writing(out):
+                    if array is None:
+                        # Not before there is something to write: a run that fails at once leaves older rows alone.
+                        array = _opened(out, shape, resumed=done > 0)
+                    array[done : done + rows] = result.vectors
+                    array.flush()
+                    _record(out, key, done + rows, truncated)
+                done += rows
+                tokens += result.tokens
+                advance(rows)
+        if done != shape[0]:
+            raise InvalidRequest(f"{source} shrank while it was read", details={"file": source})
+    except BaseException:
+        if array is not None and not done:
+            # No row of it is good: nothing is left to resume.
+            partial_path(out).unlink(missing_ok=True)
+        raise
+    array = None  # Windows renames no file that is mapped
+    with _writing(out):
+        os.replace(partial_path(out), out)  # noqa: PTH105
+        progress_path(out).unlink(missing_ok=True)
     return tokens
 
 
 def _opened(out: Path, shape: tuple[int, int], *, resumed: bool) -> np.memmap[Any, np.dtype[np.float32]]:
-    """Map *out*, float32 of *shape*: as it is where *resumed*, else anew and with all its blocks. InvalidRequest."""
+    """Map the rows' file, float32 of *shape*: as it is where *resumed*, else anew and with all its blocks. OSError."""
     import numpy as np
 
+    partial = partial_path(out)
+    if resumed:
+        return np.lib.format.open_memmap(partial, mode="r+")
+    progress_path(out).unlink(missing_ok=True)  # what it counts is gone now
+    partial.unlink(missing_ok=True)
     try:
-        if resumed:
-            return np.lib.format.open_memmap(out, mode="r+")
-        progress_path(out).unlink(missing_ok=True)  # what it counts is gone now
-        out.unlink(missing_ok=True)
-        array = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=shape)
-        _allocate(out)
-    except OSError as exc:
-        raise InvalidRequest(f"{out}: can't be written: {exc.strerror or exc}", details={"file": str(out)}) from exc
+        array = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
+        _allocate(partial)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     return array
 
 
-def _check_out(out: Path, source: str | None) -> None:
-    """Refuse a place where the result can't be, or where making it would destroy something else."""
+def place(out: Path, source: str | None) -> Path:
+    """Return the file that *out* names: where it is a link, what the link points to, which is the larger disk's file.
+
+    InvalidRequest where the result can't be there, or where making it would destroy something else.
+    """
     if not out.name:
         raise InvalidRequest(f"--out {out}: is not a file name", details={"file": str(out)})
     if out.exists() and not out.is_file():
-        # It would be unlinked: as root even /dev/null.
+        # It would be replaced: as root even /dev/null.
         raise InvalidRequest(f"{out}: can't be written: it is not a regular file", details={"file": str(out)})
-    for place in (out, progress_path(out)):
-        if source not in (None, "-") and place.exists() and Path(source).exists() and place.samefile(source):
+    real = Path(os.path.realpath(out)) if out.is_symlink() else out
+    if real.is_symlink():
+        raise InvalidRequest(f"{out}: can't be written: it is a link to itself", details={"file": str(out)})
+    for path in (real, progress_path(real), partial_path(real)):
+        if source not in (None, "-") and path.exists() and Path(source).exists() and path.samefile(source):
             raise InvalidRequest(f"{out}: --out would overwrite the input", details={"file": str(out)})
+    return real
 
 
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
     """Hold ``<out>.progress.json.lock`` for the block; InvalidRequest where another run writes *out*."""
     # The record itself is replaced at every step, so it can't be locked; one file by another name has one lock.
-    place = progress_path(Path(os.path.realpath(out)))
-    lock = place.with_name(place.name + ".lock")
-    try:
+    record = progress_path(Path(os.path.realpath(out)))
+    lock = record.with_name(record.name + ".lock")
+    with _writing(out):
         file = _locked(lock, out)
-    except OSError as exc:
-        raise InvalidRequest(f"{out}: can't be written: {exc.strerror or exc}", details={"file": str(out)}) from exc
     with file:
         try:
             yield
         finally:
             with suppress(OSError):
                 lock.unlink()
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Tell a failed system call of the block as *out*'s: StorageFull, or InvalidRequest."""
+    try:
+        yield
+    except OSError as exc:
+        message = f"{out}: can't be written: {exc.strerror or exc}"
+        raise of_os(exc, message, otherwise=InvalidRequest, details={"file": str(out)}) from exc
 
 
 def _locked(lock: Path, out: Path) -> IO[bytes]:
@@ -197,7 +242,11 @@ def _locked(lock: Path, out: Path) -> IO[bytes]:
             if os.path.samestat(os.fstat(file.fileno()), lock.lstat()):
                 file.seek(0)
                 file.truncate()
-                file.write(f"{os.getpid()}\n".encode())
+                try:
+                    file.write(f"{os.getpid()}\n".encode())
+                except OSError:
+                    lock.unlink()  # it is ours, and says nothing: a full disk
+                    raise
                 return file
         except FileNotFoundError:
             pass
@@ -210,6 +259,11 @@ def _locked(lock: Path, out: Path) -> IO[bytes]:
 def progress_path(out: Path) -> Path:
     """Return where a run that writes *out* notes how far it is."""
     return out.with_name(out.name + ".progress.json")
+
+
+def partial_path(out: Path) -> Path:
+    """Return where the rows of *out* lie until all are there."""
+    return out.with_name(out.name + ".partial")
 
 
 def _allocate(out: Path) -> None:
@@ -237,14 +291,6 @@ def np_header_bytes(out: Path) -> int:
     return int(np.lib.format.open_memmap(out, mode="r").offset)
 
 
-def _texts(source: str | None, texts: list[str]) -> Any:
-    if source is not None:
-        return read_texts(source)
-    from contextlib import nullcontext
-
-    return nullcontext(iter(texts))
-
-
 def _survey_file(source: str) -> tuple[int, str]:
     """Return how many texts a file holds and its SHA-256, in one pass."""
     digest = hashlib.sha256()
@@ -265,14 +311,14 @@ def _survey_texts(texts: list[str]) -> tuple[int, str]:
     return len(texts), digest.hexdigest()
 
 
-def _resume(progress: Path, out: Path, key: dict[str, Any], shape: tuple[int, int]) -> tuple[int, list[int]]:
-    """Return how many rows of *out* are good already; 0 unless everything that shapes the numbers is the same."""
+def _resume(out: Path, key: dict[str, Any], shape: tuple[int, int]) -> tuple[int, list[int]]:
+    """Return how many rows for *out* are good already; 0 unless everything that shapes the numbers is the same."""
     import numpy as np
 
     try:
-        record = json.loads(progress.read_bytes())
+        record = json.loads(progress_path(out).read_bytes())
         # Not np.load: that takes archives too.
-        array = np.lib.format.open_memmap(out, mode="r")
+        array = np.lib.format.open_memmap(partial_path(out), mode="r")
     except (OSError, ValueError, EOFError, OverflowError, MemoryError, RecursionError):
         return 0, []
     if not isinstance(record, dict) or any(record.get(name) != value for name, value in key.items()):
@@ -289,8 +335,13 @@ def _resume(progress: Path, out: Path, key: dict[str, Any], shape: tuple[int, in
     return (done, truncated) if 0 <= done < shape[0] else (0, [])
 
 
-def _record(progress: Path, key: dict[str, Any], done: int, truncated: list[int]) -> None:
+def _record(out: Path, key: dict[str, Any], done: int, truncated: list[int]) -> None:
     """Write the resume file in one step: a kill leaves the old one or the new one."""
+    progress = progress_path(out)
     part = progress.with_name(progress.name + ".part")
-    part.write_text(json.dumps({**key, "rows_done": done, "truncated": truncated}))
-    os.replace(part, progress)  # noqa: PTH105
+    try:
+        part.write_text(json.dumps({**key, "rows_done": done, "truncated": truncated}))
+        os.replace(part, progress)  # noqa: PTH105
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, count
-from synapse_host.cli.session import OWN_HOST, model_name, run_host, served_by, serving_options, watched
+from synapse_host.cli.session import OWN_HOST, left, model_name, run_host, served_by, serving_options, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     async def work(host: Host) -> Generation:
         asked = host.generate(
-            model, args.prompt, max_tokens=args.max_tokens, chat=args.chat, lane=args.lane, deadline=args.deadline
+            model, args.prompt, max_tokens=args.max_tokens, chat=args.chat, lane=args.lane, deadline=left(args)
         )
         return await watched(host, console, asked)
 

@@ -12,7 +12,6 @@ from synapse_host.cli.remote import connect, runtime_dir
 from synapse_host.errors import EXIT_OK, InvalidRequest
 
 WAIT_S: Final = 30.0
-_CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
 
 def configure(parser: Parser) -> None:
@@ -35,9 +34,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise InvalidRequest("--json prints one document, --follow never ends: choose one")
     with connect(runtime_dir(args), args.deadline) as remote:
         logs = remote.ask("logs", lane=args.lane)["logs"]
-        tails = {lane_id: Tail(lane_id, raw=not sys.stdout.isatty()) for lane_id in logs}
+        tails = {lane_id: Tail(lane_id) for lane_id in logs}
         if console.json:
-            console.document({"logs": {lane_id: tails[lane_id].lines(log) for lane_id, log in logs.items()}})
+            state = remote.ask("ps")
+            lanes = {lane_id: lane for lane_id, lane in state["lanes"].items() if lane_id in logs}
+            workers = [worker for worker in state["workers"] if worker["lane"] in logs]
+            lines = {lane_id: tails[lane_id].lines(log) for lane_id, log in logs.items()}
+            console.document({**state, "lanes": lanes, "workers": workers, "logs": lines})
             return EXIT_OK
         after: dict[str, int] = {}
         while True:
@@ -56,9 +59,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
 class Tail:
     """Turns segments of one lane into tagged lines; a line that isn't finished yet waits for its end."""
 
-    def __init__(self, lane_id: str, *, raw: bool) -> None:
+    def __init__(self, lane_id: str) -> None:
         self._lane_id = lane_id
-        self._raw = raw
         self._partial: dict[str, str] = {}
         self.started = False
 
@@ -77,6 +79,4 @@ class Tail:
         return found
 
     def _tagged(self, stream: str, line: str) -> str:
-        line = line.removesuffix("\r")
-        # A worker's output must not steer the terminal of who reads it.
-        return f"{self._lane_id} [{stream}] {line if self._raw else line.translate(_CONTROLS)}"
+        return f"{self._lane_id} [{stream}] {line.removesuffix(chr(13))}"

@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,12 +43,13 @@ def default_directory() -> Path:
     with warnings.catch_warnings():
         # It warns where the session has none and makes one up below TMPDIR, which differs from shell to shell.
         warnings.simplefilter("ignore")
-        path = platformdirs.user_runtime_path()
-    if sys.platform == "win32":
-        return path
-    fits = len(os.fsencode(path)) + LONGEST < SUN_PATH
-    if fits and path.name != f"runtime-{os.getuid()}" and _private(path):
-        return path
+        with suppress(OSError, RuntimeError):  # no temporary folder, or no home to make one up in
+            path = platformdirs.user_runtime_path()
+            if sys.platform == "win32":
+                return path
+            fits = len(os.fsencode(path)) + LONGEST < SUN_PATH
+            if fits and path.is_absolute() and path.name != f"runtime-{os.getuid()}" and _private(path):
+                return path
     return Path(f"/tmp/synapse-{os.getuid()}")  # noqa: S108 - opening it refuses another owner or an open mode
 
 

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 from synapse_host.cli.console import Console
 from synapse_host.cli.jsonl import lines, opened, pair_of
 from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.cli.session import OWN_HOST, model_name, run_host, served_by, serving_options, watched
+from synapse_host.cli.session import (
+    OWN_HOST,
+    READING,
+    left,
+    limited,
+    model_name,
+    run_host,
+    served_by,
+    serving_options,
+    watched,
+)
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -57,7 +67,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _file(args: argparse.Namespace, console: Console) -> int:
     name = "stdin" if args.file == "-" else args.file
-    with opened(args.file) as file:
+    with limited(left(args), READING, of=args.deadline), opened(args.file) as file:
         pairs = [pair_of(value, name, number) for number, value in lines(file, name)]
     if not pairs:
         raise UsageError(f"{name} holds no query")
@@ -81,7 +91,7 @@ def _file(args: argparse.Namespace, console: Console) -> int:
 
 async def _score(host: Host, model: str, query: str, documents: list[str], args: argparse.Namespace) -> RerankResult:
     return await host.rerank_result(
-        model, query, documents, raw=args.raw, lane=args.lane, deadline=args.deadline, truncate=args.truncate
+        model, query, documents, raw=args.raw, lane=args.lane, deadline=left(args), truncate=args.truncate
     )
 
 

@@ -32,6 +32,9 @@ OWN_HOST: Final = (
 )
 """What the help of a one-shot verb says about where it runs."""
 
+READING: Final = "the input was read"
+"""What a command did when its deadline passed before it had asked anything."""
+
 PATIENCE_S: Final = 0.7
 REFRESH_S: Final = 0.2
 HURRY_S: Final = 10.0
@@ -62,7 +65,7 @@ def bundle_of(name: str, args: argparse.Namespace, console: Console) -> Path:
     path = catalogue.locate(name, args.models_dir)
     if path is None and name in catalogue.DEFAULTS:
         console.note(f"{name} is not installed yet; making its bundle once (later starts are offline and instant)")
-    with console.stages(name) as progress, limited(args.deadline, f"the bundle of {name} was made"):
+    with console.stages(name) as progress, limited(left(args), f"the bundle of {name} was made", of=args.deadline):
         return catalogue.obtain(name, args.models_dir, progress=progress).root
 
 
@@ -130,11 +133,20 @@ def busy_line(lanes: dict[str, Any]) -> str:
     return " · ".join(parts) or "waiting"
 
 
+def left(args: argparse.Namespace) -> float | None:
+    """Return the seconds that remain of --deadline, which counts from the verb's start: input and start-up included."""
+    if args.deadline is None:
+        return None
+    end: float = args.started + args.deadline
+    return max(0.001, end - time.monotonic())
+
+
 @contextlib.contextmanager
-def limited(seconds: float | None, what: str) -> Iterator[None]:
+def limited(seconds: float | None, what: str, *, of: float | None = None) -> Iterator[None]:
     """End the block after *seconds* as Ctrl-C would, with DeadlineExceeded: "the deadline passed while *what*".
 
-    For work that has no deadline of its own. One block inside another changes nothing; Windows has no such timer.
+    For work that has no deadline of its own; *of*: the whole deadline where *seconds* is what remains of it. One block
+    inside another changes nothing; Windows has no such timer.
     """
     possible = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
     if seconds is None or not possible or signal.getitimer(signal.ITIMER_REAL)[0]:
@@ -152,7 +164,7 @@ def limited(seconds: float | None, what: str) -> Iterator[None]:
     except KeyboardInterrupt:
         if time.monotonic() < end:
             raise
-        raise DeadlineExceeded(f"the deadline of {seconds:g} s passed while {what}") from None
+        raise DeadlineExceeded(f"the deadline of {of or seconds:g} s passed while {what}") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

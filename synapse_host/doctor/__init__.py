@@ -7,19 +7,19 @@ gathered first, side by side, each with a limit. Nothing here raises for what it
 from __future__ import annotations
 
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from synapse_host import certificates, hardware, remains
+from synapse_host import catalogue, certificates, hardware, places, remains
 from synapse_host import floor as floors
 from synapse_host.doctor import engines, machine, models
 from synapse_host.doctor.engines import EngineReport
 from synapse_host.doctor.finding import Finding, Severity
 from synapse_host.listener import SUN_PATH
 from synapse_host.matrix import HardwareMatrix
+from synapse_host.places import NoHome, NoTemporary
 
 __all__ = ["EngineReport", "Finding", "Report", "Severity", "examine"]
 
@@ -48,13 +48,22 @@ def examine(
     matrix: HardwareMatrix,
     *,
     host_version: str,
-    models_dir: Path,
+    models_dir: Path | None = None,
     runtime_dir: Path | None = None,
     cache_dir: Path | None = None,
     data_dir: Path | None = None,
     probe_limit: float = floors.TIME_LIMIT,
 ) -> Report:
-    """Examine this machine against *matrix*; blocks for seconds at most, plus *probe_limit* where a probe hangs."""
+    """Examine this machine against *matrix*; blocks for seconds at most, plus *probe_limit* where a probe hangs.
+
+    *models_dir*: where bundles lie; None is the user's own folder, and a finding where there is none.
+    """
+    nowhere: list[Finding] = []
+    if models_dir is None:
+        try:
+            models_dir = catalogue.models_dir()
+        except NoHome as exc:
+            nowhere.append(Finding("home.missing", "warning", exc.message, "export HOME=/a/folder/of/this/user"))
     keys = hardware.floor_keys(matrix, matrix.engines)
     with ThreadPoolExecutor(WORKERS) as pool:
         profile_job = pool.submit(hardware.detect)
@@ -64,7 +73,7 @@ def examine(
         version_jobs = {
             id: pool.submit(certificates.version_line, matrix, engine) for id, engine in matrix.engines.items()
         }
-        bundle_job = pool.submit(lambda: list(models.bundle_findings(models_dir)))
+        bundle_job = pool.submit(lambda: list(models.bundle_findings(models_dir)) if models_dir else [])
         profile = replace(profile_job.result(), floors=floor_job.result())
         foreign = foreign_job.result()
         versions = {id: job.result() for id, job in version_jobs.items()}
@@ -73,17 +82,24 @@ def examine(
         engines.report_on(matrix, engine, profile, foreign.get(engine.id), versions[engine.id])
         for engine in matrix.engines.values()
     ]
-    runtime = runtime_dir or Path(tempfile.gettempdir())
+    runtime = runtime_dir
+    if runtime is None:
+        try:
+            runtime = places.temporary()
+        except NoTemporary as exc:
+            runtime = Path("/tmp")  # noqa: S108 - where a host would look next
+            nowhere.append(Finding("temporary.missing", "failure", exc.message, "export TMPDIR=/a/folder/of/this/user"))
     findings = [
         *engines.engine_findings(matrix, reports),
         *engines.version_findings(reports, host_version),
         *machine.python_findings(sys.version_info[:2], profile.os),
         *machine.onnxruntime_findings(floors.versions(ONNXRUNTIMES)),
-        *machine.resource_findings(profile.ram_free, machine.free_disk(models_dir), models_dir),
+        *machine.resource_findings(profile.ram_free, models_dir),
         *machine.descriptor_findings(machine.descriptor_limit()),
         *machine.socket_findings(runtime),
         *machine.abandoned_findings(remains.roots() if runtime_dir is None else [runtime]),
         *machine.stale_findings(runtime),
+        *nowhere,
         *bundles,
         *models.certificate_findings(matrix, profile, versions, models_dir, data_dir),
         *engines.lane_findings(matrix, reports),
@@ -103,8 +119,8 @@ def examine(
         "ram_free_bytes": profile.ram_free,
         "python": ".".join(map(str, sys.version_info[:3])),
         "matrix": str(matrix.path),
-        "models_dir": str(models_dir),
-        "disk_free_bytes": machine.free_disk(models_dir),
+        "models_dir": str(models_dir) if models_dir else None,
+        "disk_free_bytes": machine.free_disk(models_dir) if models_dir else None,
         "descriptor_limit": machine.descriptor_limit(),
         "socket_path_room": SUN_PATH - 1 - machine.socket_length(runtime),
     }

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from synapse_host import floor as floors
+from synapse_host import interpreter
 from synapse_host.doctor.finding import Finding, Severity
+from synapse_host.errors import BackendMissing
 from synapse_host.floor import Floor
 from synapse_host.hardware import HostProfile
 from synapse_host.matrix import Engine, HardwareMatrix
@@ -19,6 +21,8 @@ _INSTALL: Final = {
     "cuda": "pip install 'synapse-workers[cuda,cuda-libraries]'",
     "ane": "pip install 'synapse-workers[ane]'",
 }
+_OURS: Final = "synapse-worker-"
+"""How our own workers' programs are called."""
 REBUILD: Final = "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
 
 
@@ -97,18 +101,29 @@ def engine_findings(matrix: HardwareMatrix, engines: Iterable[EngineReport]) -> 
         if code == "cpu_unsupported" or (broken and "SIGILL" in report.what and engine.engine == "llama"):
             severity, fix = "failure", REBUILD
         elif broken:
-            command = shlex.join((*(engine.command or floors.worker_command(engine.engine)), "--probe-floor"))
-            severity, fix = "failure", f"see what it says: {command}"
+            severity, fix = "failure", _again(engine)
         else:
             severity, fix = "warning", _INSTALL[engine.engine]
         yield Finding(f"engine.{report.id}.{code}", severity, f"{report.id}: {report.what}", fix)
 
 
+def _again(engine: Engine) -> str:
+    """Return the line that runs an engine's probe where its words are seen."""
+    try:
+        command = engine.command or floors.worker_command(engine.engine)
+    except BackendMissing:
+        return f"export {interpreter.VARIABLE}=/path/to/python"
+    return f"see what it says: {shlex.join((*command, '--probe-floor'))}"
+
+
 def version_findings(engines: Iterable[EngineReport], host_version: str) -> Iterator[Finding]:
-    """Report workers of another version: host and workers are deployed together."""
+    """Report workers of ours in another version: host and workers are deployed together.
+
+    A foreign worker has versions of its own, which say nothing about this host.
+    """
     for report in engines:
         words = report.worker.split()
-        if len(words) >= 2 and words[1] != host_version:
+        if len(words) >= 2 and words[0].startswith(_OURS) and words[1] != host_version:
             yield Finding(
                 f"engine.{report.id}.version",
                 "failure",

@@ -45,8 +45,8 @@ def onnxruntime_findings(found: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def resource_findings(ram_free: int, disk_free: int | None, models_dir: Path) -> Iterator[Finding]:
-    """Report little memory or disk."""
+def resource_findings(ram_free: int, models_dir: Path | None) -> Iterator[Finding]:
+    """Report little memory, and a folder for bundles that has no room or can't be written."""
     if ram_free < MIN_FREE_RAM:
         yield Finding(
             "memory.low",
@@ -54,7 +54,18 @@ def resource_findings(ram_free: int, disk_free: int | None, models_dir: Path) ->
             f"{ram_free / GIB:.1f} GB of memory are free",
             "close something before loading models",
         )
-    if disk_free is not None and disk_free < MIN_FREE_DISK:
+    if models_dir is None:
+        return
+    disk_free, place = free_disk(models_dir), _existing(models_dir)
+    if not os.access(place, os.W_OK):
+        # A read-only file system has no free space either; that is not what is wrong with it.
+        yield Finding(
+            "models.unwritable",
+            "warning",
+            f"no bundle can be made in {models_dir}: {place} can't be written",
+            "pass --models-dir, or make it writable",
+        )
+    elif disk_free is not None and disk_free < MIN_FREE_DISK:
         yield Finding(
             "disk.low",
             "warning",
@@ -139,13 +150,16 @@ def _listening(path: Path) -> bool:
 
 
 def free_disk(folder: Path) -> int | None:
-    """Return the free bytes where a folder is or will be made."""
-    for place in (folder, *folder.parents):
-        try:
-            return shutil.disk_usage(place).free
-        except OSError:
-            continue
-    return None
+    """Return the free bytes where a folder is or will be made; None where nobody tells."""
+    try:
+        return shutil.disk_usage(_existing(folder)).free
+    except OSError:
+        return None
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder itself, or the nearest one above it that there is."""
+    return next((place for place in (folder, *folder.parents) if place.exists()), Path(folder.anchor))
 
 
 def descriptor_limit() -> int | None:

@@ -40,7 +40,7 @@ def certificate_findings(
     matrix: HardwareMatrix,
     profile: HostProfile,
     versions: Mapping[str, str],
-    models_dir: Path,
+    models_dir: Path | None,
     data_dir: Path | None = None,
 ) -> Iterator[Finding]:
     """Say of every certificate on this machine whether it still holds, and what voided it. *versions*: worker lines."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -19,7 +20,7 @@ import pytest
 
 from synapse_host import certification
 from synapse_host.cli import VERBS, main, remote
-from synapse_host.cli.session import limited, run_orderly
+from synapse_host.cli.session import left, limited, run_orderly
 from synapse_host.errors import DeadlineExceeded
 from synapse_host.listener import RuntimeDirectory
 from tests.cli.conftest import Command
@@ -82,6 +83,32 @@ def test_the_command_ends_while_a_huge_text_is_still_tokenised(cli: Command, mor
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr == "synapse: the deadline passed while the texts were tokenised\n"
     cli.check_clean(mark)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("words", [("embed",), ("embed", "--out", "x.npy"), ("rerank",)], ids=" ".join)
+@pytest.mark.parametrize("source", ["-", "pipe"])
+def test_it_counts_while_the_input_is_read(cli: Command, words: tuple[str, ...], source: str) -> None:
+    """Nobody writes to stdin, or opens the pipe; what remains of it after the input is what the request gets."""
+    cli.setup().bundle("toy")
+    os.mkfifo(cli.root / "pipe")
+    environment, mark = cli.env()
+    arguments = cli.arguments(words[0], "--model", "toy", "--file", source, "--deadline", "0.5", *words[1:])
+    with subprocess.Popen(
+        arguments, env=environment, cwd=cli.root, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as command:
+        assert command.stderr is not None
+        said = command.stderr.read()
+        assert command.wait(60) == 5
+    assert said == "synapse: the deadline of 0.5 s passed while the input was read\n"
+    cli.check_clean(mark)
+
+
+def test_what_remains_of_it_is_what_a_request_gets() -> None:
+    now = time.monotonic()
+    assert left(argparse.Namespace(deadline=None, started=now)) is None
+    assert 58 < (left(argparse.Namespace(deadline=60.0, started=now - 1)) or 0) <= 59
+    assert left(argparse.Namespace(deadline=1.0, started=now - 9)) == 0.001
 
 
 @pytest.fixture

@@ -42,6 +42,55 @@ def test_a_second_run_on_one_file_is_refused_in_one_line(cli: Command) -> None:
 
 
 @pytest.mark.process
+def test_an_out_that_is_a_link_is_written_through_it(cli: Command) -> None:
+    """microsoft/terminal#10787: the large disk's file behind the link would be left stale."""
+    (cli.root / "big").mkdir()
+    target, link = cli.root / "big" / "o.npy", cli.root / "o.npy"
+    for step in ("dangling", "again"):
+        if step == "dangling":
+            link.symlink_to(target)
+        done = cli("embed", "--model", "toy", "--out", "o.npy", "--json", "a", "b")
+        assert done.code == 0 and done.document["out"] == "o.npy"
+        assert link.is_symlink() and np.load(target).shape == (2, 8)
+    assert [path.name for path in (cli.root / "big").iterdir()] == ["o.npy"]
+    (cli.root / "loop").symlink_to("loop")
+    refused = cli("embed", "--model", "toy", "--out", "loop", "a")
+    assert refused.code == 2 and "loop: can't be written" in refused.err and "internal error" not in refused.err
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit of file sizes")
+@pytest.mark.parametrize("room", [150, 300], ids=["no blocks for two rows", "no record of the first chunk"])
+def test_what_can_t_be_written_leaves_nothing_but_an_older_result(cli: Command, room: int) -> None:
+    """Two rows take 192 bytes, their record some 400: the kernel refuses the one or the other."""
+    (cli.root / "x.npy").write_bytes(b"older")
+    environment, mark = cli.env()
+    words = cli.arguments("embed", "--model", "toy", "--out", "x.npy", "a", "b")
+    limit = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}));"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{limit} os.execv(sys.argv[1], sys.argv[1:])", *words],
+        env=environment, cwd=cli.root, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr == "synapse: x.npy: can't be written: File too large\n"
+    assert {path.name: path.read_bytes() for path in cli.root.glob("x.npy*")} == {"x.npy": b"older"}
+    cli.check_clean(mark)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit of file sizes")
+def test_a_lock_that_can_t_be_written_isn_t_left(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, resource\nfrom synapse_host.cli.embed_file import alone\n"
+        "from synapse_host.errors import SynapseError\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        f"try:\n    with alone(pathlib.Path({str(tmp_path / 'x.npy')!r})): pass\n"
+        "except SynapseError as exc: raise SystemExit(exc.message)"
+    )
+    done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert "x.npy: can't be written: File too large" in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.process
 def test_a_killed_run_locks_nobody_out(tmp_path: Path) -> None:
     code = "import sys, pathlib; from synapse_host.cli.embed_file import alone\n" + (
         f"with alone(pathlib.Path({str(tmp_path / 'x.npy')!r})): print('held', flush=True); sys.stdin.read()"

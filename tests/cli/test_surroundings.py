@@ -171,12 +171,13 @@ def test_a_resume_file_that_lies_is_not_believed(cli: Command, name: str, value:
     from synapse_host.cli.embed_file import _resume
 
     out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
-    np.save(out, np.zeros((4, 2), np.float32))
+    with (cli.root / "x.npy.partial").open("wb") as file:
+        np.save(file, np.zeros((4, 2), np.float32))
     honest = {"input_digest": "d", "rows_done": 2, "truncated": [1]}
     note.write_text(json.dumps(honest))
-    assert _resume(note, out, {"input_digest": "d"}, (4, 2)) == (2, [1])
+    assert _resume(out, {"input_digest": "d"}, (4, 2)) == (2, [1])
     note.write_text(json.dumps({**honest, name: value}))
-    assert _resume(note, out, {"input_digest": "d"}, (4, 2)) == (0, [])
+    assert _resume(out, {"input_digest": "d"}, (4, 2)) == (0, [])
 
 
 def test_an_archive_in_place_of_the_vectors_is_not_resumed(cli: Command) -> None:
@@ -184,11 +185,11 @@ def test_an_archive_in_place_of_the_vectors_is_not_resumed(cli: Command) -> None
 
     out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
     note.write_text(json.dumps({"rows_done": 2, "truncated": []}))
-    with out.open("wb") as file:
+    with (cli.root / "x.npy.partial").open("wb") as file:
         np.savez(file, np.zeros((4, 2), np.float32))
-    assert _resume(note, out, {}, (4, 2)) == (0, [])
+    assert _resume(out, {}, (4, 2)) == (0, [])
     note.write_text("[" * 100_000)
-    assert _resume(note, out, {}, (4, 2)) == (0, [])
+    assert _resume(out, {}, (4, 2)) == (0, [])
 
 
 # --- outputs ---------------------------------------------------------------------------------------------------------
@@ -286,6 +287,26 @@ def test_signals_leave_nothing_behind(cli: Command, burst: list[str]) -> None:
     # A signal that comes when the interpreter is ending already kills it: a shell shows SIGINT as 130 as well.
     assert said == b"synapse: interrupted\n"
     assert command.returncode == 130 or (len(burst) > 1 and command.returncode < 0)
+
+
+@pytest.mark.parametrize("module", ["argparse", "synapse_host.cli.models", "engines.bundle.manifest"])
+@pytest.mark.parametrize("json_too", [False, True])
+def test_an_interrupt_while_a_command_only_starts(cli: Command, module: str, json_too: bool) -> None:
+    """It comes while that module is imported: by the command itself, for its verb, or for the verb's."""
+    (cli.root / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    cli.environment["PYTHONPATH"] = f"{cli.root}:{Path(__file__).parents[2]}"
+    done = cli("models", *(["--json"] if json_too else []))
+    assert done.code == 130
+    if json_too:
+        assert done.document["error"]["code"] == "interrupted" and done.err == ""
+    else:
+        assert (done.out, done.err) == ("", "synapse: interrupted\n")
 
 
 def test_an_ignored_signal_stays_ignored(cli: Command) -> None:

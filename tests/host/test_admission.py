@@ -17,7 +17,8 @@ def test_empty_and_too_long_rows_are_told_by_index() -> None:
     with pytest.raises(SequenceTooLong) as long:
         admission.check_lengths([1, 2, 812], max_tokens=512, model="minilm", offset=1)
     assert long.value.details == {"index": 3, "tokens": 812, "max_tokens": 512}
-    assert long.value.message.startswith("text 3 has 812 tokens, minilm takes 512. Shorten it or pass --truncate")
+    assert long.value.message.startswith("text 3 has 812 tokens, minilm takes 512. Shorten it or pass truncate=True (")
+    assert "takes 512. Shorten it or pass --truncate (" in long.value.said("command")
 
 
 lengths = st.lists(st.integers(1, 400), max_size=700)
@@ -73,4 +74,4 @@ def test_a_row_that_fits_no_frame_is_refused_by_index() -> None:
 def test_a_prompt_that_is_too_long_has_no_number() -> None:
     with pytest.raises(SequenceTooLong) as told:
         raise admission.too_long(0, 20, 16, model="writer", noun="prompt")
-    assert told.value.message == "the prompt has 20 tokens, writer takes 16. Shorten it"
+    assert told.value.message == "the prompt has 20 tokens, writer takes 16. Shorten it."

@@ -35,6 +35,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "say(stage='x', done=2, total=2)\n"
         "if what != 'silent': say(stage='result', path='p')\n"
     )
+    (tmp_path / "toytool-1.0.dist-info").mkdir()  # installed there, as by pip install --target
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return "toytool"
 
@@ -44,6 +45,29 @@ def test_progress_and_the_result_come_through(tool: str) -> None:
     result = builder.run_tool([tool, "ok"], stage="s", progress=lambda *step: seen.append(step))
     assert result == {"stage": "result", "path": "p"}
     assert seen == [("s", 1, 2), ("s", 2, 2)]
+
+
+def test_nothing_of_the_current_folder_is_run(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint's folder may hold a module of any name; a relative PYTHONPATH is still the caller's."""
+    here = tmp_path / "checkpoint"
+    here.mkdir()
+    for name in ("json.py", "toytool.py", "sitecustomize.py"):
+        (here / name).write_text("raise SystemExit('of the checkpoint')")
+    monkeypatch.chdir(here)
+    for path in ("..", os.pathsep.join(["", "..", "."])):
+        monkeypatch.setenv("PYTHONPATH", path)
+        assert builder.run_tool([tool, "ok"], stage="s") == {"stage": "result", "path": "p"}
+
+
+def test_a_folder_given_as_a_link_is_made_where_the_link_points_to(tmp_path: Path) -> None:
+    (tmp_path / "big" / "old").mkdir(parents=True)
+    for name, place in (("link", "old"), ("dangling", "new")):
+        (tmp_path / name).symlink_to(tmp_path / "big" / place)
+        with builder.staging(tmp_path / name) as folder:
+            assert folder.parent == tmp_path / "big"
+            (folder / "made").touch()
+        assert (tmp_path / name).is_symlink() and (tmp_path / "big" / place / "made").exists()
+    assert sorted(path.name for path in (tmp_path / "big").iterdir()) == ["new", "old"]
 
 
 def test_a_lot_on_stderr_does_not_block(tool: str) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import sys
@@ -48,11 +49,19 @@ def test_python(python: tuple[int, int], os: str, severity: str | None) -> None:
     assert [finding.severity for finding in machine.python_findings(python, os)] == ([severity] if severity else [])
 
 
-def test_resources() -> None:
+def test_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gib = machine.GIB
-    assert list(machine.resource_findings(4 * gib, 4 * gib, Path("m"))) == []
-    found = list(machine.resource_findings(gib // 2, gib // 2, Path("m")))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=4 * gib))
+    assert list(machine.resource_findings(4 * gib, tmp_path / "m")) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=0))
+    found = list(machine.resource_findings(gib // 2, tmp_path / "m"))
     assert [finding.id for finding in found] == ["memory.low", "disk.low"]
+    # A read-only file system has no free block either: what is wrong is told, not the number.
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
+    (finding,) = machine.resource_findings(4 * gib, tmp_path / "m")
+    assert finding.id == "models.unwritable" and f"{tmp_path} can't be written" in finding.what
+    assert list(machine.resource_findings(4 * gib, None)) == []
     assert list(machine.descriptor_findings(None)) == list(machine.descriptor_findings(1024)) == []
     assert [finding.fix for finding in machine.descriptor_findings(64)] == ["ulimit -n 1024"]
 

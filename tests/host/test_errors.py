@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def test_absent_values_are_left_out_of_the_document() -> None:
         "class": "permanent",
         "safe_to_retry_same_request": False,
         "message": "no",
+        "details": {},
     }
     assert QueueFull("full", details={"waiting": 3}).to_dict() == {
         "code": "queue_full",
@@ -49,6 +51,20 @@ def test_only_a_quarantined_crash_has_an_exit_code_of_its_own() -> None:
 def test_every_code_a_worker_may_send_has_a_class() -> None:
     assert set(WORKER_ERRORS) == set(ErrorCode)
     assert all(WORKER_ERRORS[code].code == code.value for code in ErrorCode)
+
+
+def test_a_full_disk_is_no_mistake_of_the_caller() -> None:
+    full = errors.of_os(OSError(errno.ENOSPC, "No space left on device"), "x", otherwise=InvalidRequest)
+    assert (full.code, full.exit_code) == ("storage_full", 1)
+    other = errors.of_os(OSError(errno.EACCES, "Permission denied"), "x", otherwise=InvalidRequest)
+    assert (other.code, other.exit_code) == ("invalid_request", 2)
+
+
+def test_each_place_has_its_own_words() -> None:
+    error = QueueFull("It is full.", advice={"python": "Wait.", "operator": "synapse ps"})
+    assert (str(error), error.message) == ("It is full. Wait.", "It is full. Wait.")
+    assert (error.said("operator"), error.said("command")) == ("It is full. synapse ps", "It is full.")
+    assert error.to_dict("operator")["message"] == "It is full. synapse ps"
 
 
 @pytest.mark.parametrize("error", CLASSES, ids=lambda error: error.__name__)

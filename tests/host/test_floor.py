@@ -124,6 +124,36 @@ def test_the_cache_keeps_ok_and_for_a_while_refusals_but_no_failures(tmp_path: P
     assert list((tmp_path / "c").iterdir()) == []
 
 
+def test_a_refusal_is_forgotten_once_something_is_installed_or_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What doctor's fixes do: NVIDIA's wheels beside onnxruntime; the same version built again; a library's folder."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+    refused = Floor("refused", "cuda_runtime_missing")
+
+    def kept() -> bool:
+        return FloorCache(tmp_path / "c", "boot").get("cuda", "cuda") == refused
+
+    def install() -> None:
+        (site / "nvidia_cublas-13.0.dist-info").mkdir()
+
+    def install_again() -> None:
+        os.utime(site / "nvidia_cublas-13.0.dist-info", (1, 1))
+
+    def set_library_path() -> None:
+        monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda/lib64")
+
+    for change in (install, install_again, set_library_path):
+        FloorCache(tmp_path / "c", "boot").put("cuda", "cuda", refused)
+        assert kept()
+        monkeypatch.setenv("EDITOR", change.__name__)  # what no probe sees changes nothing
+        assert kept()
+        change()
+        assert not kept(), change.__name__
+
+
 def test_a_broken_cache_is_no_cache(tmp_path: Path) -> None:
     cache = FloorCache(tmp_path, "boot")
     cache.put("llama", "cpu", Floor("ok", "ok"))
@@ -131,9 +161,10 @@ def test_a_broken_cache_is_no_cache(tmp_path: Path) -> None:
     for text in ("", "{", "[]", '{"x": 1}'):
         file.write_text(text)
         assert cache.get("llama", "cpu") is None
-    unwritable = FloorCache(Path("/proc/nowhere"), "boot")
-    unwritable.put("llama", "cpu", Floor("ok", "ok"))
-    assert unwritable.get("llama", "cpu") is None
+    for place in (Path("/proc/nowhere"), None):
+        unwritable = FloorCache(place, "boot")
+        unwritable.put("llama", "cpu", Floor("ok", "ok"))
+        assert unwritable.get("llama", "cpu") is None
 
 
 @pytest.mark.process

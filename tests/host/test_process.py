@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from synapse_host import floor
+from synapse_host.death import diagnose
+from synapse_host.logring import LogRing
 from synapse_host.process import WorkerProcess, signal_name, worker_environment
 
 pytestmark = pytest.mark.process
@@ -52,6 +56,32 @@ class Child:
     async def wrote(self, text: bytes) -> None:
         while text not in self.written["stdout"]:
             await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def sigchld_ignored():
+    """As inherited from a parent that ignores it: the kernel keeps no exit status of our children."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGCHLD")
+async def test_a_status_that_somebody_else_took_is_unknown_and_not_zero(sigchld_ignored):
+    child = Child("import time; print('up', flush=True); time.sleep(60)")
+    await child.wrote(b"up")
+    os.kill(child.process.pid, signal.SIGKILL)
+    assert await child.process.wait(10)
+    assert child.process.returncode is None and child.exits == 1
+    death = await diagnose(child.process, "exit", "it ended", generation=1, ring=LogRing(), llama=True)
+    assert (death.exit_status, death.signal) == (None, None) and "exit status unknown" in death.describe()
+    # A probe's answer is taken by its line alone then, not for one that contradicts its status.
+    refused = 'print(\'{"status": "refused", "code": "cuda_no_driver"}\'); raise SystemExit(2)'
+    assert floor.probe((sys.executable, "-c", refused), limit=30).code == "cuda_no_driver"
+    silent = floor.probe((sys.executable, "-c", "raise SystemExit('boom')"), limit=30)
+    assert (silent.code, silent.why) == ("probe_crashed", "its probe ended with an unknown status: boom")
+    assert floor.version_line((sys.executable, "-c", "print('x 1')"), cwd=None, env={}) == "x 1"
+    assert floor.probe((sys.executable, "-c", "import time; time.sleep(60)"), limit=0.5).code == "probe_timeout"
 
 
 def test_the_environment_is_reduced():

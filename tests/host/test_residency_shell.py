@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.protocol.errors import ErrorCode
-from synapse_host.errors import WORKER_ERRORS, DeadlineExceeded, EngineCrashed, ShapeCompiling, SynapseError
+from synapse_host.errors import WORKER_ERRORS, DeadlineExceeded, EngineCrashed, QueueFull, ShapeCompiling, SynapseError
 from synapse_host.residency_shell import ResidencyShell, Withdrawn
 from synapse_host.slots import Key, Limits, Model
 from tests.host.residency_world import charged, resident
@@ -278,6 +278,21 @@ def test_an_unconfirmed_exit_keeps_the_lane_shut_and_charged() -> None:
         with pytest.raises(EngineCrashed):
             await use(shell, 128)
         assert a.log[-1] == "stop" and charged(shell.core)[0] == 2
+
+    run(body)
+
+
+def test_while_the_host_stops_who_waits_and_who_comes_is_told_so() -> None:
+    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+        a.hold(("admit", 256))
+        waiting = asyncio.ensure_future(use(shell, 256))
+        await settle()
+        closing = asyncio.ensure_future(shell.aclose())
+        for late in (waiting, asyncio.ensure_future(use(shell, 128))):
+            with pytest.raises(QueueFull, match="lane a: the host is stopping") as caught:
+                await late
+            assert caught.value.details["reason"] == "stopping"
+        await closing
 
     run(body)
 

@@ -523,10 +523,10 @@ async def test_loading_takes_no_permit_and_inference_waits_for_one(make, tmp_pat
     await until(lambda: make.permits.in_use("cpu") == 1)
     await other.load()
     await other.ping()
-    waiting = asyncio.create_task(serve(other))
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded, match=r"lane toy1: .* while it waited for cpu") as late:
         await serve(other, deadline=soon(0.05))
-    assert not waiting.done()
+    assert late.value.details == {"lane_id": "toy1", "stage": EMBED}
+    waiting = asyncio.create_task(serve(other))
     go.touch()
     await asyncio.gather(first, waiting)
     assert make.permits.in_use("cpu") == 0
@@ -597,7 +597,7 @@ async def test_a_quarantined_catalog_lane(make, tmp_path):
         r"lane toy is quarantined for another \d+ s: its worker died twice in a row \(last, embed_batch: the "
         r"worker's process ended during a request \(SIGKILL\); the same input both times, fingerprint "
         r"[0-9a-f]{4}…\)\. "
-        r"See: synapse logs toy\. Clear it: synapse unload m --lane toy",
+        r"Clear it: await host\.unload\('m', lane='toy'\)\.",
         first.message,
     ), first.message
     assert first.retry_after_ms is not None and 0 < first.retry_after_ms <= 60_000
@@ -656,7 +656,7 @@ async def test_a_legacy_lane_needs_a_probe(make, tmp_path):
             await serve(lane)
         assert not caught.value.transient and caught.value.exit_code == 3
         assert "until it is probed" in caught.value.message
-        assert caught.value.message.endswith("See: synapse logs toy. Clear it: synapse probe toy")
+        assert caught.value.said("operator").endswith("See: synapse logs toy. Clear it: synapse probe toy.")
     assert lane.health()["quarantine_remaining_s"] is None and lane.health()["state"] == "quarantined"
     # A probe that crashes opens nothing.
     with pytest.raises(EngineCrashed):
