@@ -24,6 +24,7 @@ import numpy as np
 
 from engines.bundle import fixtures, manifest
 from engines.bundle.digest import PREFIX, file_digest
+from engines.bundle.fixtures import Reference
 from engines.bundle.manifest import FileRef, Manifest
 from engines.protocol.messages import Pooling
 from synapse_host import HostConfig
@@ -31,7 +32,7 @@ from synapse_host.certification import Order, certify
 from synapse_host.evidence import Evidence
 from synapse_host.matrix import HardwareMatrix, load
 from tests.support import bent_worker
-from tests.support.evidence import failed_groups
+from tests.support.evidence import REFERENCE, failed_groups
 
 PACKAGE = "safetensors-package"
 
@@ -42,7 +43,9 @@ def rewrite(folder: Path, **changes: Any) -> None:
     manifest.write(folder, msgspec.structs.replace(described, **changes))
 
 
-def give_fixtures(folder: Path, task: str, texts: list[Any], arrays: dict[str, Any], *, by: str = "a test") -> None:
+def give_fixtures(
+    folder: Path, task: str, texts: list[Any], arrays: dict[str, Any], *, by: Reference = REFERENCE
+) -> None:
     """Write fixtures into a bundle and name them in its manifest."""
     path = folder / fixtures.FILE_NAME
     fixtures.write(path, task=task, texts=texts, computed_by=by, arrays=arrays)
