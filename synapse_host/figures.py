@@ -108,9 +108,12 @@ def columns(inputs: EmbedInputs | RerankInputs | GenerateInputs) -> dict[str, tu
 
 
 def whole(evidence: Evidence) -> bool:
-    """Return whether every series has one entry a probe; otherwise nothing can be computed from them."""
+    """Return whether every series has one entry a probe, each null or possible; else nothing is computed from them."""
     n, inputs = len(evidence.tokens), evidence.inputs
-    return inputs is not None and all(len(values) == n for values, _, _ in columns(inputs).values())
+    return inputs is not None and all(
+        len(values) == n and all(value is None or low <= value <= high for value in values)
+        for values, low, high in columns(inputs).values()
+    )
 
 
 def unmeasured(evidence: Evidence) -> float:

@@ -368,7 +368,7 @@ def measure(evidence: Evidence, limits: Limits, *, placement: bool) -> Iterator[
     for rule in rules(evidence.model.task, precision_of(evidence.model.dtype), placement=placement):
         if not rule.when(evidence) or (ended and rule not in _OF_RUN):
             continue
-        # Series of different lengths belong to no probes, so nothing is computed from them.
+        # Series of another length than the probes, or with impossible numbers: nothing is computed from them.
         value = rule.figure(evidence, limits) if sound or rule.task is None else None
         if isinstance(rule.limit, str):
             # A document without a threshold that its kind needs fails there, whatever was measured.
