@@ -152,7 +152,8 @@ def foreign_facts(evidence: Evidence) -> int:
         refused = evidence.fault is not None and evidence.fault.code == "lane_refused"
         return int(refused or evidence.inputs is not None)
     kind = engine.device.partition(":")[0]
-    wrong = [engine.observed != engine.expected, engine.build_flags.get("device", engine.device) != engine.device]
+    # A worker that doesn't echo its device claims nothing: of an accelerator that is too little.
+    wrong = [engine.observed != engine.expected, engine.build_flags.get("device", "cpu") != engine.device]
     if "backend" in engine.build_flags and kind in ("cpu", "cuda", "metal"):
         # The CUDA worker loads nothing unless every node went to its provider, so LOADED and this name say it all.
         wrong.append(engine.build_flags["backend"] != kind)

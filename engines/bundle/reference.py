@@ -92,7 +92,7 @@ def weights_of(checkpoint: Checkpoint) -> tuple[str, str]:
     """
     files = checkpoint.tensors.files
     source = files[0].header.metadata
-    if QUANTIZED_DTYPE in source:
+    if {QUANTIZED_DTYPE, QUANTIZED_DIGEST} <= source.keys():
         return source[QUANTIZED_DIGEST], source[QUANTIZED_DTYPE]
     found = [digest.file_digest(file.path) for file in files]
     whole = found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

@@ -306,6 +306,12 @@ def test_another_engine_or_device_than_the_matrix_says(facts: dict[str, Any]) ->
     assert failed_groups(document) == {"device"}
 
 
+def test_a_worker_that_names_no_device_is_no_accelerators() -> None:
+    facts = msgspec.structs.replace(evidence().engine, build_flags={})
+    assert failed(evidence(engine=facts)) == set()
+    assert failed(evidence(engine=msgspec.structs.replace(facts, device="metal"))) == {"identity"}
+
+
 def test_a_refused_worker_fails_the_device_gate_and_a_lost_one_the_workers() -> None:
     facts = msgspec.structs.replace(evidence().engine, observed=None)
     nothing = {"inputs": None, "engine": facts, "generations": []}

@@ -25,6 +25,7 @@ from synapse_host.evidence import (
 from synapse_host.matrix import load
 
 DIGEST = "sha256:" + "a" * 64
+MATRIX = load()
 N = 260
 REFERENCE = Reference("a test", "1", "float64", DIGEST, "f32")
 
@@ -108,7 +109,7 @@ def placement(**changes: Any) -> Placement:
 
 def bounds(task: str, *, ane: bool = False, approximate: bool = False) -> dict[str, float]:
     return gates.thresholds(
-        load(), engine="none", task=task, precision="approximate" if approximate else "exact", placement=ane
+        MATRIX, engine="none", task=task, precision="approximate" if approximate else "exact", placement=ane
     )
 
 
