@@ -88,6 +88,8 @@ def nearest(vectors: Array) -> list[int]:
     """Return each row's nearest other row by cosine, equal ones by index."""
     import numpy as np
 
+    if not len(vectors):
+        return []
     near = similarities(vectors).round(9)
     np.fill_diagonal(near, -np.inf)
     found: list[int] = near.argmax(axis=1).tolist()
@@ -95,7 +97,7 @@ def nearest(vectors: Array) -> list[int]:
 
 
 def pearson(one: Array | Sequence[float], other: Array | Sequence[float]) -> float:
-    """Return the Pearson correlation of two (n,) arrays; for constants 1.0 if both are equal, else 0.0."""
+    """Return the Pearson correlation of two (n,) arrays; 0.0 where one is constant, which correlates with nothing."""
     import numpy as np
 
     a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
@@ -103,9 +105,7 @@ def pearson(one: Array | Sequence[float], other: Array | Sequence[float]) -> flo
         return 0.0
     a, b = a - a.mean(), b - b.mean()
     scale = float(np.sqrt((a * a).sum() * (b * b).sum()))
-    if scale == 0.0:
-        return 1.0 if np.array_equal(np.asarray(one), np.asarray(other)) else 0.0
-    return float(np.clip((a * b).sum() / scale, -1.0, 1.0))
+    return float(np.clip((a * b).sum() / scale, -1.0, 1.0)) if scale > 0 else 0.0
 
 
 def order_flips(reference: Sequence[float], scores: Sequence[float], groups: Sequence[int], *, apart: float) -> int:
@@ -135,16 +135,19 @@ def same_best(reference: Sequence[float], scores: Sequence[float], groups: Seque
     return same / len(named)
 
 
-def own_and_best(batch: Array, single: Array) -> tuple[Floats, Floats]:
+def own_and_best(batch: Array, single: Array) -> tuple[Floats, Floats, Floats]:
     """Compare a batch's rows with the rows' own single answers.
 
     Returns per row its cosine with its own single answer, and the best cosine with any single answer of the batch: the
-    two differ where rows changed places, and both are low where the numbers changed.
+    two differ where rows changed places, and both are low where the numbers changed. And its length as a multiple of
+    that best answer's.
     """
     import numpy as np
 
     own, every = cosines(batch, single), _unit(batch) @ _unit(single).T
-    return own, np.maximum(own, every.max(axis=1).clip(-1.0, 1.0))
+    lengths = np.linalg.norm(np.asarray(single, np.float64), axis=1)[every.argmax(axis=1)]
+    longer: Floats = np.linalg.norm(np.asarray(batch, np.float64), axis=1) / lengths.clip(1e-30)
+    return own, np.maximum(own, every.max(axis=1).clip(-1.0, 1.0)), longer
 
 
 def misplaced_rows(own: Sequence[float], best: Sequence[float]) -> int:
@@ -160,10 +163,12 @@ def batch_error(batch: Sequence[float], single: Sequence[float]) -> float:
     return max((abs(a - b) for a, b in zip(sorted(batch), sorted(single), strict=True)), default=0.0)
 
 
-def misplaced_scores(batch: Sequence[float], single: Sequence[float]) -> int:
-    """Return how many scores differ from their own single score by far more than :func:`batch_error` explains."""
-    room = 2 * batch_error(batch, single) + 10 * MISPLACED
-    return sum(abs(a - b) > room for a, b in zip(batch, single, strict=True))
+def misplaced_scores(batch: Sequence[float], single: Sequence[float], *, apart: float) -> int:
+    """Return how many raw logits of a batch are another row's: within *apart* of its single one, not of their own."""
+    return sum(
+        abs(score - own) > apart and any(abs(score - other) <= apart for other in single)
+        for score, own in zip(batch, single, strict=True)
+    )
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from msgspec import UNSET
 
@@ -223,8 +223,30 @@ def _fixtures(
         limit = str(overrides.get("max_tokens", known.max_tokens))
         argv = ["engines.bundle.reference", str(checkpoint.folder), str(target), "--task", checkpoint.task]
         run_tool([*argv, "--max-tokens", limit], stage="reference", progress=progress)
-        return FileRef(target.name, digest.PREFIX + digest.file_digest(target))
+        made = digest.file_digest(target)
+        ledger = computed_here()
+        ledger.mkdir(parents=True, exist_ok=True)
+        (ledger / made).touch()
+        return FileRef(target.name, digest.PREFIX + made)
     return take(given, target) if given is not None else None
+
+
+def computed_here(data_dir: Path | None = None) -> Path:
+    """Return the folder that holds one empty file, named by digest, for all fixtures computed on this machine."""
+    from platformdirs import user_data_path
+
+    return (user_data_path("synapse", appauthor=False) if data_dir is None else data_dir / "synapse") / "references"
+
+
+def reference_origin(found: str, data_dir: Path | None = None) -> Literal["project", "computed_here", "bundle"]:
+    """Return whose fixtures have this digest: shipped with this project, computed on this machine, or a bundle's own.
+
+    What a bundle says of its fixtures is its author's word, so it is not asked.
+    """
+    shipped = Path(__file__).parent / "fixtures"
+    if any(digest.PREFIX + digest.file_digest(path) == found for path in shipped.glob("*.npz")):
+        return "project"
+    return "computed_here" if (computed_here(data_dir) / found.removeprefix(digest.PREFIX)).exists() else "bundle"
 
 
 def take(source: Path, target: Path) -> FileRef | None:

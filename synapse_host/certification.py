@@ -62,7 +62,7 @@ async def certify(
     only = _single_lane(matrix, order)
     async with Host.open(only, {order.model: order.bundle}, config, qualifying=True) as host:
         assignment = host.lane_of(order.model, order.lane)
-        run = Trial(host, assignment, progress)
+        run = Trial(host, assignment, progress, config.data_dir)
         await run.everything()
     engine, model = only.engines[assignment.require().engine_id], _model(assignment)
     on_ane, placement = engine.device_kind == "ane", run.placement
@@ -93,6 +93,7 @@ async def certify(
             generations=run.generations,
             limits=run.limits,
             repeat_differs=run.repeat_differs,
+            non_finite=run.non_finite,
             performance=run.performance(),
             gates=[],
             reported={},

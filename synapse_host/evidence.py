@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Struct
 
+from engines.bundle.fixtures import Reference
 from engines.bundle.manifest import canonical_bytes
 from synapse_host.errors import InvalidRequest
 
@@ -28,7 +29,9 @@ Verdict: TypeAlias = Literal["certified", "uncertified"]
 Precision: TypeAlias = Literal["exact", "approximate"]
 Comparison: TypeAlias = Literal[">=", "<=", "=="]
 Series: TypeAlias = list[float | None]
-"""One number a probe; null where the answer was not finite."""
+"""One number a probe; null where there is no answer because it was not finite."""
+Origin: TypeAlias = Literal["project", "computed_here", "bundle"]
+"""Whose reference it is: shipped with this project, computed on this machine, or put into the bundle by its author."""
 
 
 class Gate(Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,10 +108,13 @@ class Fixture(Struct, frozen=True, forbid_unknown_fields=True):
     expected_digest: str
     """As the manifest has it."""
     digest: str
-    computed_by: str
+    computed_by: Reference
     probes: int
     stale_rows: int
     """Probes whose text the bundle's own tokenizer turns into other ids than the reference saw."""
+    distinct: int
+    """Probes that are no other probe once more."""
+    origin: Origin
 
 
 class Case(Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,18 +131,22 @@ class EmbedInputs(Struct, frozen=True, forbid_unknown_fields=True, tag="embed", 
 
     cosine: Series
     norm: Series
-    overlap: list[float]
-    """Rank overlaps of the rows whose answer was finite, in order."""
+    """Length of the single answer: against 1 where the bundle normalises, else against the reference's."""
+    overlap: Series
+    """Share of the row's nearest neighbours that it keeps."""
     batch_own: Series
     batch_best: Series
     permuted_own: Series
     permuted_best: Series
-    neighbour: list[int]
-    """Nearest other row, finite rows only; with ``reference_neighbour`` for the class ``approximate``."""
-    reference_neighbour: list[int]
-    neighbour_pearson: list[float]
+    batch_norm: Series
+    """Length of the batch's row against the single answer that is nearest to it."""
+    permuted_norm: Series
+    neighbour: list[int | None]
+    """Nearest other row, among those that have an answer."""
+    reference_neighbour: list[int | None]
+    neighbour_pearson: Series
     unit: bool
-    """The bundle normalises, so norms must be 1."""
+    """The bundle normalises."""
 
 
 class RerankInputs(Struct, frozen=True, forbid_unknown_fields=True, tag="rerank", tag_field="task"):
@@ -153,13 +163,13 @@ class RerankInputs(Struct, frozen=True, forbid_unknown_fields=True, tag="rerank"
 class GenerateInputs(Struct, frozen=True, forbid_unknown_fields=True, tag="generate", tag_field="task"):
     """Per prompt. ``greedy``: ids after the prompt; a stop token ends a list and is not in it. ``stops``: those ids.
 
-    ``next``: the id that follows the prompt and the first ``depth`` ids of the reference; null is a stop.
+    ``next``: the id that follows the prompt and the first ``depth`` ids of the reference; -1 is a stop.
     """
 
     reference: list[list[int]]
     greedy: list[list[int]]
     depth: list[int]
-    next: list[int | None]
+    next: list[int]
     stops: list[int]
 
 
@@ -245,8 +255,10 @@ class Evidence(Struct, frozen=True, forbid_unknown_fields=True):
     generations: list[int]
     """Worker generations that served the run; more than one means that a worker was lost."""
     limits: list[Case]
-    repeat_differs: int
-    """Rows whose bits changed when the same exchange was sent again."""
+    repeat_differs: int | None
+    """Rows whose bits changed when the same exchange was sent again; null where none could be compared."""
+    non_finite: dict[str, int]
+    """By stage of the run: rows that a first attempt left without an answer, because it held NaN or infinity."""
     performance: Performance
     gates: list[Gate]
     reported: dict[str, float]

@@ -1,50 +1,38 @@
-"""From recorded measurements to gates and a verdict. Pure: the same document gives the same verdict anywhere.
+"""From a run's figures to gates and a verdict. Pure: the same document gives the same verdict anywhere.
 
-Groups say what is wrong when a gate fails: ``reference`` (the fixtures), ``agreement`` (the numbers), ``batch`` (they
-depend on their neighbours), ``order`` (replies changed places), ``finite``, ``limits``, ``device`` (another engine or
-device than the matrix says), ``worker`` (it was lost), ``placement``.
+``GATES`` is the one list of what is judged: for each gate its figure (:mod:`synapse_host.figures`), what that may be at
+most or at least, which runs are judged by it, and the words that people read. A figure that wasn't measured fails.
+``GROUPS`` says what is wrong when a gate fails, and what to do then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import msgspec
 
+from engines.bundle.fixtures import independent
 from engines.bundle.layout import INT8
-from synapse_host import agreement
+from synapse_host import agreement, figures
 from synapse_host.evidence import (
     Comparison,
     EmbedInputs,
     Evidence,
-    Function,
     Gate,
     GenerateInputs,
-    Packing,
-    Placement,
     Precision,
     RerankInputs,
-    Series,
     Verdict,
 )
+from synapse_host.figures import Limits, finite, mean
 
 if TYPE_CHECKING:
     from synapse_host.matrix import HardwareMatrix
 
-MAX_UNKNOWN: Final = 0.02
-"""A function with more of its operations unreported than this counts as not reported at all (ane.md 1.4)."""
-MAX_ON_CPU: Final = 16
-"""CPU operations that a function may keep for ids, mask and pooling; more means that it fell apart."""
-CASES: Final = ("length 1", "length 2", "max - 1", "max", "max + 1", "repeated token")
-"""Edge lengths that every run tries; only ``max + 1`` is to be refused, by the host."""
-PACKED_ROWS: Final = 64
-PACKED_MIXES: Final = 8
-PACKED_COSINE: Final = 0.9999
-PACKED_DIFFERENCE: Final = 1e-3
-"""What a packed width must show before it serves (ane.md 3.3); fixed."""
-UNPLACED: Final = Placement(share=None, generation=0)
-"""What is known of a run that nothing was measured of."""
+Figure: TypeAlias = Callable[[Evidence, Limits], float | None]
+"""What a gate compares, from the document's measurements; thresholds only tell where a difference begins to count."""
 
 
 class Bound(NamedTuple):
@@ -58,7 +46,12 @@ class Bound(NamedTuple):
 
 BOUNDS: Final[Mapping[str, Bound]] = {
     "reference_probes": Bound(">=", 256),
+    "reference_distinct": Bound(">=", 0.9),
+    "reference_varied": Bound("<=", 0.75),
+    "reference_company": Bound(">=", 0.9),
     "norm_error": Bound("<=", 1e-3),
+    "length_error": Bound("<=", 0.05),
+    "batch_norm": Bound("<=", 0.01),
     "min_cosine": Bound(">=", 0.999, "embed", "min_cosine"),
     "mean_cosine": Bound(">=", 0.9995, "embed", "mean_cosine"),
     "worst_decile": Bound(">=", 0.90, "embed", "worst_decile"),
@@ -69,24 +62,242 @@ BOUNDS: Final[Mapping[str, Bound]] = {
     "first_token": Bound(">=", 0.98, "generate", "first_token"),
     "approximate_pearson": Bound(">=", 0.995, "approximate", "pearson"),
     "approximate_top1": Bound(">=", 0.95, "approximate", "top1"),
+    "approximate_cosine": Bound(">=", 0.95),
+    "approximate_scale": Bound("<=", 0.15),
+    "approximate_batch": Bound("<=", 1e-3),
     "placement_share": Bound(">=", 0.90, "placement", "share"),
     "cost_share": Bound(">=", 0.98, "placement", "cost_share"),
     "speedup": Bound(">=", 1.5, "placement", "speedup"),
 }
-_BY_TASK: Final = {
-    "embed": ("norm_error", "min_cosine", "mean_cosine", "worst_decile", "batch_single"),
-    "rerank": ("pearson", "max_error"),
-    "generate": ("top1", "first_token"),
+"""Thresholds by the name they have in a document. int8 lanes multiply a row by its own range, so that a batch changes a
+logit by 1e-6 at most; 1e-3 leaves room for another order of summation and none for a neighbour's influence."""
+
+
+class Group(NamedTuple):
+    """What a failed gate means together with others: a heading, a section of the command line, and what to do."""
+
+    title: str
+    section: str
+    advice: str
+
+
+GROUPS: Final[Mapping[str, Group]] = {
+    "reference": Group(
+        "The reference",
+        "setting",
+        "Make the bundle and its fixtures together: `synapse models install` for a default model, "
+        "`synapse build --fixtures` for another.",
+    ),
+    "device": Group(
+        "Engine and device",
+        "setting",
+        "Another worker answered than the matrix names: `synapse doctor` and `synapse matrix explain` show which "
+        "engine this machine has and why.",
+    ),
+    "worker": Group(
+        "The worker",
+        "setting",
+        "The worker died or refused: `docs/operations.md` has its error code. Certify again when the cause is gone.",
+    ),
+    "agreement": Group(
+        "Agreement with the reference",
+        "quality",
+        "Right model, wrong numbers: check the files with `synapse models verify`, then certify with `--engine` "
+        "another of the lane's engines. If that passes, put it first in `hw_matrix.yaml`; if it fails too, the bundle "
+        "doesn't fit its reference: build it again.",
+    ),
+    "finite": Group(
+        "Every answer is there and finite",
+        "quality",
+        "Numbers overflow on this engine, alone or in a batch: use another dtype or engine for this model.",
+    ),
+    "batch": Group(
+        "A row doesn't depend on its neighbours",
+        "quality",
+        "Results depend on what else is in the batch: use another engine or version for this model.",
+    ),
+    "order": Group(
+        "Replies keep their order",
+        "quality",
+        "The worker mixes up rows: nothing it says can be used. Reinstall or replace it.",
+    ),
+    "limits": Group(
+        "Edge lengths", "quality", "The bundle's max_tokens isn't what the engine serves: build the bundle again."
+    ),
+    "placement": Group(
+        "Placement",
+        "placement",
+        "The lane doesn't run where it should, or nothing reports where it runs; the table below has the operators. "
+        "Let the lane's next engine in `hw_matrix.yaml` serve.",
+    ),
 }
-_APPROXIMATE: Final = ("approximate_pearson", "approximate_top1")
-_PLACEMENT: Final = ("placement_share", "cost_share", "speedup")
 
 
-class Bounder(Protocol):
-    """Makes the gate of a named threshold."""
+class Rule(NamedTuple):
+    """One gate: ``label`` on the command line, ``meaning`` on the page.
 
-    def __call__(self, name: str, group: str, value: float | None, key: str | None = None) -> Gate:
-        """Compare *value* with the threshold *key* (default: the gate's own name)."""
+    ``limit``: a threshold of ``BOUNDS`` by its name, or the one number that the figure must be. ``task`` and
+    ``precision``: which runs it judges, None for all. ``when``: and which of those.
+    """
+
+    name: str
+    group: str
+    label: str
+    meaning: str
+    figure: Figure
+    limit: str | float = 0
+    task: str | None = None
+    precision: Precision | None = None
+    when: Callable[[Evidence], bool] = lambda run: True
+
+
+def _embed(figure: Callable[[EmbedInputs], float | None]) -> Figure:
+    return lambda run, _: figure(run.inputs) if isinstance(run.inputs, EmbedInputs) else None
+
+
+def _rerank(figure: Callable[[RerankInputs], float | None]) -> Figure:
+    return lambda run, _: figure(run.inputs) if isinstance(run.inputs, RerankInputs) else None
+
+
+def _generate(figure: Callable[[GenerateInputs], float | None]) -> Figure:
+    return lambda run, _: figure(run.inputs) if isinstance(run.inputs, GenerateInputs) else None
+
+
+def _apart(figure: Callable[[RerankInputs, float], float | None], key: str) -> Figure:
+    """Return a figure of logits that counts differences above a threshold of the matrix, never above measured ones."""
+    return lambda run, limits: (
+        figure(run.inputs, limits[key]) if isinstance(run.inputs, RerankInputs) and key in limits else None
+    )
+
+
+def _run(figure: Callable[[Evidence], float | None]) -> Figure:
+    return lambda run, _: figure(run)
+
+
+def _unit(run: Evidence) -> bool:
+    return isinstance(run.inputs, EmbedInputs) and run.inputs.unit
+
+
+def _served(run: Evidence) -> bool:
+    return bool(run.generations) or run.inputs is not None
+
+
+_PROBES: Final = "probes with a reference in the bundle"
+_LENGTH: Final = "largest distance of a vector's length from 1"
+_COMPANY: Final = "a row in a batch, also in another order, against the same row alone"
+_MOVED: Final = "rows of a batch that carry another row's answer"
+_OF_RUN: Final = (
+    Rule("reference_fixture", "reference", "reference probes", _PROBES,
+         _run(lambda run: run.fixture.probes if run.fixture else 0), "reference_probes"),
+    Rule("reference_distinct", "reference", "distinct probes", "share of the probes that differ from all others",
+         _run(figures.distinct), "reference_distinct"),
+    Rule("reference_independent", "reference", "references of ours",
+         "references computed by an engine that is to be judged by them",
+         _run(lambda run: not independent(run.fixture.computed_by) if run.fixture else None)),
+    Rule("reference_stale", "reference", "stale probes",
+         "fixtures changed since the bundle was made, or made by another tokenizer",
+         _run(figures.stale)),
+    Rule("identity", "device", "wrong engine facts", "facts of the handshake that differ from the matrix",
+         _run(figures.foreign_facts)),
+    Rule("fault", "worker", "faults", "the run ended early",
+         _run(lambda run: run.fault is not None and run.fault.code != "lane_refused")),
+    Rule("worker_generations", "worker", "worker processes",
+         "worker processes that served the run; another one means a crash",
+         _run(lambda run: len(set(run.generations))), 1, when=_served),
+)  # fmt: skip
+"""Judged also where a run ended early."""
+
+_OF_MEASUREMENTS: Final = (
+    Rule("reference_varied", "reference", "commonest answer",
+         "share of the reference's commonest answer: a constant would agree with it",
+         _run(figures.commonest), "reference_varied"),
+    Rule("reference_company", "reference", "pairs in company",
+         "share of pairs whose query has other documents too, so that a batch is tried",
+         _rerank(figures.in_company), "reference_company", "rerank"),
+    Rule("min_cosine", "agreement", "min cosine", "smallest cosine of any row with its reference",
+         _embed(lambda rows: min(finite(rows.cosine), default=None)), "min_cosine", "embed", "exact"),
+    Rule("mean_cosine", "agreement", "mean cosine", "mean cosine over all rows",
+         _embed(lambda rows: mean(finite(rows.cosine))), "mean_cosine", "embed", "exact"),
+    Rule("worst_decile", "agreement", "worst decile", "nearest neighbours kept, in the worst tenth of the rows",
+         _embed(lambda rows: agreement.worst_decile(finite(rows.overlap)) if finite(rows.overlap) else None),
+         "worst_decile", "embed", "exact"),
+    Rule("mean_cosine", "agreement", "mean cosine", "mean cosine over all rows",
+         _embed(lambda rows: mean(finite(rows.cosine))), "approximate_cosine", "embed", "approximate"),
+    Rule("pearson", "agreement", "pearson", "correlation of the similarities with the reference's",
+         _embed(lambda rows: mean(finite(rows.neighbour_pearson))), "approximate_pearson", "embed", "approximate"),
+    Rule("top1", "agreement", "same best", "rows whose nearest other row is the reference's",
+         _embed(figures.same_neighbours), "approximate_top1", "embed", "approximate"),
+    Rule("norm_error", "agreement", "norm error", _LENGTH, _embed(figures.norm_error), "norm_error", "embed",
+         when=_unit),
+    Rule("length_error", "agreement", "length error", _LENGTH + ", in lengths of the reference's",
+         _embed(figures.norm_error), "length_error", "embed", when=lambda run: not _unit(run)),
+    Rule("pearson", "agreement", "pearson", "correlation with the reference",
+         _rerank(figures.correlation), "pearson", "rerank", "exact"),
+    Rule("max_error", "agreement", "max error", "largest difference of one logit",
+         _rerank(figures.max_error), "max_error", "rerank", "exact"),
+    Rule("rank_order", "agreement", "changed ranks",
+         "pairs of a query whose order changed although the reference tells them clearly apart",
+         _apart(figures.order_flips, "max_error"), 0, "rerank", "exact"),
+    Rule("pearson", "agreement", "pearson", "correlation with the reference",
+         _rerank(figures.correlation), "approximate_pearson", "rerank", "approximate"),
+    Rule("top1", "agreement", "same best", "queries whose best document is the reference's",
+         _rerank(figures.same_best), "approximate_top1", "rerank", "approximate"),
+    Rule("scale_error", "agreement", "scale error",
+         "root mean square difference of the logits, as a share of the reference's spread",
+         _rerank(figures.scale_error), "approximate_scale", "rerank", "approximate"),
+    Rule("top1", "agreement", "next token", "prefixes of the reference with the same next token",
+         _generate(figures.same_next), "top1", "generate"),
+    Rule("first_token", "agreement", "first token", "prompts whose first token is the reference's",
+         _generate(figures.same_first), "first_token", "generate"),
+    Rule("unmeasured", "finite", "unmeasured", "probes without a number, in the way of asking that has most of them",
+         _run(figures.unmeasured)),
+    Rule("non_finite", "finite", "non-finite",
+         "rows whose first answer, alone or with those beside them, held NaN or infinity", _run(figures.non_finite)),
+    Rule("batch_single", "batch", "batch = single", _COMPANY, _embed(figures.batch_single), "batch_single", "embed"),
+    Rule("batch_norm", "batch", "batch norm", "a row's length in a batch against its length alone",
+         _embed(figures.batch_norm), "batch_norm", "embed"),
+    Rule("batch_single", "batch", "batch = single", _COMPANY,
+         _rerank(figures.batch_error), "max_error", "rerank", "exact"),
+    Rule("batch_single", "batch", "batch = single", _COMPANY,
+         _rerank(figures.batch_error), "approximate_batch", "rerank", "approximate"),
+    Rule("repeat", "batch", "changed repeats", "rows whose bits changed when the same request was sent again",
+         _run(lambda run: run.repeat_differs)),
+    Rule("order", "order", "misplaced rows", _MOVED, _embed(figures.misplaced_rows), 0, "embed"),
+    Rule("order", "order", "misplaced rows", _MOVED,
+         _apart(figures.misplaced_scores, "max_error"), 0, "rerank", "exact"),
+    Rule("order", "order", "misplaced rows", _MOVED,
+         _apart(figures.misplaced_scores, "approximate_batch"), 0, "rerank", "approximate"),
+    Rule("limits", "limits", "wrong edge cases", "of 1, 2, max − 1, max, max + 1 (to be refused) and a repeated token",
+         _run(figures.failed_cases)),
+)  # fmt: skip
+_OF_PLACEMENT: Final = (
+    Rule("placement_share", "placement", "share",
+         "operations on the Neural Engine, as the worker reports after the run",
+         _run(figures.reported_share), "placement_share"),
+    Rule("functions_unreported", "placement", "unreported functions", "functions whose placement is not known",
+         _run(figures.unreported)),
+    Rule("function_share", "placement", "worst function", "the same share in the worst function",
+         _run(figures.worst_share), "placement_share"),
+    Rule("cost_share", "placement", "cost share", "estimated cost on the Neural Engine, in the worst function",
+         _run(figures.worst_cost), "cost_share"),
+    Rule("cpu_operations", "placement", "CPU ops off the list", "operators that don't belong off the Neural Engine",
+         _run(figures.on_cpu)),
+    Rule("speedup", "placement", "× CPU-only", "times as fast as with the engine forced to the CPU",
+         _run(figures.speedup), "speedup"),
+)  # fmt: skip
+GATES: Final = (*_OF_RUN, *_OF_MEASUREMENTS, *_OF_PLACEMENT)
+
+
+def rule_of(name: str, task: str | None = None) -> Rule:
+    """Return what a gate of a document is called and means; a name that no rule has stands for itself."""
+    found = [rule for rule in GATES if rule.name == name and (task is None or rule.task in (None, task))]
+    return found[0] if found else Rule(name, "worker", name, "", lambda run, _: None)
+
+
+def rules(task: str, precision: Precision, *, placement: bool) -> list[Rule]:
+    """Return the gates that a run of this kind is judged by, in order."""
+    kinds = GATES if placement else (*_OF_RUN, *_OF_MEASUREMENTS)
+    return [rule for rule in kinds if rule.task in (None, task) and rule.precision in (None, precision)]
 
 
 def precision_of(dtype: str) -> Precision:
@@ -102,16 +313,12 @@ def thresholds(
     *share* replaces the placement share (``--min-placement-share``). An engine that the matrix doesn't have gets the
     file's.
     """
-    names = ["reference_probes", *_BY_TASK[task]]
-    if precision == "approximate" and task != "generate":
-        names += _APPROXIMATE
-    if placement:
-        names += _PLACEMENT
     found = {}
-    for name in names:
-        bound = BOUNDS[name]
-        value = matrix.threshold(engine, bound.section, bound.key) if bound.section and bound.key else None
-        found[name] = float(bound.default if value is None else value)
+    for rule in rules(task, precision, placement=placement):
+        if isinstance(rule.limit, str):
+            bound = BOUNDS[rule.limit]
+            value = matrix.threshold(engine, bound.section, bound.key) if bound.section and bound.key else None
+            found[rule.limit] = float(bound.default if value is None else value)
     if share is not None and placement:
         found["placement_share"] = share
     return found
@@ -126,25 +333,56 @@ def weaker(recorded: Mapping[str, float], wanted: Mapping[str, float]) -> list[s
     ]
 
 
-def judge(evidence: Evidence) -> Evidence:
-    """Return the document with gates, reported numbers, reasons and verdict computed from its measurements."""
-    gates = list(_gates(evidence))
+def on_ane(evidence: Evidence) -> bool:
+    """Return whether the lane is to run on the Neural Engine, so that placement counts."""
+    return evidence.engine.device.partition(":")[0] == "ane"
+
+
+def judge(evidence: Evidence, limits: Limits | None = None, *, placement: bool | None = None) -> Evidence:
+    """Return the document with gates, reported numbers, reasons and verdict computed from its measurements.
+
+    *limits*: thresholds to judge by instead of the document's own, *placement*: whether the lane must run on the
+    Neural Engine; a recheck takes both from the matrix. The kind of run is its model's task and dtype.
+    """
+    required = on_ane(evidence) if placement is None else placement
+    gates = list(measure(evidence, evidence.thresholds if limits is None else limits, placement=required))
     passed = evidence.inputs is not None and all(gate.passed for gate in gates)
     verdict: Verdict = "certified" if passed else "uncertified"
-    return msgspec.structs.replace(
-        evidence, gates=gates, reported=_reported(evidence), reasons=_reasons(evidence, gates), verdict=verdict
-    )
-
-
-def _reasons(evidence: Evidence, gates: Iterable[Gate]) -> list[str]:
     reasons = []
     if evidence.fixture is None:
         reasons.append("reference_fixture_missing")
     if evidence.fault is not None:
         reasons.append(evidence.fault.code)
-    if evidence.placement_required and (evidence.placement or UNPLACED).share is None:
+    if required and figures.placement_of(evidence).share is None:
         reasons.append("placement_unreported")
-    return [*reasons, *(gate.name for gate in gates if not gate.passed)]
+    reasons += [gate.name for gate in gates if not gate.passed]
+    return msgspec.structs.replace(
+        evidence, gates=gates, reported=figures.reported(evidence), reasons=reasons, verdict=verdict
+    )
+
+
+def measure(evidence: Evidence, limits: Limits, *, placement: bool) -> Iterator[Gate]:
+    """Yield every gate of a run. One that ended early, or had no reference, is judged by what it came to."""
+    ended = evidence.inputs is None and (evidence.fault is not None or evidence.fixture is None)
+    sound = figures.whole(evidence)
+    for rule in rules(evidence.model.task, precision_of(evidence.model.dtype), placement=placement):
+        if not rule.when(evidence) or (ended and rule not in _OF_RUN):
+            continue
+        # Series of another length than the probes, or with impossible numbers: nothing is computed from them.
+        value = rule.figure(evidence, limits) if sound or rule.task is None else None
+        if isinstance(rule.limit, str):
+            # A document without a threshold that its kind needs fails there, whatever was measured.
+            known = rule.limit in limits
+            comparison = BOUNDS[rule.limit].comparison
+            yield _gate(rule, value if known else None, comparison, limits.get(rule.limit, 0.0))
+        else:
+            yield _gate(rule, value, "==", rule.limit)
+
+
+def _gate(rule: Rule, value: float | None, comparison: Comparison, threshold: float) -> Gate:
+    measured = None if value is None or not math.isfinite(value) else float(value)
+    passed = measured is not None and _holds(measured, comparison, threshold)
+    return Gate(rule.name, rule.group, measured, comparison, float(threshold), passed)
 
 
 def _holds(value: float, comparison: Comparison, threshold: float) -> bool:
@@ -153,296 +391,22 @@ def _holds(value: float, comparison: Comparison, threshold: float) -> bool:
     return value >= threshold if comparison == ">=" else value <= threshold
 
 
-def _gate(name: str, group: str, value: float | None, comparison: Comparison, threshold: float) -> Gate:
-    passed = value is not None and _holds(value, comparison, threshold)
-    return Gate(name, group, None if value is None else float(value), comparison, float(threshold), passed)
-
-
-def _zero(name: str, group: str, value: float) -> Gate:
-    return _gate(name, group, value, "==", 0)
-
-
-def _gates(evidence: Evidence) -> Iterator[Gate]:
-    limits, inputs = evidence.thresholds, evidence.inputs
-
-    def bound(name: str, group: str, value: float | None, key: str | None = None) -> Gate:
-        # A document without a threshold that its kind needs fails there, whatever was measured.
-        key = key or name
-        return _gate(name, group, value if key in limits else None, BOUNDS[key].comparison, limits.get(key, 0.0))
-
-    fixture = evidence.fixture
-    yield bound("reference_fixture", "reference", fixture.probes if fixture else 0, "reference_probes")
-    if fixture is not None:
-        other = fixture.digest != fixture.expected_digest
-        yield _zero("reference_stale", "reference", fixture.stale_rows + other)
-    yield _zero("identity", "device", _foreign_facts(evidence))
-    if evidence.fault is not None and evidence.fault.code != "lane_refused":
-        yield _zero("fault", "worker", 1)
-    if evidence.generations or inputs is not None:
-        yield _gate("worker_generations", "worker", len(set(evidence.generations)), "==", 1)
-    match inputs:
-        case EmbedInputs():
-            yield from _embed_gates(inputs, bound, evidence.precision)
-        case RerankInputs():
-            yield from _rerank_gates(inputs, bound, evidence.precision, limits)
-        case GenerateInputs():
-            yield bound("top1", "agreement", _next_share(inputs))
-            yield bound("first_token", "agreement", _first_share(inputs))
-        case None:
-            return
-    yield _zero("limits", "limits", _failed_cases(evidence))
-    yield _zero("repeat", "batch", evidence.repeat_differs)
-    if evidence.placement_required:
-        yield from _placement_gates(evidence, bound)
-
-
-def _failed_cases(evidence: Evidence) -> int:
-    """Count the edge lengths with another outcome than expected, and those that weren't tried."""
-    failed = sum(case.outcome != case.expected for case in evidence.limits)
-    tried = {case.name for case in evidence.limits}
-    return failed + sum(name not in tried for name in CASES)
-
-
-def _foreign_facts(evidence: Evidence) -> int:
-    """Count what the worker said of itself and the matrix didn't."""
-    engine = evidence.engine
-    if engine.observed is None:
-        # Without a handshake the fault says more, unless it was the handshake that failed.
-        refused = evidence.fault is not None and evidence.fault.code == "lane_refused"
-        return int(refused or evidence.inputs is not None)
-    kind = engine.device.partition(":")[0]
-    wrong = [engine.observed != engine.expected, engine.build_flags.get("device", engine.device) != engine.device]
-    if "backend" in engine.build_flags and kind in ("cpu", "cuda", "metal"):
-        # The CUDA worker loads nothing unless every node went to its provider, so LOADED and this name say it all.
-        wrong.append(engine.build_flags["backend"] != kind)
-    return sum(wrong)
-
-
-# --- per task --------------------------------------------------------------------------------------------------------
-
-
-def _finite(series: Series) -> list[float]:
-    return [value for value in series if value is not None]
-
-
-def _both(one: Series, other: Series) -> tuple[list[float], list[float]]:
-    kept = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
-    return [a for a, _ in kept], [b for _, b in kept]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _embed_gates(inputs: EmbedInputs, bound: Bounder, precision: Precision) -> Iterator[Gate]:
-    cosine = _finite(inputs.cosine)
-    if precision == "exact":
-        yield bound("min_cosine", "agreement", min(cosine, default=None))
-        yield bound("mean_cosine", "agreement", _mean(cosine))
-        yield bound("worst_decile", "agreement", agreement.worst_decile(inputs.overlap) if inputs.overlap else None)
-    else:
-        yield bound("pearson", "agreement", _mean(inputs.neighbour_pearson), "approximate_pearson")
-        same = [a == b for a, b in zip(inputs.neighbour, inputs.reference_neighbour, strict=True)]
-        yield bound("top1", "agreement", _mean(same), "approximate_top1")
-    if inputs.unit:
-        error = max((abs(norm - 1) for norm in _finite(inputs.norm)), default=None)
-        yield bound("norm_error", "agreement", error)
-    yield _zero("non_finite", "finite", inputs.cosine.count(None))
-    if precision == "exact":
-        yield bound("batch_single", "batch", _batch_single(inputs))
-    runs = ((inputs.batch_own, inputs.batch_best), (inputs.permuted_own, inputs.permuted_best))
-    yield _zero("order", "order", sum(agreement.misplaced_rows(*_both(own, best)) for own, best in runs))
-
-
-def _batch_single(inputs: EmbedInputs) -> float | None:
-    return min([*_finite(inputs.batch_best), *_finite(inputs.permuted_best)], default=None)
-
-
-def _rerank_gates(
-    inputs: RerankInputs, bound: Bounder, precision: Precision, limits: Mapping[str, float]
-) -> Iterator[Gate]:
-    query, reference, scores = _answered(inputs)
-    pearson = agreement.pearson(reference, scores) if scores else None
-    if precision == "exact":
-        yield bound("pearson", "agreement", pearson)
-        yield bound("max_error", "agreement", _max_error(reference, scores))
-        flips = agreement.order_flips(reference, scores, query, apart=limits.get("max_error", 0.0))
-        yield _zero("rank_order", "agreement", flips)
-    else:
-        yield bound("pearson", "agreement", pearson, "approximate_pearson")
-        yield bound("top1", "agreement", agreement.same_best(reference, scores, query), "approximate_top1")
-    yield _zero("non_finite", "finite", inputs.single.count(None))
-    if precision == "exact":
-        yield bound("batch_single", "batch", _batch_error(inputs), "max_error")
-    yield _zero("order", "order", sum(agreement.misplaced_scores(*pair) for pair in _exchanges(inputs)))
-
-
-def _answered(inputs: RerankInputs) -> tuple[list[int], list[float], list[float]]:
-    kept = [
-        (query, reference, score)
-        for query, reference, score in zip(inputs.query, inputs.reference, inputs.single, strict=True)
-        if score is not None
-    ]
-    return [q for q, _, _ in kept], [r for _, r, _ in kept], [s for _, _, s in kept]
-
-
-def _max_error(reference: Sequence[float], scores: Sequence[float]) -> float | None:
-    return max((abs(a - b) for a, b in zip(reference, scores, strict=True)), default=None)
-
-
-def _batch_error(inputs: RerankInputs) -> float:
-    return max((agreement.batch_error(*pair) for pair in _exchanges(inputs)), default=0.0)
-
-
-def _exchanges(inputs: RerankInputs) -> Iterator[tuple[list[float], list[float]]]:
-    """Yield the finite scores of every batch exchange with the same rows' single scores."""
-    for series in (inputs.batch, inputs.permuted):
-        for number in dict.fromkeys(inputs.exchange):
-            rows = [i for i, exchange in enumerate(inputs.exchange) if exchange == number]
-            yield _both([series[i] for i in rows], [inputs.single[i] for i in rows])
-
-
-def first_of(ids: Sequence[int], stops: Sequence[int]) -> int | None:
-    """Return the first of *ids*; None for a stop, or where there is none."""
-    return None if not ids or ids[0] in stops else ids[0]
-
-
-def _first_share(inputs: GenerateInputs) -> float | None:
-    pairs = zip(inputs.reference, inputs.greedy, strict=True)
-    return _mean([first_of(a, inputs.stops) == first_of(b, inputs.stops) for a, b in pairs])
-
-
-def _next_share(inputs: GenerateInputs) -> float | None:
-    rows = zip(inputs.reference, inputs.depth, inputs.next, strict=True)
-    return _mean([first_of(ids[depth:], inputs.stops) == got for ids, depth, got in rows])
-
-
-def _prefix_share(inputs: GenerateInputs) -> float:
-    shares = []
-    for reference, greedy in zip(inputs.reference, inputs.greedy, strict=True):
-        stop = next((i for i, id in enumerate(reference) if id in inputs.stops), None)
-        wanted = reference if stop is None else reference[:stop]
-        same = agreement.common_prefix(wanted, greedy)
-        whole = same == len(wanted) and (stop is None or len(greedy) == stop)
-        shares.append(1.0 if whole else same / max(1, len(wanted)))
-    return _mean(shares) or 0.0
-
-
-# --- placement -------------------------------------------------------------------------------------------------------
-
-
-def _placement_gates(evidence: Evidence, bound: Bounder) -> Iterator[Gate]:
-    placement = evidence.placement or UNPLACED
-    # PING may have gone to another worker than the run's: its share is somebody else's.
-    foreign = evidence.generations and placement.generation != evidence.generations[-1]
-    # A packed function that is placed badly stays off by itself: see qualified_widths.
-    functions = [one for one in placement.functions if one.kind == "bucket"]
-    shares = [share_of(function) for function in functions]
-    costs = [cost_share_of(function) for function in functions]
-    misplaced = sum(len(cpu_operations(one, placement.cpu_allowed)) for one in functions)
-    yield bound("placement_share", "placement", None if foreign else placement.share)
-    yield _zero("functions_unreported", "placement", shares.count(None) if functions else 1)
-    yield bound("function_share", "placement", min(_finite(shares), default=None), "placement_share")
-    yield bound("cost_share", "placement", None if None in costs else min(_finite(costs), default=None))
-    yield _zero("cpu_operations", "placement", misplaced)
-    yield bound("speedup", "placement", _speedup(evidence))
-
-
-def qualified_widths(evidence: Evidence) -> list[int]:
+def qualified_widths(evidence: Evidence, limits: Limits | None = None) -> list[int]:
     """Return the packed widths that may serve: each row as on its rung, whatever its neighbours, on the right device.
 
     Only where all of that was measured: no trial, a function without placement or one off the Neural Engine, and the
     width stays off.
     """
-    placement = evidence.placement or UNPLACED
+    limits = evidence.thresholds if limits is None else limits
+    placement = figures.placement_of(evidence)
     functions = {one.tokens: one for one in placement.functions if one.kind == "packed"}
 
     def placed(width: int) -> bool:
         function = functions.get(width)
-        if function is None or cpu_operations(function, placement.cpu_allowed):
+        if function is None or figures.cpu_operations(function, placement.cpu_allowed):
             return False
-        pairs = ((share_of(function), "placement_share"), (cost_share_of(function), "cost_share"))
-        return all(value is not None and value >= evidence.thresholds.get(key, 1.0) for value, key in pairs)
+        shares = ((figures.share_of(function), "placement_share"), (figures.cost_share_of(function), "cost_share"))
+        return all(value is not None and value >= limits.get(key, 1.0) for value, key in shares)
 
-    return sorted(
-        one.width for one in evidence.packing if _packs(one) and (placed(one.width) or not evidence.placement_required)
-    )
-
-
-def _packs(one: Packing) -> bool:
-    rows = sum(map(len, one.mixes))
-    cosine, alone, moved = (_finite(series) for series in (one.cosine, one.alone, one.moved))
-    return (
-        one.reason is None
-        and rows >= PACKED_ROWS
-        and len({tuple(mix) for mix in one.mixes}) >= PACKED_MIXES
-        and len(cosine) == len(alone) == len(moved) == rows
-        and min(cosine) >= PACKED_COSINE
-        and max([*alone, *moved]) <= PACKED_DIFFERENCE
-    )
-
-
-def share_of(function: Function) -> float | None:
-    """Return ANE-preferred / dispatchable operations; None where too little is reported to say (ane.md 1.1, 1.4)."""
-    counts = dict.fromkeys(("cpu", "gpu", "neuralEngine", "unknown"), 0)
-    for devices in function.operations.values():
-        for device in counts:
-            counts[device] += devices.get(device, 0)
-    known = counts["cpu"] + counts["gpu"] + counts["neuralEngine"]
-    if known == 0 or counts["unknown"] > MAX_UNKNOWN * (known + counts["unknown"]):
-        return None
-    return counts["neuralEngine"] / known
-
-
-def cost_share_of(function: Function) -> float | None:
-    """Return the Neural Engine's share of the estimated cost, None where the framework gave none."""
-    whole = sum(function.cost.values())
-    return function.cost.get("neuralEngine", 0.0) / whole if whole > 0 else None
-
-
-def cpu_operations(function: Function, allowed: Sequence[str]) -> list[str]:
-    """Return the operators that don't belong where they are: off the Neural Engine and off the list, or too many."""
-    wrong = []
-    on_cpu = 0
-    for operator, devices in function.operations.items():
-        on_cpu += devices.get("cpu", 0)
-        if devices.get("gpu", 0) or (devices.get("cpu", 0) and operator.rpartition(".")[2] not in allowed):
-            wrong.append(operator)
-    return [*wrong, *(["too many"] if on_cpu > MAX_ON_CPU else [])]
-
-
-def _speedup(evidence: Evidence) -> float | None:
-    placement = evidence.placement or UNPLACED
-    if not placement.forced_ms or not placement.native_ms:
-        return None
-    native = agreement.percentile(placement.native_ms, 0.5)
-    return agreement.percentile(placement.forced_ms, 0.5) / native if native > 0 else None
-
-
-# --- reported only ---------------------------------------------------------------------------------------------------
-
-
-def _reported(evidence: Evidence) -> dict[str, float]:
-    performance, inputs = evidence.performance, evidence.inputs
-    found: dict[str, float | None] = {
-        "single_p50_ms": agreement.percentile(performance.single_ms, 0.5),
-        "single_p95_ms": agreement.percentile(performance.single_ms, 0.95),
-        "tokens_per_s": performance.batch_tokens / performance.batch_s if performance.batch_s > 0 else None,
-        "rows_per_s": len(evidence.tokens) / performance.batch_s if performance.batch_s > 0 else None,
-    }
-    match inputs:
-        case EmbedInputs():
-            cosine = _finite(inputs.cosine)
-            found["min_cosine"] = min(cosine, default=None)
-            found["mean_cosine"] = _mean(cosine)
-            found["batch_single"] = _batch_single(inputs)
-        case RerankInputs():
-            query, reference, scores = _answered(inputs)
-            found["max_error"] = _max_error(reference, scores)
-            found["top1"] = agreement.same_best(reference, scores, query)
-            found["batch_error"] = _batch_error(inputs)
-        case GenerateInputs():
-            found["prefix_share"] = _prefix_share(inputs)
-        case None:
-            pass
-    return {name: round(value, 9) for name, value in found.items() if value is not None}
+    trials: Sequence[int] = [one.width for one in evidence.packing if figures.packs(one)]
+    return sorted(width for width in trials if placed(width) or not on_ane(evidence))

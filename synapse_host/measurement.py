@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from synapse_host import agreement, probe_set
-from synapse_host.errors import SynapseError
+from synapse_host import agreement, figures, probe_set
 from synapse_host.evidence import DIGITS, EmbedInputs, GenerateInputs, RerankInputs, Series
 
 if TYPE_CHECKING:
@@ -45,51 +44,51 @@ async def embed(trial: Trial, probes: Fixtures) -> EmbedInputs:
         (name, len(ids), expected, lambda ids=ids: trial.host.embed_ids(trial.model, [ids], lane=trial.lane))  # type: ignore[misc]
         for name, ids, expected in probe_set.edge_rows(rows, trial.bundle.manifest.max_tokens)
     ])  # fmt: skip
-    for n in range(min(3, len(rows))):
-        await trial.finite(ask, [n])
+    await trial.warm_up(ask, len(rows))
     singles = await trial.singles(ask, len(rows))
     exchanges = _chunks(range(len(rows)))
     batch = await trial.batches("batches", ask, exchanges)
     shuffled = np.random.default_rng(SEED).permutation(len(rows)).tolist()
     mixed = _chunks(shuffled)
     permuted = await trial.batches("permuted", ask, mixed)
-    trial.repeat_differs = await trial.differs(ask, exchanges[0], batch)
-    await _throughput(trial, rows)
+    await trial.repeat(ask, exchanges, batch)
+    trial.begin("throughput", len(rows))
+    started = time.perf_counter()
+    if await trial.ask(ask, range(len(rows))):
+        # Everything in one call, as bulk work goes; a lane with bad rows can't be timed so.
+        trial.batch_s, trial.batch_tokens = time.perf_counter() - started, sum(trial.tokens)
     known = sorted(singles)
     reference = probes.vectors
     ours = np.array([singles[n] for n in known]) if known else np.zeros((0, reference.shape[1]))
     theirs = reference[known]
     cosine = agreement.cosines(ours, theirs)
-    norms = np.linalg.norm(ours.astype(np.float64), axis=1)
-    own, best = _against(batch, singles, exchanges, len(rows))
-    permuted_own, permuted_best = _against(permuted, singles, mixed, len(rows))
+    unit = trial.bundle.manifest.normalize is not False
+    norms = _lengths(ours) / (1 if unit else _lengths(theirs).clip(1e-30))
+
+    def spread(values: Sequence[Any]) -> list[Any]:
+        found = dict(zip(known, values, strict=True))
+        return [found.get(n) for n in range(len(rows))]
+
+    def series(values: Any) -> Series:
+        return spread(_rounded(values))
+
+    own, best, lengths = _against(batch, singles, exchanges, len(rows))
+    permuted_own, permuted_best, permuted_lengths = _against(permuted, singles, mixed, len(rows))
     return EmbedInputs(
-        cosine=_series(dict(zip(known, cosine.tolist(), strict=True)), len(rows)),
-        norm=_series(dict(zip(known, norms.tolist(), strict=True)), len(rows)),
-        overlap=_rounded(agreement.rank_overlaps(theirs, ours).tolist()),
+        cosine=series(cosine),
+        norm=series(norms),
+        overlap=series(agreement.rank_overlaps(theirs, ours)),
         batch_own=own,
         batch_best=best,
         permuted_own=permuted_own,
         permuted_best=permuted_best,
-        neighbour=agreement.nearest(ours),
-        reference_neighbour=agreement.nearest(theirs),
-        neighbour_pearson=_rounded(agreement.neighbour_pearson(theirs, ours).tolist()),
-        unit=trial.bundle.manifest.normalize is not False,
+        batch_norm=lengths,
+        permuted_norm=permuted_lengths,
+        neighbour=spread([known[n] for n in agreement.nearest(ours)]),
+        reference_neighbour=spread([known[n] for n in agreement.nearest(theirs)]),
+        neighbour_pearson=series(agreement.neighbour_pearson(theirs, ours)),
+        unit=unit,
     )
-
-
-async def _throughput(trial: Trial, rows: Sequence[Any]) -> None:
-    """Time everything in one call, as bulk work goes; a lane with bad rows can't be timed so."""
-    trial.begin("throughput", len(rows))
-    started = time.perf_counter()
-    try:
-        await trial.host.embed_ids(trial.model, rows, lane=trial.lane)
-    except SynapseError as exc:
-        if exc.code != "nonfinite_output":
-            raise
-        return
-    trial.batch_s = time.perf_counter() - started
-    trial.batch_tokens = sum(trial.tokens)
 
 
 async def rerank(trial: Trial, probes: Fixtures) -> RerankInputs:
@@ -110,8 +109,7 @@ async def rerank(trial: Trial, probes: Fixtures) -> RerankInputs:
         (name, len(query) + len(ids) + 3, expected, lambda q=query, c=ids: pair(q, c))  # type: ignore[misc]
         for name, query, ids, expected in probe_set.edge_pairs(candidates, trial.bundle.manifest.max_tokens)
     ])  # fmt: skip
-    for n in range(min(3, len(candidates))):
-        await trial.finite(ask, [n])
+    await trial.warm_up(ask, len(candidates))
     singles = await trial.singles(ask, len(candidates))
     exchanges = [part for q in range(len(queries)) for part in _chunks([n for n, query in enumerate(of) if query == q])]
     started = time.perf_counter()
@@ -120,7 +118,7 @@ async def rerank(trial: Trial, probes: Fixtures) -> RerankInputs:
     random = np.random.default_rng(SEED)
     mixed = [random.permutation(rows).tolist() for rows in exchanges]
     permuted = await trial.batches("permuted", ask, mixed)
-    trial.repeat_differs = await trial.differs(ask, exchanges[0], batch)
+    await trial.repeat(ask, exchanges, batch)
     carried = {n: number for number, rows in enumerate(exchanges) for n in rows}
     return RerankInputs(
         query=of,
@@ -155,6 +153,7 @@ async def generate(trial: Trial, probes: Fixtures) -> GenerateInputs:
         (name, len(ids), "sequence_too_long" if name == "max + 1" else "ok", lambda ids=ids: ask(ids, 1))  # type: ignore[misc]
         for name, ids in cases
     ])  # fmt: skip
+    trial.begin("warm-up", 1)
     await ask(prompts[0], 1)
     trial.begin("continuations", len(prompts))
     greedy = []
@@ -174,10 +173,11 @@ async def generate(trial: Trial, probes: Fixtures) -> GenerateInputs:
         depth = usable[number % len(usable)]
         made = await ask([*row, *wanted[:depth]], 1)
         depths.append(depth)
-        following.append(made[0] if made else None)
+        following.append(made[0] if made else figures.STOP)
         trial.advance()
-    for row, wanted, made in zip(prompts[:REPEATED], reference, greedy, strict=False):
-        trial.repeat_differs += await ask(row, len(wanted)) != made
+    trial.begin("repeat", REPEATED)
+    again = [await ask(row, len(wanted)) for row, wanted in zip(prompts[:REPEATED], reference, strict=False)]
+    trial.repeat_differs = sum(a != b for a, b in zip(again, greedy, strict=False))
     return GenerateInputs(reference, greedy, depths, following, sorted(stops))
 
 
@@ -193,18 +193,26 @@ def _series(answers: dict[int, Any], count: int) -> Series:
     return [round(float(answers[n]), DIGITS) if n in answers else None for n in range(count)]
 
 
+def _lengths(vectors: Any) -> Any:
+    return np.linalg.norm(np.asarray(vectors, np.float64), axis=1)
+
+
 def _against(
     batch: dict[int, Any], singles: dict[int, Any], exchanges: Sequence[Sequence[int]], count: int
-) -> tuple[Series, Series]:
-    """Compare each exchange's vectors with the same rows' single answers; rows without either are null."""
+) -> tuple[Series, Series, Series]:
+    """Compare each exchange's vectors with the same rows' single answers; rows without either are null.
+
+    Returns cosines with their own single answer, best cosines, and lengths in those of that best answer.
+    """
     owns: dict[int, float] = {}
     bests: dict[int, float] = {}
+    lengths: dict[int, float] = {}
     for rows in exchanges:
         known = [n for n in rows if n in batch and n in singles]
         if known:
-            own, best = agreement.own_and_best(
-                np.array([batch[n] for n in known]), np.array([singles[n] for n in known])
-            )
+            ours, alone = np.array([batch[n] for n in known]), np.array([singles[n] for n in known])
+            own, best, longer = agreement.own_and_best(ours, alone)
+            lengths |= zip(known, longer.tolist(), strict=True)
             owns |= zip(known, own.tolist(), strict=True)
             bests |= zip(known, best.tolist(), strict=True)
-    return _series(owns, count), _series(bests, count)
+    return _series(owns, count), _series(bests, count), _series(lengths, count)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from synapse_host import evidence as documents
-from synapse_host import gates
+from synapse_host import figures, gates
 from synapse_host.evidence import EmbedInputs, Evidence, GenerateInputs, RerankInputs
 
 if TYPE_CHECKING:
@@ -99,24 +99,10 @@ def _contradictions(evidence: Evidence) -> Iterator[str]:
 def _misshapen(evidence: Evidence) -> Iterator[str]:
     """Yield the series that don't have one entry a probe."""
     n = len(evidence.tokens)
-    match evidence.inputs:
-        case EmbedInputs() as inputs:
-            finite = sum(value is not None for value in inputs.cosine)
-            names = ["cosine", "norm", "batch_own", "batch_best", "permuted_own", "permuted_best"]
-            sizes = {name: (len(getattr(inputs, name)), n) for name in names}
-            names = ["overlap", "neighbour", "reference_neighbour", "neighbour_pearson"]
-            sizes |= {name: (len(getattr(inputs, name)), finite) for name in names}
-        case RerankInputs() as inputs:
-            names = ["query", "reference", "single", "batch", "permuted", "exchange"]
-            sizes = {name: (len(getattr(inputs, name)), n) for name in names}
-        case GenerateInputs() as inputs:
-            names = ["reference", "greedy", "depth", "next"]
-            sizes = {name: (len(getattr(inputs, name)), n) for name in names}
-        case None:
-            sizes = {}
-    for name, (have, want) in sizes.items():
-        if have != want:
-            yield f"inputs.{name}: {have} entries, {want} expected"
+    series = figures.columns(evidence.inputs) if evidence.inputs is not None else {}
+    for name, (values, _, _) in series.items():
+        if len(values) != n:
+            yield f"inputs.{name}: {len(values)} entries, {n} expected"
     for packing in evidence.packing:
         rows = sum(map(len, packing.mixes))
         for name in ("cosine", "alone", "moved"):

@@ -16,7 +16,7 @@ from synapse_host import builder
 from synapse_host.builder import Progress
 from synapse_host.package import Package
 
-RECIPE: Final = 6
+RECIPE: Final = 7
 """Raised when a recipe changes what it builds: an older bundle is then made anew."""
 
 

@@ -1,16 +1,16 @@
 """One trial of a lane: every probe through the normal serving path, measured and recorded, judged by nobody here.
 
-What each task asks is in :mod:`synapse_host.measurement`. Rows whose answer is not finite are found one by one and left
-out of everything else.
+What each task asks is in :mod:`synapse_host.measurement`. Nothing is asked twice until it works: rows that a first
+attempt left without an answer, because it held NaN or infinity, are counted by stage and have no number in that stage.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from pathlib import Path
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,10 +18,9 @@ import numpy as np
 from engines.bundle import digest as digests
 from engines.bundle.fixtures import Fixtures
 from engines.bundle.manifest import Bundle, FileRef
-from engines.protocol.errors import ErrorCode
-from synapse_host import measurement, probe_set, qualification
+from synapse_host import builder, measurement, probe_set, qualification
 from synapse_host.assignment import Assignment
-from synapse_host.errors import WORKER_ERRORS, SynapseError
+from synapse_host.errors import SynapseError
 from synapse_host.evidence import (
     Case,
     EmbedInputs,
@@ -39,6 +38,7 @@ TIMED: Final = 16
 """Probes whose single requests are compared with the same engine forced to the CPU."""
 ROUNDS: Final = 4
 
+Answer = TypeVar("Answer")
 Ask: TypeAlias = Callable[[Sequence[int]], Awaitable[Any]]
 """Ask for the probes of these numbers in one exchange."""
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -52,6 +52,7 @@ class Trial:
     host: Host
     assignment: Assignment
     progress: Progress
+    data_dir: Path | None = None
     inputs: EmbedInputs | RerankInputs | GenerateInputs | None = None
     fixture: Fixture | None = None
     fault: Fault | None = None
@@ -61,7 +62,8 @@ class Trial:
     tokens: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
     limits: list[Case] = field(default_factory=list)
-    repeat_differs: int = 0
+    repeat_differs: int | None = None
+    non_finite: dict[str, int] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     single_ms: list[float] = field(default_factory=list)
     batch_tokens: int = 0
@@ -103,9 +105,8 @@ class Trial:
                 measured = await measurement.measure(self, probes)
                 if self.assignment.require().device_kind == "ane":
                     self.begin("timing", 0)
-                    # A probe that isn't finite has failed its own gate already: without its time, no speed-up.
-                    with suppress(WORKER_ERRORS[ErrorCode.NONFINITE_OUTPUT]):
-                        self.native_ms = await timed(single_calls(self.host, self, probes))
+                    calls = single_calls(self.host, self, probes)
+                    self.native_ms = await self.first(lambda: timed(calls), len(calls)) or []
                 self.begin("ping", 0)
                 await self.host.ping(self.model, lane=self.lane)
                 self.note()
@@ -142,6 +143,7 @@ class Trial:
     def begin(self, stage: str, total: int) -> None:
         """Start a stage of *total* probes; a fault names the stage it came in."""
         self._stage, self._done, self._total = stage, 0, total
+        self.non_finite.setdefault(stage, 0)
         self.progress(stage, 0, total)
 
     def advance(self, count: int = 1) -> None:
@@ -176,30 +178,42 @@ class Trial:
         """Compare the fixtures with the bundle they came in: digest, and ids against its own tokenizer."""
         ref = self.bundle.manifest.fixtures
         assert isinstance(ref, FileRef)
+        digest = digests.PREFIX + digests.file_digest(self.bundle.path(ref.path))
         return Fixture(
             expected_digest=ref.digest,
-            digest=digests.PREFIX + digests.file_digest(self.bundle.path(ref.path)),
+            digest=digest,
             computed_by=probes.computed_by,
             probes=len(probes),
             stale_rows=probe_set.stale_rows(self.bundle, probes),
+            distinct=probes.distinct,
+            origin=builder.reference_origin(digest, self.data_dir),
         )
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
-    async def finite(self, call: Ask, rows: Sequence[int]) -> dict[int, Any]:
-        """Ask for *rows* at once and return the answers by row; a row whose answer is not finite is missing."""
+    async def first(self, call: Callable[[], Awaitable[Answer]], rows: int) -> Answer | None:
+        """Ask once; None where the answer was not finite, and its rows are counted to the stage."""
         try:
-            answers = await call(rows)
+            return await call()
         except SynapseError as exc:
             if exc.code != "nonfinite_output":
                 raise
-            if len(rows) == 1:
-                return {}
-            half = len(rows) // 2
-            return {**await self.finite(call, rows[:half]), **await self.finite(call, rows[half:])}
+            self.non_finite[self._stage] += rows
+            return None
         finally:
             self.note()
-        return dict(zip(rows, answers, strict=True))
+
+    async def ask(self, call: Ask, rows: Sequence[int]) -> dict[int, Any]:
+        """Ask for *rows* at once and return the answers by row; none of them where one was not finite."""
+        answers = await self.first(lambda: call(rows), len(rows))
+        return {} if answers is None else dict(zip(rows, answers, strict=True))
+
+    async def warm_up(self, call: Ask, count: int) -> None:
+        """Ask for the first probes, untimed: the first requests a worker serves."""
+        self.begin("warm-up", min(3, count))
+        for row in range(min(3, count)):
+            await self.ask(call, [row])
+            self.advance()
 
     async def singles(self, call: Ask, count: int) -> dict[int, Any]:
         """Ask row by row, timed."""
@@ -207,7 +221,7 @@ class Trial:
         answers: dict[int, Any] = {}
         for row in range(count):
             started = time.perf_counter()
-            answers |= await self.finite(call, [row])
+            answers |= await self.ask(call, [row])
             self.single_ms.append((time.perf_counter() - started) * 1000)
             self.advance()
         return answers
@@ -217,7 +231,7 @@ class Trial:
         self.begin(stage, sum(map(len, exchanges)))
         answers: dict[int, Any] = {}
         for rows in exchanges:
-            answers |= await self.finite(call, rows)
+            answers |= await self.ask(call, rows)
             self.advance(len(rows))
         return answers
 
@@ -236,12 +250,13 @@ class Trial:
             self.note()
             self.advance()
 
-    async def differs(self, ask: Ask, rows: Sequence[int], before: dict[int, Any]) -> int:
-        """Send an exchange again and return how many rows are not the same bits."""
-        again = await self.finite(ask, rows)
-        return sum(
-            n in before and n in again and not np.array_equal(np.asarray(before[n]), np.asarray(again[n])) for n in rows
-        )
+    async def repeat(self, call: Ask, exchanges: Sequence[Sequence[int]], before: dict[int, Any]) -> None:
+        """Send the first exchange that was answered again, and count the rows that are not the same bits."""
+        rows = next((rows for rows in exchanges if all(n in before for n in rows)), [])
+        self.begin("repeat", len(rows))
+        again = await self.ask(call, rows) if rows else {}
+        if again:
+            self.repeat_differs = sum(not np.array_equal(np.asarray(before[n]), np.asarray(again[n])) for n in rows)
 
 
 def single_calls(host: Host, trial: Trial, probes: Fixtures) -> list[Callable[[], Awaitable[Any]]]:

@@ -15,12 +15,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.bundle import layout, safetensors, tool
+from engines.bundle import digest, layout, safetensors, tool
 from engines.bundle.checkpoint import CheckpointError, complete_config
 
 if TYPE_CHECKING:
     from engines.bundle.safetensors import Array, FloatArray
 
+QUANTIZED_DTYPE: Final = "quantized_dtype"
+QUANTIZED_DIGEST: Final = "quantized_digest"
+"""Metadata of the written file: how the source held its weights, and the source's SHA-256."""
 _SUFFIX: Final = "_quantized"
 _HOPS: Final = 6
 _MAX_BYTES: Final = 2 * 1024**3
@@ -137,7 +140,13 @@ def dequantize(model_file: Path, out: Path, *, heads: int, progress: Callable[[i
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     named = {(key if key.startswith("classifier") else "bert." + key): weights[found[key]] for key in shapes}
-    safetensors.write(out / "model.safetensors", named, metadata={"format": "pt"}, dtype="F32", progress=progress)
+    # What is computed from these weights later says from which rounded ones they come.
+    metadata = {
+        "format": "pt",
+        QUANTIZED_DTYPE: "int8",
+        QUANTIZED_DIGEST: digest.PREFIX + digest.file_digest(model_file),
+    }
+    safetensors.write(out / "model.safetensors", named, metadata=metadata, dtype="F32", progress=progress)
     return out
 
 

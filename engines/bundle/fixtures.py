@@ -2,14 +2,13 @@
 
 Arrays, by task (n probes):
 
-``meta``          uint8: JSON ``{"format": "synapse-fixtures-v1", "task", "computed_by"}``
+``meta``          uint8: JSON ``{"format": "synapse-fixtures-v2", "task", "computed_by"}``, the last a ``Reference``
 ``texts``         uint8: JSON list; embed and generate: strings, rerank: ``[query, document]``; null for a probe made of
                   ids only (rows at the edges of what a model takes)
 embed             ``input_ids`` int32, ``cu_seqlens`` int32 (n + 1): rows with special tokens;
                   ``vectors_q`` int16 (n, dims), ``vectors_scale`` float32 (n): vector = q * scale
-rerank            ``query_ids``, ``query_cu``, ``candidate_ids``, ``candidate_cu`` int32: bare ids; ``query_of`` int32
-(n);
-                  ``logits`` float32 (n): raw
+rerank            ``query_ids``, ``query_cu``, ``candidate_ids``, ``candidate_cu`` int32: bare ids; ``query_of``
+                  int32 (n); ``logits`` float32 (n): raw
 generate          ``input_ids``, ``cu_seqlens``; ``greedy`` int32 (n, steps): the reference's own continuation;
                   ``clear`` uint8 (n, steps): 1 where its best token stands well apart from the second
 
@@ -25,7 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Struct
 
 from engines.bundle.manifest import BundleError, open_plain
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
     FloatArray = npt.NDArray[np.float32]
 
-FORMAT: Final = "synapse-fixtures-v1"
+FORMAT: Final = "synapse-fixtures-v2"
 FILE_NAME: Final = "fixtures.npz"
 MAX_BYTES: Final = 64 * 1024 * 1024
 _KEYS: Final = {
@@ -46,17 +48,52 @@ _KEYS: Final = {
 }
 
 
+OURS: Final = ("synapse", "owned", "llama", "ggml", "onnxruntime", "coreml", "ane")
+"""What the engines that are judged by a reference are called, and what they compute with, as a name begins."""
+
+
+class Reference(Struct, frozen=True, forbid_unknown_fields=True):
+    """Who computed the reference: a programme with its version, in which arithmetic, from which file of weights.
+
+    ``stored``: how that file holds its weights. Where they are quantised the reference starts from the rounded ones,
+    so what that rounding cost the published model is no part of any comparison with it.
+    """
+
+    program: Annotated[str, Meta(min_length=1)]
+    version: Annotated[str, Meta(min_length=1)]
+    dtype: Annotated[str, Meta(min_length=1)]
+    weights: Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")]
+    stored: Annotated[str, Meta(min_length=1)]
+
+    def __str__(self) -> str:
+        kept = "" if self.stored in ("f32", "f16", "bf16") else ", whose rounding is part of the reference"
+        return f"{self.program} {self.version} in {self.dtype}, weights {self.weights[:19]}… in {self.stored}{kept}"
+
+
+def independent(reference: Reference) -> bool:
+    """Return whether a reference was computed by something else than an engine that is to be judged by it."""
+    return not reference.program.strip().lower().startswith(OURS)
+
+
 @dataclass(frozen=True)
 class Fixtures:
     """Opened fixtures. ``arrays`` holds the task's arrays by the names above; ``texts`` as stored."""
 
     task: str
-    computed_by: str
+    computed_by: Reference
     texts: list[Any]
     arrays: dict[str, Array]
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def distinct(self) -> int:
+        """How many probes are no other probe once more."""
+        if self.task != "rerank":
+            return len({row.tobytes() for row in self.rows()})
+        asked = zip(self.arrays["query_of"].tolist(), self.rows("candidate"), strict=True)
+        return len({(query, row.tobytes()) for query, row in asked})
 
     @property
     def vectors(self) -> FloatArray:
@@ -91,7 +128,7 @@ def flatten(rows: Sequence[Sequence[int]]) -> tuple[Array, Array]:
     return ids, np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
 
 
-def write(path: Path, *, task: str, texts: Sequence[Any], computed_by: str, arrays: dict[str, Array]) -> None:
+def write(path: Path, *, task: str, texts: Sequence[Any], computed_by: Reference, arrays: dict[str, Array]) -> None:
     """Write fixtures; the same input gives the same bytes."""
     import numpy as np
 
@@ -100,7 +137,7 @@ def write(path: Path, *, task: str, texts: Sequence[Any], computed_by: str, arra
 
     if set(arrays) != set(_KEYS[task]):
         raise BundleError(f"{path}: fixtures for {task} hold {', '.join(_KEYS[task])}")
-    meta = {"format": FORMAT, "task": task, "computed_by": computed_by}
+    meta = {"format": FORMAT, "task": task, "computed_by": msgspec.to_builtins(computed_by)}
     np.savez_compressed(path, meta=packed(meta), texts=packed(list(texts)), **arrays)  # type: ignore[arg-type]
 
 
@@ -120,13 +157,11 @@ def read(path: Path) -> Fixtures:
             with np.load(file, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
         meta, texts = (json.loads(arrays.pop(name).tobytes()) for name in ("meta", "texts"))
-        task, computed_by = meta["task"], str(meta["computed_by"])
-        known = meta["format"] == FORMAT and set(arrays) == set(_KEYS[task])
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as exc:
+        if meta["format"] != FORMAT or set(arrays) != set(_KEYS[meta["task"]]):
+            raise BundleError(f"{path}: not fixtures of format {FORMAT}; build the bundle again")
+        found = Fixtures(meta["task"], msgspec.convert(meta["computed_by"], Reference), texts, arrays)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, msgspec.ValidationError) as exc:
         raise BundleError(f"{path}: not readable as reference fixtures ({exc})") from exc
-    if not known:
-        raise BundleError(f"{path}: not fixtures of format {FORMAT}; build the bundle again")
-    found = Fixtures(task, computed_by, texts, arrays)
     _check(path, found)
     return found
 

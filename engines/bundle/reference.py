@@ -5,19 +5,23 @@
 The probes of ``engines.bundle.probes`` are tokenised, run through the Hugging Face model of the checkpoint one at a
 time in float64 (generation: float32, where argmax ties don't matter), and stored as ``engines.bundle.fixtures`` says.
 ``--gguf`` takes a generator's weights from a GGUF, dequantised by transformers; CHECKPOINT then only holds its
-tokenizer.json.
+tokenizer.json. The fixtures name programme, versions and the digest of the weights, and whether those are rounded ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from engines.bundle import facts, fixtures, probes, tool
+from engines.bundle import digest, facts, fixtures, probes, tool
 from engines.bundle.checkpoint import Checkpoint, CheckpointError
+from engines.bundle.dequantize import QUANTIZED_DIGEST, QUANTIZED_DTYPE
+from engines.bundle.fixtures import Reference
 
 STEPS: Final = 8
 DECIDED: Final = 0.25
@@ -42,17 +46,19 @@ def compute(
     """
     if gguf is not None:
         model = _model("AutoModelForCausalLM", gguf.parent, "float32", gguf_file=gguf.name)
-        return _generate(folder, out, model, max_tokens or 2048, progress)
+        by = _by("float32", digest.PREFIX + digest.file_digest(gguf), _gguf_dtype(gguf))
+        return _generate(folder, out, model, by, max_tokens or 2048, progress)
     checkpoint = Checkpoint.open(folder, task=task)  # type: ignore[arg-type]
     known = facts.of_checkpoint(checkpoint)
     limit = min(max_tokens or known.max_tokens, checkpoint.config["max_position_embeddings"])
+    by = _by("float32" if checkpoint.task == "generate" else "float64", *weights_of(checkpoint))
     if checkpoint.task == "embed":
-        return _embed(checkpoint, known, out, limit, progress)
+        return _embed(checkpoint, known, out, by, limit, progress)
     if checkpoint.task == "rerank":
         if checkpoint.family == "qwen3":
             raise CheckpointError("no fixtures for Qwen3 rerankers: their pairs go through a template")
-        return _rerank(checkpoint, known, out, limit, progress)
-    return _generate(folder, out, _model("AutoModelForCausalLM", folder, "float32"), limit, progress)
+        return _rerank(checkpoint, known, out, by, limit, progress)
+    return _generate(folder, out, _model("AutoModelForCausalLM", folder, "float32"), by, limit, progress)
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -73,9 +79,30 @@ def _model(kind: str, folder: Path, dtype: str, **more: Any) -> Any:
     return getattr(transformers, kind).from_pretrained(folder, dtype=getattr(torch, dtype), **more).eval()
 
 
-def _by(dtype: str) -> str:
+def _by(dtype: str, weights: str, stored: str) -> Reference:
     torch, transformers = import_module("torch"), import_module("transformers")
-    return f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}, {dtype}"
+    version = f"{transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
+    return Reference("transformers", version, dtype, weights, stored)
+
+
+def weights_of(checkpoint: Checkpoint) -> tuple[str, str]:
+    """Return the digest of a checkpoint's published weights and how they are stored.
+
+    Weights that were dequantised name the file they come from. Several files: the digest of their digests, by name.
+    """
+    files = checkpoint.tensors.files
+    source = files[0].header.metadata
+    if {QUANTIZED_DTYPE, QUANTIZED_DIGEST} <= source.keys():
+        return source[QUANTIZED_DIGEST], source[QUANTIZED_DTYPE]
+    found = [digest.file_digest(file.path) for file in files]
+    whole = found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
+    return digest.PREFIX + whole, checkpoint.stored_dtype
+
+
+def _gguf_dtype(file: Path) -> str:
+    """Return the type that most of a GGUF's matrices have, such as q4_1."""
+    tensors = import_module("gguf").GGUFReader(file).tensors
+    return str(Counter(one.tensor_type.name.lower() for one in tensors if len(one.shape) > 1).most_common(1)[0][0])
 
 
 def _cut(bare: list[int], frame: tuple[list[int], list[int]], limit: int) -> list[int]:
@@ -93,7 +120,7 @@ def _frame(tokenizer: Any, special: dict[str, int], encoder: bool) -> tuple[list
     return whole[:at], whole[at + len(bare) :]
 
 
-def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, limit: int, progress: Progress) -> int:
+def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, by: Reference, limit: int, progress: Progress) -> int:
     import numpy as np
 
     torch = import_module("torch")
@@ -116,11 +143,13 @@ def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, limit: int, pr
     ids, cu = fixtures.flatten(asked)
     quantised, scale = fixtures.quantize(np.array(vectors))
     arrays = {"input_ids": ids, "cu_seqlens": cu, "vectors_q": quantised, "vectors_scale": scale}
-    fixtures.write(out, task="embed", texts=texts_of, computed_by=_by("float64"), arrays=arrays)
+    fixtures.write(out, task="embed", texts=texts_of, computed_by=by, arrays=arrays)
     return len(asked)
 
 
-def _rerank(checkpoint: Checkpoint, known: facts.Facts, out: Path, limit: int, progress: Progress) -> int:
+def _rerank(
+    checkpoint: Checkpoint, known: facts.Facts, out: Path, by: Reference, limit: int, progress: Progress
+) -> int:
     import numpy as np
 
     torch = import_module("torch")
@@ -160,11 +189,11 @@ def _rerank(checkpoint: Checkpoint, known: facts.Facts, out: Path, limit: int, p
         "logits": np.array(logits, np.float32),
     }
     texts = [*(list(pair) for pair in pairs), *[None] * len(extra)]
-    fixtures.write(out, task="rerank", texts=texts, computed_by=_by("float64"), arrays=arrays)
+    fixtures.write(out, task="rerank", texts=texts, computed_by=by, arrays=arrays)
     return len(asked)
 
 
-def _generate(folder: Path, out: Path, model: Any, limit: int, progress: Progress) -> int:
+def _generate(folder: Path, out: Path, model: Any, by: Reference, limit: int, progress: Progress) -> int:
     import numpy as np
 
     torch = import_module("torch")
@@ -198,7 +227,7 @@ def _generate(folder: Path, out: Path, model: Any, limit: int, progress: Progres
     ids, cu = fixtures.flatten([rows[i] for i in kept])
     arrays = {"input_ids": ids, "cu_seqlens": cu, "greedy": np.array(greedy, np.int32)}
     arrays["clear"] = np.array(clear, np.uint8)
-    fixtures.write(out, task="generate", texts=[texts[i] for i in kept], computed_by=_by("float32"), arrays=arrays)
+    fixtures.write(out, task="generate", texts=[texts[i] for i in kept], computed_by=by, arrays=arrays)
     return len(kept)
 
 

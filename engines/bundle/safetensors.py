@@ -261,6 +261,11 @@ class MappedTensors(Mapping[str, "Array"]):
     def __contains__(self, name: object) -> bool:
         return name in self._places
 
+    @property
+    def files(self) -> list[SafetensorsFile]:
+        """The files that hold them, by path."""
+        return sorted({id(file): file for file, _ in self._places.values()}.values(), key=lambda file: str(file.path))
+
     def info(self, name: str) -> TensorInfo:
         """Return dtype, shape and place without touching the data."""
         file, stored = self._places[name]

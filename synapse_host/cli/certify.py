@@ -6,7 +6,6 @@ import argparse
 import math
 from itertools import groupby
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
@@ -17,47 +16,10 @@ from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import DEFAULT_MODELS, bundle_of, config_of, model_name, run_orderly
 from synapse_host.errors import EXIT_FAILED, EXIT_OK
 from synapse_host.evidence import Evidence, Gate
+from synapse_host.gates import GROUPS, rule_of
 from synapse_host.matrix import load
 from synapse_host.recheck import recheck
-from synapse_host.report import SIGNS
-
-_WORDS: Final = {
-    "reference_fixture": "reference probes",
-    "reference_stale": "stale probes",
-    "identity": "wrong engine facts",
-    "fault": "faults",
-    "worker_generations": "worker processes",
-    "min_cosine": "min cosine",
-    "mean_cosine": "mean cosine",
-    "worst_decile": "worst decile",
-    "norm_error": "norm error",
-    "non_finite": "non-finite",
-    "batch_single": "batch = single",
-    "order": "misplaced rows",
-    "max_error": "max error",
-    "rank_order": "changed ranks",
-    "top1": "same best",
-    "first_token": "first token",
-    "limits": "wrong edge cases",
-    "repeat": "changed repeats",
-    "placement_share": "share",
-    "functions_unreported": "unreported functions",
-    "function_share": "worst function",
-    "cost_share": "cost share",
-    "cpu_operations": "CPU ops off the list",
-    "speedup": "× CPU-only",
-}
-_SECTIONS: Final = {
-    "reference": "setting",
-    "device": "setting",
-    "worker": "setting",
-    "agreement": "quality",
-    "finite": "quality",
-    "batch": "quality",
-    "order": "quality",
-    "limits": "quality",
-    "placement": "placement",
-}
+from synapse_host.report import ORIGINS, SIGNS
 
 
 def configure(parser: Parser) -> None:
@@ -181,9 +143,9 @@ def _mark(passed: bool, console: Console) -> str:
 
 def _page(evidence: Evidence, console: Console) -> None:
     _title(evidence, console)
-    sections = list(_SECTIONS.values())
-    ordered = sorted(evidence.gates, key=lambda gate: sections.index(_SECTIONS[gate.group]))
-    for section, group in groupby(ordered, lambda gate: _SECTIONS[gate.group]):
+    sections = [group.section for group in GROUPS.values()]
+    ordered = sorted(evidence.gates, key=lambda gate: sections.index(GROUPS[gate.group].section))
+    for section, group in groupby(ordered, lambda gate: GROUPS[gate.group].section):
         gates = list(group)
         # In one line what is as it should be and has no number to look at; what fails has a row of its own.
         if section != "quality" and all(gate.passed for gate in gates):
@@ -192,14 +154,15 @@ def _page(evidence: Evidence, console: Console) -> None:
         else:
             for gate in gates:
                 bound = f"{SIGNS[gate.comparison]} {_threshold(gate)}"
-                value = f"{_WORDS.get(gate.name, gate.name):<20} {_value(gate):<10} {bound:<10}"
+                label = rule_of(gate.name, evidence.model.task).label
+                value = f"{label:<20} {_value(gate):<10} {bound:<10}"
                 console.line(f"  {'' if gate is not gates[0] else section:<11} {value} {_word(gate.passed, console)}")
     if not evidence.placement_required:
         console.line(f"  {'placement':<11} not required on this engine")
     if evidence.reported:
         console.hang(f"  {'speed':<11} ", _speed(evidence), 14)
     if evidence.precision == "approximate":
-        console.line("  precision   approximate: an int8 artifact; batch against single is reported only")
+        console.line("  precision   approximate: an int8 artifact")
     if evidence.fixture is None:
         console.line("  The bundle has no reference fixtures (reference_fixture_missing): build it with them.")
     if evidence.fault is not None:
@@ -224,13 +187,14 @@ def _title(evidence: Evidence, console: Console) -> None:
 
 def _setting(evidence: Evidence) -> str:
     """Say what the first gates made sure of."""
-    probes = evidence.fixture.probes if evidence.fixture else 0
-    said = [f"{probes} reference probes, this bundle's own", f"{evidence.engine.id} on {evidence.engine.device}"]
+    fixture = evidence.fixture
+    said = [f"{fixture.probes if fixture else 0} probes, {ORIGINS[fixture.origin] if fixture else 'no reference'}"]
+    said += [f"{evidence.engine.id} on {evidence.engine.device}"]
     return " · ".join([*said, "one worker process"] if evidence.generations else said)
 
 
 def _placed(gate: Gate) -> str:
-    word = _WORDS.get(gate.name, gate.name)
+    word = rule_of(gate.name).label
     number = f"{_value(gate)}{word}" if gate.name == "speedup" else f"{word} {_value(gate)}"
     return f"{number} {SIGNS[gate.comparison]} {_threshold(gate)}"
 

@@ -30,6 +30,7 @@ from synapse_host.evidence import Evidence, Function, Placement
 from synapse_host.host import Host
 from synapse_host.matrix import load as load_matrix
 from tests.ane.make_goldens import GOLDENS, rows
+from tests.support.evidence import REFERENCE
 from tests.support.mil_reference import ENGINE
 from tests.support.sabotage import give_fixtures, rerank_arrays
 from tests.support.worker_client import ROOT
@@ -61,7 +62,7 @@ def toy(bundles: Callable[[str], Bundle], home: Path) -> Bundle:
         folder / "fixtures.npz",
         task="embed",
         texts=[None] * len(found),
-        computed_by="transformers",
+        computed_by=REFERENCE,
         arrays={"input_ids": ids, "cu_seqlens": cu, "vectors_q": quantized, "vectors_scale": scale},
     )
     reference = FileRef("fixtures.npz", f"sha256:{file_digest(folder / 'fixtures.npz')}")

@@ -9,6 +9,8 @@ import pytest
 
 from engines.bundle import dequantize
 from engines.bundle.checkpoint import Checkpoint, CheckpointError
+from engines.bundle.digest import PREFIX, file_digest
+from engines.bundle.reference import weights_of
 from tests.support import toy_models
 
 onnx = pytest.importorskip("onnx")
@@ -78,6 +80,8 @@ def test_every_weight_comes_back_under_its_name(tmp_path: Path, per_column: bool
     for name, value in exact.items():
         np.testing.assert_array_equal(checkpoint.f32(name), value, err_msg=name)
     assert seen[-1][0] == seen[-1][1] == checkpoint.nbytes
+    # A reference computed from these weights says that they were rounded, and in which file.
+    assert weights_of(checkpoint) == (PREFIX + file_digest(file), "int8")
 
 
 def test_a_matrix_without_a_named_bias_is_refused(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,8 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from engines.bundle import fixtures, probes
+from engines.bundle.checkpoint import Checkpoint
+from engines.bundle.digest import PREFIX, file_digest
+from engines.bundle.fixtures import Reference
 from engines.bundle.manifest import BundleError
+from engines.bundle.reference import weights_of
+from synapse_host.recipes import DEFAULTS
+from tests.support.toy_models import write_bert
 
+BY = Reference("a test", "1", "float64", "sha256:" + "a" * 64, "f32")
 SHIPPED = Path(__file__).parents[2] / "synapse_host" / "fixtures"
 
 
@@ -24,13 +33,13 @@ def sample(**changes: Any) -> dict[str, Any]:
 
 
 def put(path: Path, found: dict[str, Any], texts: list[str] | None = None) -> Path:
-    fixtures.write(path, task="embed", texts=texts or ["a", "b"], computed_by="test", arrays=found)
+    fixtures.write(path, task="embed", texts=texts or ["a", "b"], computed_by=BY, arrays=found)
     return path
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     found = fixtures.read(put(tmp_path / "f.npz", sample()))
-    assert (found.task, found.computed_by, found.texts, len(found)) == ("embed", "test", ["a", "b"], 2)
+    assert (found.task, found.computed_by, found.texts, len(found)) == ("embed", BY, ["a", "b"], 2)
     assert [row.tolist() for row in found.rows()] == [[1, 2], [3]]
     np.testing.assert_allclose(found.vectors, np.eye(2, 4), atol=1e-7)
 
@@ -76,6 +85,41 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, An
         fixtures.read(put(tmp_path / "f.npz", sample(**changes), texts))
 
 
+@pytest.mark.parametrize(
+    "change", [{"weights": "sha256:0"}, {"weights": None}, {"program": ""}, {"version": ""}, {"place": "here"}, None]
+)
+def test_a_reference_without_programme_version_or_weights_is_refused(
+    change: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    described = {**msgspec.to_builtins(BY), **change} if change else "transformers 5.24.0, float64"
+    with np.load(put(tmp_path / "f.npz", sample())) as stored:
+        kept = dict(stored)
+    meta = {"format": fixtures.FORMAT, "task": "embed", "computed_by": described}
+    np.savez(tmp_path / "g.npz", **{**kept, "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8)})
+    with pytest.raises(BundleError, match="not readable"):
+        fixtures.read(tmp_path / "g.npz")
+    older = {**meta, "format": "synapse-fixtures-v1"}
+    np.savez(tmp_path / "g.npz", **{**kept, "meta": np.frombuffer(json.dumps(older).encode(), np.uint8)})
+    with pytest.raises(BundleError, match="build the bundle again"):
+        fixtures.read(tmp_path / "g.npz")
+
+
+def test_the_weights_of_a_plain_checkpoint_are_its_file(tmp_path: Path) -> None:
+    folder = write_bert(tmp_path)
+    assert weights_of(Checkpoint.open(folder)) == (PREFIX + file_digest(folder / "model.safetensors"), "f32")
+
+
+def test_the_shipped_references_say_from_which_weights_they_come() -> None:
+    """Where the published file is quantised, its rounding is part of the reference, and that is said."""
+    found = {name: fixtures.read(SHIPPED / f"{name}.npz").computed_by for name in ("minilm", "ms-marco", "smollm2")}
+    assert {name: by.stored for name, by in found.items()} == {"minilm": "f32", "ms-marco": "int8", "smollm2": "q4_1"}
+    files = {"minilm": "model.safetensors", "ms-marco": "model.onnx", "smollm2": "model-q4_1.gguf"}
+    for name, by in found.items():
+        pinned = dict(DEFAULTS[name].package.files.values())
+        assert by.weights == PREFIX + pinned[files[name]]
+        assert ("rounding" in str(by)) == (by.stored != "f32")
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"no zip")
     np.savez(tmp_path / "y.npz", a=np.zeros(2))
@@ -99,7 +143,7 @@ def test_the_shipped_fixtures_hold_256_probes_within_the_vocabulary(name: str, t
     found = fixtures.read(SHIPPED / f"{name}.npz")
     assert found.task == task
     assert len(found) >= 256
-    assert "transformers" in found.computed_by
+    assert fixtures.independent(found.computed_by)
     if task == "embed":
         assert found.arrays["vectors_q"].shape == (len(found), 384)
         np.testing.assert_allclose(np.linalg.norm(found.vectors, axis=1), 1, atol=1e-4)

@@ -66,7 +66,11 @@ def test_the_page(certifiable: Command) -> None:
     assert done.code == 0
     rows = done.out.splitlines()
     assert rows[0].startswith("certifying embed · scripted · toy ") and rows[0].endswith(" 256/256 probes"), rows[0]
-    assert rows[1].split(" ", 2)[2].startswith("setting     256 reference probes, this bundle's own · scripted on cpu")
+    assert (
+        rows[1]
+        .split(" ", 2)[2]
+        .startswith("setting     256 probes, the reference of the bundle's author · scripted on cpu")
+    )
     assert rows[2].startswith("  quality     min cosine           1.00       ≥ 0.999    pass"), rows[2]
     assert any(row.split() == ["batch", "=", "single", "1.00", "≥", "0.9999", "pass"] for row in rows)
     assert any(row.split() == ["non-finite", "0", "=", "0", "pass"] for row in rows)

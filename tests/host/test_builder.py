@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from engines.bundle import manifest
+from engines.bundle.digest import PREFIX, file_digest
+from engines.bundle.manifest import FileRef
 from synapse_host import builder
 from synapse_host.errors import BundleInvalid, InvalidRequest
 from tests.support import toy_models
@@ -162,6 +166,32 @@ def test_a_bundle_of_two_formats_and_three_dtypes(tmp_path: Path) -> None:
         "manifest.json", "tokenizer.json", "model-q8_0.gguf", "model-f16.gguf", "model-f16.safetensors",
     }  # fmt: skip
     assert builder.verify(bundle) == []
+
+
+def test_a_reference_computed_here_is_known_by_its_digest_and_by_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a bundle says of its fixtures is its author's word: the machine that computed them remembers."""
+    real = builder.run_tool
+
+    def run_tool(argv: Sequence[str], **more: Any) -> Any:
+        if argv[0] != "engines.bundle.reference":
+            return real(argv, **more)
+        Path(argv[2]).write_bytes(b"computed")
+        return {}
+
+    monkeypatch.setattr(builder, "run_tool", run_tool)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    checkpoint = toy_models.write_bert(tmp_path / "m")
+    what: dict[str, Any] = {"formats": ["safetensors-package"], "dtypes": {}, "model_id": "toy", "reference": True}
+    bundle = builder.build(checkpoint, tmp_path / "out", **what)
+    assert isinstance(bundle.manifest.fixtures, FileRef)
+    made = bundle.manifest.fixtures.digest
+    assert builder.reference_origin(made) == "computed_here"
+    assert builder.reference_origin(made, tmp_path / "data") == "computed_here"
+    assert builder.reference_origin(made, tmp_path / "elsewhere") == "bundle"
+    shipped = Path(builder.__file__).parent / "fixtures" / "minilm.npz"
+    assert builder.reference_origin(PREFIX + file_digest(shipped)) == "project"
 
 
 def test_a_checkpoint_without_a_tokenizer_makes_a_bundle_without_one(tmp_path: Path) -> None:

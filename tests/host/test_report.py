@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from synapse_host import plot, report
+from engines.bundle.fixtures import Reference
+from synapse_host import gates, plot, report
 from synapse_host.evidence import Fault
-from synapse_host.plot import Bar, Line
-from tests.support.evidence import embed_inputs, evidence, function, placement
+from tests.support.evidence import DIGEST, embed_inputs, evidence, fixture, function, placement
 
 VOID = {"meta", "br", "circle", "line", "rect"}
 
@@ -47,8 +48,8 @@ def balanced(page: str) -> Balance:
 PAGES = {
     "embed": (lambda: evidence("embed"), 3),
     "rerank": (lambda: evidence("rerank"), 3),
-    "generate": (lambda: evidence("generate"), 2),
-    "ane": (lambda: evidence("embed", ane=True), 4),
+    "generate": (lambda: evidence("generate"), 1),
+    "ane": (lambda: evidence("embed", ane=True), 3),
     "int8": (lambda: evidence("rerank", dtype="int8"), 3),
     "nothing": (lambda: evidence(fixture=None, inputs=None, tokens=[]), 0),
 }
@@ -77,10 +78,17 @@ def test_what_failed_is_said_first() -> None:
     assert "What to do" not in report.render(evidence())
 
 
-def test_every_group_of_gates_has_words_and_advice() -> None:
-    made = [evidence(task) for task in ("embed", "rerank", "generate")] + [evidence("embed", ane=True)]
-    groups = {gate.group for document in made for gate in document.gates}
-    assert groups <= set(report._GROUPS) == set(report._ADVICE)
+def test_every_gate_has_its_words() -> None:
+    assert {rule.group for rule in gates.GATES} == set(gates.GROUPS)
+    assert all(rule.label and rule.meaning for rule in gates.GATES)
+
+
+@pytest.mark.parametrize("origin", report.ORIGINS)
+def test_the_page_says_whose_reference_it_was_and_from_which_weights(origin: str) -> None:
+    by = Reference("transformers", "5.24.0", "float64", DIGEST, "int8")
+    page = report.render(evidence(fixture=fixture(origin=origin, computed_by=by)))
+    assert page.count(escape(report.ORIGINS[origin])) == 2
+    assert "transformers 5.24.0" in page and "in int8, whose rounding is part of the reference" in page
 
 
 def test_placement_has_its_table() -> None:
@@ -108,16 +116,16 @@ def test_write_returns_the_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
-    [(0, 10, [0, 2, 4, 6, 8, 10]), (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (-3, 4, [-2, 0, 2, 4]), (5, 5, [5])],
+    [(0, 10, [0, 2, 4, 6, 8, 10]), (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (-3, 4, [-2, 0, 2, 4])],
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert plot.ticks(low, high) == pytest.approx(expected)
+    assert plot.Axis(low, high, 0, 1).ticks() == pytest.approx(expected)
 
 
 def test_points_stay_inside_the_frame() -> None:
     points = [(1.0, 1e-9), (512.0, 0.5), (3.0, 1e-3)]
     for figure in (
-        plot.scatter("t", points, x="x", y="y", log_y=True, line=Line(1e-3, "limit")),
+        plot.scatter("t", points, x="x", y="y", log_y=True, allowed=1e-3),
         plot.scatter("t", points, x="x", y="y", diagonal=True),
         plot.scatter("t", [(1.0, 1.0)], x="x", y="y"),
         plot.scatter("t", [(0.0, 0.0)], x="x", y="y"),
@@ -125,17 +133,9 @@ def test_points_stay_inside_the_frame() -> None:
         places = re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', figure)
         assert places
         for x, y in places:
-            assert plot.LEFT - 0.5 <= float(x) <= plot.WIDTH - plot.RIGHT + 0.5
-            assert plot.TOP - 0.5 <= float(y) <= plot.HEIGHT - plot.BOTTOM + 0.5
+            assert plot.LEFT - 0.5 <= float(x) <= plot.RIGHT + 0.5
+            assert plot.TOP - 0.5 <= float(y) <= plot.BASE + 0.5
 
 
 def test_nothing_to_show_is_said() -> None:
     assert "nothing finite" in plot.scatter("t", [], x="x", y="y")
-
-
-def test_bars_stand_for_their_values() -> None:
-    figure = plot.bars("t", [Bar("a", 1.0), Bar("b", 0.5, "half")], line=Line(0.9, "asked"))
-    heights = [float(value) for value in re.findall(r'height="([\d.]+)" rx', figure)]
-    assert heights[0] == pytest.approx(2 * heights[1], rel=0.01)
-    assert "half" in figure
-    assert "asked" in figure

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from synapse_host import gates
+from engines.bundle.fixtures import Reference
+from synapse_host import figures, gates
 from synapse_host.evidence import (
     Case,
     EmbedInputs,
@@ -21,9 +22,12 @@ from synapse_host.evidence import (
     Placement,
     RerankInputs,
 )
+from synapse_host.matrix import load
 
 DIGEST = "sha256:" + "a" * 64
+MATRIX = load()
 N = 260
+REFERENCE = Reference("a test", "1", "float64", DIGEST, "f32")
 
 
 def embed_inputs(**changes: Any) -> EmbedInputs:
@@ -35,6 +39,8 @@ def embed_inputs(**changes: Any) -> EmbedInputs:
         batch_best=[0.99999] * N,
         permuted_own=[0.99999] * N,
         permuted_best=[0.99999] * N,
+        batch_norm=[1.0] * N,
+        permuted_norm=[1.0] * N,
         neighbour=[(n + 1) % N for n in range(N)],
         reference_neighbour=[(n + 1) % N for n in range(N)],
         neighbour_pearson=[0.9999] * N,
@@ -49,7 +55,7 @@ def rerank_inputs(**changes: Any) -> RerankInputs:
         query=[n // 13 for n in range(N)],
         reference=scores,
         single=[score + 0.001 for score in scores],
-        batch=[score + 0.002 for score in scores],
+        batch=[score + 0.0015 for score in scores],
         permuted=[score + 0.001 for score in scores],
         exchange=[n // 13 for n in range(N)],
     )
@@ -65,6 +71,11 @@ def generate_inputs(**changes: Any) -> GenerateInputs:
         next=[rows[n][n % 4] for n in range(N)],
         stops=[2],
     )
+    return msgspec.structs.replace(clean, **changes)
+
+
+def fixture(**changes: Any) -> Fixture:
+    clean = Fixture(DIGEST, DIGEST, REFERENCE, N, 0, N, "project")
     return msgspec.structs.replace(clean, **changes)
 
 
@@ -97,15 +108,9 @@ def placement(**changes: Any) -> Placement:
 
 
 def bounds(task: str, *, ane: bool = False, approximate: bool = False) -> dict[str, float]:
-    names = {
-        "embed": ["norm_error", "min_cosine", "mean_cosine", "worst_decile", "batch_single"],
-        "rerank": ["pearson", "max_error"],
-        "generate": ["top1", "first_token"],
-    }[task]
-    names = ["reference_probes", *names]
-    names += ["approximate_pearson", "approximate_top1"] if approximate else []
-    names += ["placement_share", "cost_share", "speedup"] if ane else []
-    return {name: gates.BOUNDS[name].default for name in names}
+    return gates.thresholds(
+        MATRIX, engine="none", task=task, precision="approximate" if approximate else "exact", placement=ane
+    )
 
 
 def evidence(task: str = "embed", *, ane: bool = False, dtype: str = "f16", **changes: Any) -> Evidence:
@@ -134,19 +139,12 @@ def evidence(task: str = "embed", *, ane: bool = False, dtype: str = "f16", **ch
         precision=precision,
         thresholds=bounds(task, ane=ane, approximate=precision == "approximate"),
         placement_required=ane,
-        fixture=Fixture(DIGEST, DIGEST, "a reference", N, 0),
+        fixture=fixture(),
         tokens=[n % 60 + 3 for n in range(N)],
         generations=[1],
-        limits=[
-            Case(
-                name,
-                1,
-                "sequence_too_long" if name == "max + 1" else "ok",
-                "sequence_too_long" if name == "max + 1" else "ok",
-            )
-            for name in gates.CASES
-        ],
+        limits=[Case(name, 1, outcome, outcome) for name, outcome in figures.CASES.items()],
         repeat_differs=0,
+        non_finite=dict.fromkeys(figures.STAGES[task], 0),
         performance=Performance([1.0 + n / 100 for n in range(N)], 9000, 1.5, 12.0, 60),
         gates=[],
         reported={},
