@@ -105,8 +105,10 @@ def engine(bundle: Bundle, backend: Any, widths: tuple[int, ...] | None = (64,))
 
 
 def ane_plan(function: str, cpu: int = 0, ane: int = 9) -> PlanView:
-    ops = (Operation("ios18.conv", Device.ANE),) * ane + (Operation("ios18.cast", Device.CPU),) * cpu
-    return PlanView("program", {function: Function(("input_ids",), ops)})
+    """A plan with so many operations on each device; those on the CPU cast the mask, as they may."""
+    ops = (Operation("ios18.conv", Device.ANE),) * ane
+    ops += (Operation("ios18.cast", Device.CPU, inputs=("attention_mask",)),) * cpu
+    return PlanView("program", {function: Function(("input_ids", "attention_mask"), ops)})
 
 
 # --- LOAD ------------------------------------------------------------------------------------------------------------
