@@ -12,6 +12,7 @@
 #   make goldens   recompute the golden files (needs torch and transformers in .venv-reference)
 #   make hw-cuda   hardware tests on an NVIDIA GPU, at most ten minutes; fails rather than skips without one
 #   make hw-ane    hardware tests on the Apple Neural Engine; fails rather than skips without one
+#   make hw-mac-cpu   the Core ML binding on the CPU of any Apple-silicon machine; fails rather than skips elsewhere
 #   make hw-metal  hardware tests on Metal; fails rather than skips without it
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ endif
 REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
-.PHONY: setup demo test lint doctor faults faults-nightly coverage bench bench-rivals goldens hw-cuda hw-ane hw-metal
+.PHONY: setup demo test lint doctor faults faults-nightly coverage bench bench-rivals goldens hw-cuda hw-ane hw-mac-cpu hw-metal
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -70,7 +71,10 @@ hw-cuda: setup
 	@$(BIN)/python -m pytest -m cuda --hw=cuda --session-timeout=590 tests/hardware
 
 hw-ane: setup
-	@$(BIN)/python -m pytest -m ane --hw=ane
+	@$(BIN)/python -m pytest -m ane --hw=ane tests/hardware
+
+hw-mac-cpu: setup
+	@$(BIN)/python -m pytest -m mac-cpu --hw=mac-cpu tests/hardware
 
 hw-metal: setup
 	@$(BIN)/python -m pytest -m metal --hw=metal

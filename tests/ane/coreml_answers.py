@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from engines.ane.package import FunctionSpec, Tensor
+from engines.protocol.errors import EngineError
 from tests.ane.make_interfaces import TABLE
 from tests.support import mil_reference
 
@@ -49,11 +50,18 @@ class Loaded(Protocol):
     def run(self, feeds: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]: ...
 
 
+class Refusal(Exception):
+    """What a load or a prediction answers with an NSError of this text."""
+
+
 class MilFunction:
     """A function of a real package, computed by the numpy evaluator."""
 
     def __init__(self, path: Path, function: str | None) -> None:
-        self.spec = mil_reference.read_spec(path).functions[function or "main"]
+        try:
+            self.spec = mil_reference.read_spec(path).functions[function or "main"]
+        except (EngineError, KeyError) as exc:
+            raise Refusal(f"no function {function} in {path.name}") from exc
         self._program = mil_reference.load(path, function or "main")
         self.run = self._program.run
         self.operations = [
@@ -69,10 +77,6 @@ class MilFunction:
             )
             for op in self._program.operations
         ]
-
-
-class Refusal(Exception):
-    """What a load or a prediction answers with an NSError of this text."""
 
 
 @dataclass
@@ -107,6 +111,12 @@ class Varlist:
     def as_buffer(self, count: int) -> memoryview:
         self._framework.buffers += 1
         return memoryview(self._memory)[:count]
+
+
+def _cost(op: Op) -> float:
+    """Return an invented cost: products are dear, constants free."""
+    heavy = op.operator.rpartition(".")[2] in ("conv", "matmul")
+    return 0.0 if op.operator == "const" else 1.0 if heavy else 0.1
 
 
 class Answers:
@@ -145,7 +155,7 @@ class Answers:
 
     def _compile(self, _: Any, package: Any) -> tuple[Any, Any]:
         source = Path(package._state["path"])
-        target = Path(tempfile.mkdtemp()) / f"{source.stem}.mlmodelc"
+        target = Path(tempfile.mkdtemp(dir=self._framework.scratch)) / f"{source.stem}.mlmodelc"
         try:
             shutil.copytree(source, target)
         except OSError as exc:
@@ -238,8 +248,11 @@ class Answers:
     def _planned(self, path: Path, state: dict[str, Any]) -> Any:
         name = state.get("functionName")
         loaded = self._framework.load(path, name)
-        count = sum(op.operator != "const" for op in loaded.operations)
-        operations = [self._operation(op, state["computeUnits"], 1 / count) for op in loaded.operations]
+        weights = [_cost(op) for op in loaded.operations]
+        operations = [
+            self._operation(op, state["computeUnits"], weight / sum(weights))
+            for op, weight in zip(loaded.operations, weights, strict=True)
+        ]
         function = self._make(
             "MLModelStructureProgramFunction",
             inputs=[self._named(name) for name in loaded.spec.inputs],

@@ -67,6 +67,8 @@ class Framework:
         """Text of the error a plan ends with, if any."""
         self.predicted: Callable[[int], None] = lambda units: None
         """Called with the model's compute units before each prediction."""
+        self.scratch: Path | None = None
+        """Where compiled bundles appear; None for the system's place for temporary files."""
         self.pad = 24
         self.buffers = 0
         """How often a buffer over an array's memory was made: the real bridge leaks an object each time."""

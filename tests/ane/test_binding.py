@@ -166,6 +166,7 @@ def test_load_errors_are_typed(text: str, code: ErrorCode, framework: Framework)
 def test_a_package_that_does_not_compile_says_why(framework: Framework, tmp_path: Path) -> None:
     refused = refusal(lambda: binding_module.compile_package(tmp_path / "absent.mlpackage"))
     assert refused.code is ErrorCode.ARTIFACT_INVALID and "absent.mlpackage" in refused.msg
+    framework.scratch = tmp_path
     (tmp_path / "m.mlpackage").mkdir()
     assert binding_module.compile_package(tmp_path / "m.mlpackage").name == "m.mlmodelc"
 
