@@ -15,6 +15,7 @@
 #   make rehearse-cuda   the CUDA lane on stub libraries, every family, precision and compute capability (no GPU)
 #   make hw-cuda   hardware tests on an NVIDIA GPU, at most ten minutes; fails rather than skips without one
 #   make hw-ane    hardware tests on the Apple Neural Engine; fails rather than skips without one
+#   make hw-mac-cpu   the Core ML binding on the CPU of any Apple-silicon machine; fails rather than skips elsewhere
 #   make hw-metal  hardware tests on Metal; fails rather than skips without it
 #
 # PYTHON=/path/to/python3.13 makes .venv with that Python (3.11 to 3.13), VENV=folder puts it elsewhere.
@@ -29,7 +30,7 @@ REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
 .PHONY: setup demo test lint lock doctor faults faults-nightly coverage mutants bench bench-rivals goldens hw-cuda \
-  hw-ane hw-metal rehearse-cuda
+  hw-ane hw-metal rehearse-cuda hw-mac-cpu
 
 setup:
 	@VENV="$(VENV)" $(or $(PYTHON),python3) scripts/setup.py
@@ -85,7 +86,10 @@ hw-cuda: setup
 	@$(BIN)/python -m pytest -m cuda --hw=cuda --session-timeout=590 tests/hardware
 
 hw-ane: setup
-	@$(BIN)/python -m pytest -m ane --hw=ane
+	@$(BIN)/python -m pytest -m ane --hw=ane tests/hardware
+
+hw-mac-cpu: setup
+	@$(BIN)/python -m pytest -m mac-cpu --hw=mac-cpu tests/hardware
 
 hw-metal: setup
 	@$(BIN)/python -m pytest -m metal --hw=metal

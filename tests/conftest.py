@@ -3,9 +3,9 @@
 Leaks: descriptors, Python threads, child processes and socket files that a test leaves behind make it fail. A test that
 has to leave something says so with ``@pytest.mark.leaks_allowed("threads", ...)``.
 
-Hardware: tests marked ``ane``, ``cuda`` or ``metal`` skip with the reason where the device is missing. ``--hw=cuda``
-(and so on) turns every such skip into a failure, and a run that executed none of them fails too: a hardware job can't
-pass by skipping.
+Hardware: tests marked ``ane``, ``cuda``, ``mac-cpu`` or ``metal`` skip with the reason where the device is missing.
+``--hw=cuda`` (and so on) turns every such skip into a failure, and a run that executed none of them fails too: a
+hardware job can't pass by skipping.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ import pytest
 
 from tests.support.clock import ManualClock
 
-HARDWARE = {"ane": "ane", "cuda": "cuda", "metal": "llama"}
+HARDWARE = {"ane": "ane", "cuda": "cuda", "mac-cpu": "ane", "metal": "llama"}
 """Hardware marker -> the engine module whose ``--probe-floor`` decides."""
+WITHOUT = {"mac-cpu": "no_neural_engine"}
+"""Hardware marker -> the refusal of that probe that is no lack: these tests leave the Neural Engine alone."""
 OPT_IN = {"bench": "bench", "soak": "soak"}
 """Marker -> the word in ``-m`` or in a file's name that asks for it."""
 SETTLE_S = 3.0
@@ -168,7 +170,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def missing_device(marker: str) -> str | None:
     """Return why the device of *marker* can't be used, None when it can; asks the engine in a throw-away child."""
     engine = HARDWARE[marker]
-    command = [sys.executable, "-m", f"engines.{engine}", "--probe-floor", "--device", marker]
+    device = engine if marker in WITHOUT else marker
+    command = [sys.executable, "-m", f"engines.{engine}", "--probe-floor", "--device", device]
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
     except subprocess.TimeoutExpired:
@@ -177,6 +180,8 @@ def missing_device(marker: str) -> str | None:
         # llama.cpp built for the processor alone is a sound llama.cpp; its probe says so, and what it was built for.
         built = (json.loads(probe.stdout)["observed"] or {}).get("compiled_backend", marker)
         return None if built == marker else f"no {marker} here: llama-cpp-python was built for {built}"
+    if marker in WITHOUT and f'"{WITHOUT[marker]}"' in probe.stdout:
+        return None
     lines = probe.stdout.strip().splitlines() or probe.stderr.strip().splitlines() or ["no output"]
     return f"no {marker} here: probe exit {probe.returncode}, {lines[-1][:300]}"
 

@@ -6,14 +6,16 @@ objc_support.m for memory; Modules/objc/libffi_support.m for calls). PyObjC turn
 ``selector_with_error_``, all arguments in order, and returns an error out-argument beside the result [P]. It releases
 the GIL around every message [P], so the peer watcher and progress run during a long load. Arrays belong to
 Objective-C: no Python object is inside them, so Core ML may drop them on any thread (apple/coremltools#2827 crashes
-otherwise). Every use sits in an autorelease pool: outputs are autoreleased, and a Python thread has no pool.
+otherwise). Every use sits in an autorelease pool: outputs are autoreleased, and a Python thread has no pool. What the
+bridge itself raises there becomes ``inference_failed``: the request fails and the worker lives (:func:`_calls`).
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +34,7 @@ PLAN_TIMEOUT_S: Final = 540.0  # below the 600 s silence window: a plan that tak
 UNITS: Final = {"cpu_only": 0, "cpu_and_ne": 3}  # [A] MLComputeUnits; MLComputeUnitsAll (2) is never used
 INFREQUENT: Final = 1  # [A] MLReshapeFrequencyHintInfrequent; [P] the same
 DTYPES: Final = {131104: "int32", 65552: "float16", 65568: "float32"}  # [A] MLMultiArrayDataType; [P] the same
+KINDS: Final = {dtype: kind for kind, dtype in DTYPES.items()}
 EXHAUSTED: Final = ("no memory", "resource exhaust", "resources exhaust", "insufficient", "program load failure")
 
 
@@ -41,12 +44,27 @@ def _fail(code: ErrorCode, what: str, error: Any) -> EngineError:
     return EngineError(ErrorCode.ANE_RESOURCES_EXHAUSTED if exhausted else code, f"{what}: {text[:500]}")
 
 
+@contextmanager
+def _calls(what: str) -> Iterator[None]:
+    """Run calls in an autorelease pool of their own.
+
+    EngineError inference_failed for what the bridge raises: objc.error is an Objective-C exception, KeyError an answer
+    of a type or name unknown here, RuntimeError a buffer of another size than promised.
+    """
+    import objc
+
+    with objc.autorelease_pool():  # [P] objc.autorelease_pool is a context manager; objc.error an exception class
+        try:
+            yield
+        except (KeyError, RuntimeError, objc.error) as exc:
+            raise EngineError(ErrorCode.INFERENCE_FAILED, f"{what}: {type(exc).__name__}: {exc}"[:500]) from exc
+
+
 def devices() -> list[str]:
     """Return the class names of what Core ML can compute on."""
     import CoreML
-    import objc
 
-    with objc.autorelease_pool():  # [P] objc.autorelease_pool is a context manager
+    with _calls("listing devices"):
         # [A] MLAllComputeDevices(), macOS 14; [P] a function that returns an array
         return [type(device).__name__ for device in CoreML.MLAllComputeDevices()]
 
@@ -55,9 +73,8 @@ def compile_package(package: Path) -> Path:
     """Compile a ``.mlpackage`` and return the temporary ``.mlmodelc``, which is the caller's to move."""
     import CoreML
     import Foundation
-    import objc
 
-    with objc.autorelease_pool():
+    with _calls(f"compiling {package.name}"):
         url = Foundation.NSURL.fileURLWithPath_(str(package))
         # [A] +[MLModel compileModelAtURL:error:], a temporary location; [P] argument 3 is an out-argument
         compiled, error = CoreML.MLModel.compileModelAtURL_error_(url, None)
@@ -72,10 +89,9 @@ class Handle:
     def __init__(self, source: Source, units: str) -> None:
         import CoreML
         import Foundation
-        import objc
 
-        self._ml, self._ns, self._pool = CoreML, Foundation, objc.autorelease_pool  # [P]
-        with self._pool():
+        self._ml, self._ns, self._name = CoreML, Foundation, source.path.name
+        with _calls(f"loading {source.path.name} {source.function}"):
             self._url = Foundation.NSURL.fileURLWithPath_(str(source.path))  # [A] NSURL fileURLWithPath:
             config = CoreML.MLModelConfiguration.alloc().init()
             config.setComputeUnits_(UNITS[units])  # [A] MLModelConfiguration.computeUnits
@@ -103,13 +119,13 @@ class Handle:
                 for name, one in constraints.items()
             }
 
-        with self._pool():
+        with _calls("signature"):
             about = self._model.modelDescription()
             return FunctionSpec(tensors(about.inputDescriptionsByName()), tensors(about.outputDescriptionsByName()))
 
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[np.float32]]:
         """Fill the function's own arrays, predict, and copy the outputs out by their strides."""
-        with self._pool():
+        with _calls("prediction"):
             if self._provider is None:
                 self._provider = self._make_provider(feeds)
             for name, value in feeds.items():
@@ -125,8 +141,8 @@ class Handle:
         values = self._ns.NSMutableDictionary.dictionary()  # [A] NSMutableDictionary
         for name, value in feeds.items():
             shape = [int(n) for n in value.shape]
-            kind = next(code for code, dtype in DTYPES.items() if dtype == value.dtype.name)
             # [A] -[MLMultiArray initWithShape:dataType:error:]; Core ML owns the memory
+            kind = KINDS[value.dtype.name]
             array, error = self._ml.MLMultiArray.alloc().initWithShape_dataType_error_(shape, kind, None)
             if array is None:
                 raise _fail(ErrorCode.OOM, f"input {name}", error)
@@ -150,7 +166,7 @@ class Handle:
             done.set()
 
         try:
-            with self._pool():
+            with _calls("compute plan"):
                 self._ml.MLComputePlan.loadContentsOfURL_configuration_completionHandler_(
                     self._url, self._config, handler
                 )
@@ -158,12 +174,12 @@ class Handle:
                     raise _fail(ErrorCode.PLACEMENT_UNREPORTED, "compute plan", got[1] if got else None)
                 return from_objc(got[0], only=self._only)
         except Exception as exc:  # any plan error is a line on stderr and no value (ane.md 1.1, 6)
-            print(f"no compute plan for {self._url.lastPathComponent()}: {exc}", file=sys.stderr)
+            print(f"no compute plan for {self._name}: {exc}", file=sys.stderr)
             return None
 
     def close(self) -> None:
         """Drop the model inside a pool of its own: without it capacity isn't returned until some later pool drains."""
-        with self._pool():
+        with _calls("release"):
             self._provider, self._model, self._config = None, None, None
             self._inputs.clear()
 
@@ -175,7 +191,8 @@ def _layout(array: Any) -> tuple[int, Callable[[Any], Any]]:
     kind = np.dtype(DTYPES[int(array.dataType())])  # [A] MLMultiArray.dataType, .shape, .strides (in elements)
     shape, strides = [int(n) for n in array.shape()], [int(n) * kind.itemsize for n in array.strides()]
     nbytes = kind.itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    return nbytes, lambda buffer: np.lib.stride_tricks.as_strided(np.frombuffer(buffer, kind), shape, strides)
+    count = nbytes // kind.itemsize
+    return nbytes, lambda buffer: np.lib.stride_tricks.as_strided(np.frombuffer(buffer, kind, count), shape, strides)
 
 
 def _writable(array: Any) -> Any:

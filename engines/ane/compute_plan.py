@@ -23,13 +23,18 @@ class Device(StrEnum):
 
 
 class Operation(Struct, frozen=True, omit_defaults=True):
-    """One operation. ``cost``: Core ML's estimated share of the run in [0, 1], None where it gives none."""
+    """One operation.
+
+    ``cost``: Core ML's estimated share of the run in [0, 1], None where it gives none. ``inputs`` and ``outputs``:
+    names of the values it reads and makes, constants included; they tell what an operation is there for.
+    """
 
     operator: str = field(name="op")
     preferred: Device = field(name="on")
     cost: float | None = None
     outputs: tuple[str, ...] = ()
     blocks: tuple[tuple[Operation, ...], ...] = ()
+    inputs: tuple[str, ...] = field(default=(), name="in")
 
     @property
     def is_const(self) -> bool:
@@ -39,10 +44,11 @@ class Operation(Struct, frozen=True, omit_defaults=True):
 
 
 class Function(Struct, frozen=True):
-    """One function of a program: its operations in program order."""
+    """One function of a program: its operations in program order, and the names of what it takes and returns."""
 
     inputs: tuple[str, ...]
     operations: tuple[Operation, ...]
+    outputs: tuple[str, ...] = ()
 
     def walk(self) -> Iterator[Operation]:
         """Yield every operation, those of nested blocks (loops, conditionals) after their own operation."""
@@ -53,11 +59,10 @@ class Function(Struct, frozen=True):
 
 
 class PlanView(Struct, frozen=True):
-    """A plan of one model. ``kind``: program, neuralNetwork, pipeline or other."""
+    """A plan of one model. ``kind``: program, or other (a pipeline, a neural network), which has no functions."""
 
     kind: str
     functions: dict[str, Function] = {}
-    """By name; a neural network is one function ``main`` whose operations are its layers."""
 
 
 def device_of(device: object | None) -> Device:
@@ -77,41 +82,37 @@ def from_objc(plan: Any, *, only: str | None = None) -> PlanView:
     """Convert a PyObjC ``MLComputePlan`` proxy; *only* limits the walk to one function.
 
     Selectors (Apple, CoreML/MLComputePlan.h and MLModelStructure.h, macOS 14.4): ``modelStructure``, ``program``,
-    ``functions``, ``block``, ``operations``, ``operatorName``, ``outputs``, ``blocks``,
-    ``computeDeviceUsageForMLProgramOperation:``, ``preferredComputeDevice``, ``estimatedCostOfMLProgramOperation:``,
-    ``weight``, ``computeDeviceUsageForNeuralNetworkLayer:``.
+    ``functions``, ``inputs``, ``block``, ``outputNames``, ``operations``; of an operation ``operatorName``,
+    ``outputs``, ``inputs``, ``bindings``, ``name``, ``blocks``; ``computeDeviceUsageForMLProgramOperation:``,
+    ``preferredComputeDevice``, ``estimatedCostOfMLProgramOperation:``, ``weight``.
     """
-    structure = plan.modelStructure()
-    program = structure.program()
-    if program is not None:
+    program = plan.modelStructure().program()
+    if program is None:
+        return PlanView("other")
 
-        def convert(op: Any) -> Operation:
-            usage = plan.computeDeviceUsageForMLProgramOperation_(op)
-            cost = plan.estimatedCostOfMLProgramOperation_(op)
-            return Operation(
-                str(op.operatorName()),
-                device_of(None if usage is None else usage.preferredComputeDevice()),
-                None if cost is None else float(cost.weight()),
-                tuple(str(output.name()) for output in op.outputs()),
-                tuple(tuple(convert(inner) for inner in block.operations()) for block in op.blocks()),
-            )
+    def names(op: Any) -> tuple[str, ...]:
+        bound = [binding.name() for argument in op.inputs().values() for binding in argument.bindings()]
+        return tuple(str(name) for name in bound if name is not None)  # a binding to a literal value has no name
 
-        return PlanView(
-            "program",
-            {
-                str(name): Function(
-                    tuple(str(i.name()) for i in f.inputs()), tuple(convert(op) for op in f.block().operations())
-                )
-                for name, f in program.functions().items()
-                if only is None or str(name) == only
-            },
+    def convert(op: Any) -> Operation:
+        usage = plan.computeDeviceUsageForMLProgramOperation_(op)
+        cost = plan.estimatedCostOfMLProgramOperation_(op)
+        return Operation(
+            str(op.operatorName()),
+            device_of(None if usage is None else usage.preferredComputeDevice()),
+            None if cost is None else float(cost.weight()),
+            tuple(str(output.name()) for output in op.outputs()),
+            tuple(tuple(convert(inner) for inner in block.operations()) for block in op.blocks()),
+            names(op),
         )
-    network = structure.neuralNetwork()
-    if network is not None:
-        layers = []
-        for layer in network.layers():
-            usage = plan.computeDeviceUsageForNeuralNetworkLayer_(layer)
-            preferred = device_of(None if usage is None else usage.preferredComputeDevice())
-            layers.append(Operation(str(layer.type()), preferred, None, tuple(str(n) for n in layer.outputNames())))
-        return PlanView("neuralNetwork", {"main": Function((), tuple(layers))})
-    return PlanView("pipeline" if structure.pipeline() is not None else "other")
+
+    def function(found: Any) -> Function:
+        block = found.block()
+        return Function(
+            tuple(str(one.name()) for one in found.inputs()),
+            tuple(convert(op) for op in block.operations()),
+            tuple(str(name) for name in block.outputNames()),
+        )
+
+    found = {str(name): one for name, one in program.functions().items() if only is None or str(name) == only}
+    return PlanView("program", {name: function(one) for name, one in found.items()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from engines.ane.floor import floor, mac_version, os_build
 from engines.protocol.errors import EngineError, ErrorCode
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from engines.ane.backend import Source
     from engines.ane.binding import Handle
     from engines.ane.package import PackageSpec
+
+
+MULTI_FUNCTION_MACOS: Final = 15
+"""Since when one package may hold several functions (MLModelConfiguration.functionName)."""
 
 
 class CoreML:
@@ -42,6 +46,12 @@ class CoreML:
     def open(self, source: Source, *, units: str) -> Handle:
         """Load one function with the configuration that its plan is made with too."""
         self.require()
+        if source.multi and int(mac_version().partition(".")[0] or 0) < MULTI_FUNCTION_MACOS:
+            raise EngineError(
+                ErrorCode.MODEL_UNSUPPORTED,
+                f"{source.path.name} holds several functions, which needs macOS {MULTI_FUNCTION_MACOS} and this is "
+                f"{mac_version()}: build it again with `python -m engines.ane build --target macos14`",
+            )
         from engines.ane.binding import Handle
 
         return Handle(source, units)

@@ -116,7 +116,7 @@ class AneEngine(Engine):
         from engines.ane import artifact as files
         from engines.ane import config
         from engines.ane.model import AneModel
-        from engines.ane.shapes import Occupancy, check_signature, expected
+        from engines.ane.shapes import check_signature, expected
 
         settings = config.parse(request.runtime_config)
         if request.format not in self._backend.formats:
@@ -172,7 +172,6 @@ class AneEngine(Engine):
             settings=settings,
             bundle_digest=bundle.digest,
             version=f"synapse-workers-{own_version()}",
-            occupancy=Occupancy(),
             plans=self._plans,
             progress=progress,
         )

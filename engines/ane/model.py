@@ -12,7 +12,7 @@ import numpy as np
 from engines.ane import inputs, ladder, placement
 from engines.ane.backend import HINTS
 from engines.ane.pooling import finish, pool
-from engines.ane.shapes import Key, Occupancy, Resident, Shapes, check_signature
+from engines.ane.shapes import Key, Resident, Shapes, check_signature
 from engines.ane.stderr_scan import StderrScan
 from engines.bundle import tight
 from engines.protocol.errors import EngineError, ErrorCode
@@ -33,8 +33,9 @@ a model and run it on the CPU instead of refusing (ane.md 4)."""
 
 SMOKE_RUNS: Final = 3
 
-PlanCache = dict[tuple[str, ...], tuple[float | None, tuple[str, ...]]]
-"""(bundle digest, function, OS build, units, hints) -> share and CPU stages; a plan takes seconds to minutes."""
+PlanCache = dict[tuple[str, ...], tuple[float, tuple[str, ...]]]
+"""(bundle digest, function, OS build, units, hints) -> share and CPU stages; a plan takes seconds to minutes. Only what
+a plan told is kept: one that failed or came too late is asked for again at the next admission."""
 
 
 class AneModel(Model):
@@ -57,7 +58,6 @@ class AneModel(Model):
         settings: Settings,
         bundle_digest: str,
         version: str,
-        occupancy: Occupancy,
         plans: PlanCache,
         progress: ProgressReporter,
     ) -> None:
@@ -74,7 +74,7 @@ class AneModel(Model):
         self.dims = hidden if task == "embed" else 1
         self._hidden = hidden
         self.buckets = tuple(sorted(key.tokens for key in functions if key.kind == "shape"))
-        self._shapes = Shapes(functions, self._open, occupancy)
+        self._shapes = Shapes(functions, self._open)
         self._shapes.admit(Key("shape", self.buckets[0]))
 
     # --- admission ---------------------------------------------------------------------------------------------------
@@ -161,15 +161,17 @@ class AneModel(Model):
         if not self._settings.placement:
             return None, ()
         cache_key = (self._bundle_digest, name, self._backend.os_build(), self._settings.units, HINTS)
-        if cache_key not in self._plans:
-            plan = program.plan()
-            wanted = source.function if source.multi else None
-            share = placement.share(plan, wanted)
-            # On the CPU alone everything is off the allow-list by construction; that mode measures speed-up only.
-            checked = plan is not None and self._settings.units == "cpu_and_ne"
-            stages = placement.cpu_stages(plan, wanted) if checked and plan is not None else []
-            self._plans[cache_key] = (share, tuple(stages))
-        return self._plans[cache_key]
+        if cache_key in self._plans:
+            return self._plans[cache_key]
+        plan = program.plan()
+        wanted = source.function if source.multi else None
+        # On the CPU alone everything is off the allow-list by construction; that mode measures speed-up only.
+        checked = plan is not None and self._settings.units == "cpu_and_ne"
+        stages = tuple(placement.cpu_stages(plan, wanted)) if checked and plan is not None else ()
+        share = placement.share(plan, wanted)
+        if share is not None:
+            self._plans[cache_key] = (share, stages)
+        return share, stages
 
     # --- inference ---------------------------------------------------------------------------------------------------
 

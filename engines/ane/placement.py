@@ -8,30 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Final, NoReturn
 
 from engines.ane.compute_plan import Device, Function, Operation, PlanView
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Executable, Inventory
 
-CPU_STAGES: Final[Mapping[str, str]] = {
-    "gather": "token_embedding",
-    "gather_along_axis": "token_embedding",
-    "gather_nd": "token_embedding",
-    "cast": "mask_position",
-    "expand_dims": "mask_position",
-    "sub": "mask_position",
-    "mul": "mask_position",
-    "tile": "mask_position",
-    "greater_equal": "mask_position",
-    "select": "mask_position",
-    "slice_by_index": "pooling",
-    "squeeze": "pooling",
-}
-"""Operations that may stay on the CPU, by what they are for: looking up ids, making the mask, taking the output apart.
-Ids cast for a gather stay there by nature (apple/coremltools#2222, #2365); a matmul, a convolution, a norm or a softmax
-never may. ``mul`` and ``sub`` are allowed only on the way to the mask: see :func:`cpu_stages`."""
+_RESHAPING: Final = frozenset({"cast", "expand_dims", "slice_by_index", "squeeze", "tile"})
+_MASK: Final = _RESHAPING | {"add", "greater_equal", "mul", "select", "sub"}
+_LOOKUP: Final = frozenset({"gather", "gather_along_axis", "gather_nd"})
+_READOUT: Final = frozenset({"cast", "expand_dims", "slice_by_index", "squeeze"})
+CPU_ALLOWED: Final = frozenset(
+    {f"{operator}@mask_position" for operator in _MASK}
+    | {f"{operator}@token_embedding" for operator in _LOOKUP | _RESHAPING}
+    | {f"{operator}@pooling" for operator in _READOUT}
+)
+"""Operations that may stay on the CPU, each with the stage it is for: making the mask, looking up ids, taking the
+output apart. Ids cast for a gather stay there by nature (apple/coremltools#2222, #2365). See :func:`stages`."""
 STAGE_LIMIT: Final = 16
 """CPU operations a function may keep: set-up is a handful (5 in the reference packages), more means it fell apart."""
 
@@ -52,11 +46,10 @@ def share(plan: PlanView | None, name: str | None = None) -> float | None:
     """Return count(preferred Neural Engine) / count(operations with a known preferred device).
 
     Unweighted, nested blocks included, ``unknown`` left out on both sides; constants drop out because the plan reports
-    no usage for them, not by name. None for no plan, a pipeline or another kind, and for zero dispatchable operations.
+    no usage for them, not by name. None for no plan, for anything but an ML Program, and for zero dispatchable
+    operations.
     """
-    if plan is None or plan.kind not in ("program", "neuralNetwork"):
-        return None
-    function = main_function(plan, name)
+    function = None if plan is None else main_function(plan, name)
     if function is None:
         return None
     labels = [operation.preferred for operation in function.walk()]
@@ -71,36 +64,83 @@ def worst(shares: Iterable[float | None]) -> float | None:
     return min(known) if known and len(known) == len(values) else None
 
 
-def cpu_stages(plan: PlanView, name: str | None = None) -> list[str]:
-    """Map every CPU-preferred operation to an allowed stage; return the stages in order, without repeats.
+def stages(function: Function) -> Iterator[tuple[Operation, str | None]]:
+    """Yield every operation with the stage for which it may run on the CPU; None where it belongs on the engine.
 
-    EngineError ``invalid_placement`` names the first operation off the list, or says that there are too many: then the
-    share alone would hide real work on the CPU. GPU-preferred operations are refused too (the units exclude it).
+    The way an operation lies on decides, not its name alone: a ``mul`` that makes the mask is set-up, the same ``mul``
+    in a layer is the model's work. Followed from the function's inputs: what is computed from them by mask operations
+    only is ``mask_position``; what a gather looks up with such values, still only reshaped, is ``token_embedding``.
+    Followed back from the outputs: operations that only take results apart are ``pooling``. A value whose origin the
+    plan doesn't tell counts as the model's work.
+    """
+    operations = list(function.walk())
+    readers: dict[str, list[int]] = {}
+    for index, operation in enumerate(operations):
+        for name in operation.inputs:
+            readers.setdefault(name, []).append(index)
+    takes_apart: set[int] = set()
+    for index, operation in reversed(list(enumerate(operations))):
+        used = [name in function.outputs or name in readers for name in operation.outputs]
+        after = [reader for name in operation.outputs for reader in readers.get(name, [])]
+        if _plain(operation) in _READOUT and used and all(used) and takes_apart.issuperset(after):
+            takes_apart.add(index)
+    origin: dict[str, str | None] = dict.fromkeys(function.inputs, "mask_position")
+    for index, operation in enumerate(operations):
+        if operation.is_const:
+            origin.update(dict.fromkeys(operation.outputs, "const"))
+            yield operation, None
+            continue
+        stage = _from_inputs(operation, {origin.get(name) for name in operation.inputs} - {"const"})
+        origin.update(dict.fromkeys(operation.outputs, stage))
+        yield operation, stage or ("pooling" if index in takes_apart else None)
+
+
+def _from_inputs(operation: Operation, origins: set[str | None]) -> str | None:
+    """Return the stage of an operation by where the values come from that it reads; None for the model's work."""
+    operator = _plain(operation)
+    if operation.inputs and operator in _MASK and origins <= {"mask_position"}:
+        return "mask_position"
+    if operator in _LOOKUP and origins == {"mask_position"}:
+        return "token_embedding"
+    if operator in _RESHAPING and origins == {"token_embedding"}:
+        return "token_embedding"
+    return None
+
+
+def _plain(operation: Operation) -> str:
+    """Return the operator without its opset, such as ``mul`` for ``ios18.mul``."""
+    return operation.operator.rpartition(".")[2]
+
+
+def cpu_stages(plan: PlanView, name: str | None = None) -> list[str]:
+    """Map every CPU-preferred operation to its stage; return the stages in order, without repeats.
+
+    EngineError ``invalid_placement`` names the first operation that is the model's work, or says that there are too
+    many: then the share alone would hide real work on the CPU. GPU-preferred operations are refused too (the units
+    exclude it).
     """
     function = main_function(plan, name)
-    if plan.kind != "program" or function is None:
+    if function is None:
         return []
-    stages: dict[str, None] = {}
+    found: dict[str, None] = {}
     count = 0
-    for operation in function.walk():
+    for operation, stage in stages(function):
         if operation.preferred is Device.GPU:
             _refuse(operation, "prefers the GPU")
         if operation.preferred is not Device.CPU:
             continue
         count += 1
-        stage = CPU_STAGES.get(operation.operator.rpartition(".")[2])
         if stage is None:
-            _refuse(operation, "prefers the CPU and is on no allow-list")
-        else:
-            stages[stage] = None
+            _refuse(operation, "prefers the CPU and is neither mask, look-up nor read-out")
+        found[stage] = None
     if count > STAGE_LIMIT:
         raise EngineError(
             ErrorCode.INVALID_PLACEMENT, f"{count} operations prefer the CPU, at most {STAGE_LIMIT} belong there"
         )
-    return list(stages)
+    return list(found)
 
 
-def _refuse(operation: Operation, why: str) -> None:
+def _refuse(operation: Operation, why: str) -> NoReturn:
     name = f" ({operation.outputs[0]})" if operation.outputs else ""
     raise EngineError(ErrorCode.INVALID_PLACEMENT, f"operation {operation.operator}{name} {why}")
 

@@ -1,7 +1,8 @@
 """``python -m engines.ane plan ARTIFACT --manifest F``: where the framework would run every function of an artifact.
 
 For certification, in a process of its own: it loads each function, counts what its plan says, and lets it go again. The
-result line carries ``functions`` (operator -> device -> count, estimated cost by device) and ``cpu_allowed``.
+result line carries ``functions`` (operator -> device -> count, estimated cost by device) and ``cpu_allowed``. What
+prefers the CPU and may stay there is counted with its stage, ``ios18.mul@mask_position``; ``cpu_allowed`` lists those.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from msgspec import UNSET
 
 from engines.ane import artifact as files
 from engines.ane.compute_plan import Device
-from engines.ane.placement import CPU_STAGES, main_function
+from engines.ane.placement import CPU_ALLOWED, main_function, stages
 from engines.bundle import manifest
 from engines.protocol.errors import EngineError, ErrorCode
 
@@ -31,11 +32,12 @@ def counted(plan: PlanView | None, name: str | None = None) -> dict[str, Any]:
     operations: dict[str, dict[str, int]] = {}
     cost: dict[str, float] = {}
     lines: list[str] = []
-    function = None if plan is None or plan.kind not in ("program", "neuralNetwork") else main_function(plan, name)
-    for operation in function.walk() if function is not None else ():
+    function = None if plan is None else main_function(plan, name)
+    for operation, stage in stages(function) if function is not None else ():
         label = operation.preferred
         device = "const" if label is Device.UNKNOWN and operation.is_const else label.value
-        counts = operations.setdefault(operation.operator, {})
+        allowed = label is Device.CPU and stage is not None
+        counts = operations.setdefault(f"{operation.operator}@{stage}" if allowed else operation.operator, {})
         counts[device] = counts.get(device, 0) + 1
         if operation.cost is not None and label is not Device.UNKNOWN:
             cost[device] = cost.get(device, 0.0) + operation.cost
@@ -77,4 +79,4 @@ def plan(path: Path, manifest_path: Path, *, backend: Backend | None = None, pro
         packed = function.packed_width is not UNSET
         tokens = function.packed_width if packed else function.bucket
         rows.append({"name": function.name, "kind": "packed" if packed else "bucket", "tokens": tokens, **told})
-    return {"functions": rows, "cpu_allowed": sorted(CPU_STAGES)}
+    return {"functions": rows, "cpu_allowed": sorted(CPU_ALLOWED)}

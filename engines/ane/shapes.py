@@ -1,7 +1,8 @@
-"""Which functions a model has, which of them are resident, and the worker's hard caps (ane.md 4 and 7).
+"""Which functions a model has, which of them are resident, and the worker's hard cap (ane.md 4 and 7).
 
 A shape is one loaded function of one bucket, a packed width one loaded packed function; both count against the same
-caps. The host decides what to admit and evict; here is only what no host may exceed.
+cap. The host decides what to admit and evict; here is only what no host may exceed. A worker holds one model, so the
+cap of a model keeps the worker's own (8 functions), too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from engines.protocol.messages import Inventory
 
 PER_MODEL: Final = 4
-PER_WORKER: Final = 8
 
 Kind: TypeAlias = Literal["shape", "packed"]
 
@@ -45,14 +45,6 @@ class Resident:
     share: float | None
 
 
-class Occupancy:
-    """Functions loaded in this worker, over all its models."""
-
-    def __init__(self, limit: int = PER_WORKER) -> None:
-        self.limit = limit
-        self.loaded = 0
-
-
 class Shapes:
     """The functions of one model. *opener* loads one of them, all or nothing."""
 
@@ -60,14 +52,9 @@ class Shapes:
         self,
         available: Iterable[Key],
         opener: Callable[[Key], Resident],
-        occupancy: Occupancy,
-        *,
-        per_model: int = PER_MODEL,
     ) -> None:
         self.available = frozenset(available)
         self._opener = opener
-        self._occupancy = occupancy
-        self._per_model = per_model
         self._resident: dict[Key, Resident] = {}
 
     def admit(self, key: Key) -> Inventory:
@@ -79,13 +66,12 @@ class Shapes:
         if found is not None:
             return found.inventory
         self._check_known(key)
-        if len(self._resident) >= self._per_model:
-            self._limit(f"{self._per_model} functions of this model are resident")
-        if self._occupancy.loaded >= self._occupancy.limit:
-            self._limit(f"{self._occupancy.limit} functions are resident in this worker")
+        if len(self._resident) >= PER_MODEL:
+            raise EngineError(
+                ErrorCode.ANE_RESIDENCY_LIMIT, f"{PER_MODEL} functions of this model are resident; evict one first"
+            )
         resident = self._opener(key)
         self._resident[key] = resident
-        self._occupancy.loaded += 1
         return resident.inventory
 
     def evict(self, key: Key) -> None:
@@ -93,7 +79,6 @@ class Shapes:
         self._check_known(key)
         resident = self._resident.pop(key, None)
         if resident is not None:
-            self._occupancy.loaded -= 1
             resident.program.close()
 
     def program(self, key: Key) -> Program:
@@ -118,7 +103,6 @@ class Shapes:
         """Release everything; idempotent."""
         while self._resident:
             _, resident = self._resident.popitem()
-            self._occupancy.loaded -= 1
             resident.program.close()
 
     def _check_known(self, key: Key) -> None:
@@ -126,9 +110,6 @@ class Shapes:
             sizes = [str(one.tokens) for one in sorted(self.available) if one.kind == key.kind]
             code = ErrorCode.INVALID_SHAPE if key.kind == "shape" else ErrorCode.UNSUPPORTED_PACKED_WIDTH
             raise EngineError(code, f"the model has no {key} (it has: {', '.join(sizes) or 'none'})")
-
-    def _limit(self, why: str) -> None:
-        raise EngineError(ErrorCode.ANE_RESIDENCY_LIMIT, f"{why}; evict one first")
 
 
 def expected(key: Key, rules: InputRules, *, task: str, hidden: int) -> FunctionSpec:

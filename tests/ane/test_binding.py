@@ -1,15 +1,17 @@
-"""The binding's calls against what is published: size, one source a call, and a stand-in framework that checks
-arguments.
+"""The binding's calls against Apple's headers: a stand-in framework made from their facts answers only what they allow.
 
-Nothing here proves that Apple's framework behaves so: it proves that every selector has the right number of arguments,
-errors become typed codes, strides are honoured and nothing native is imported early. Evidence comes from a Mac only.
+Nothing here proves that Apple's framework behaves so: it proves that every message exists for its receiver, on the
+systems we ask for, with these arguments; that errors become typed codes, strides are honoured and nothing native is
+imported early. Evidence comes from a Mac only.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import tomllib
 import types
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,229 +19,130 @@ import numpy as np
 import pytest
 
 import engines.ane.binding as binding_module
+from engines.ane import placement
 from engines.ane.backend import Source
+from engines.ane.compute_plan import Device
 from engines.ane.coreml import CoreML
+from engines.ane.package import FunctionSpec, Tensor
 from engines.protocol.errors import EngineError, ErrorCode
+from tests.ane.coreml_answers import FACTS, Op, Refusal
+from tests.ane.coreml_standin import FLOOR, Framework
+from tests.support.worker_client import ROOT
 
-FILE = Path(binding_module.__file__)
+BUNDLE = Path("/x/model.mlmodelc")
 
 
-def test_the_binding_stays_small_and_cites_a_source_per_call() -> None:
-    text = FILE.read_text()
-    assert text.count("\n") < 200
-    selectors = set(re.findall(r"\b([a-z]\w*_(?:\w*_)*)\(", text)) - {"autorelease_pool"}
-    calls = {name for name in selectors if name.endswith("_") and not name.startswith("_")}
-    assert {"predictionFromFeatures_error_", "modelWithContentsOfURL_configuration_error_"} <= calls
-    assert text.count("[A]") >= 20 and text.count("[P]") >= 6
+class Echo:
+    """A function whose states repeat the ids; it fails, with Core ML's text, where told to."""
+
+    spec = FunctionSpec(
+        {"input_ids": Tensor((1, 4), "int32"), "attention_mask": Tensor((1, 4), "int32")},
+        {"last_hidden_state": Tensor((1, 4, 8), "float16")},
+    )
+    operations = (
+        Op("const", (), ("table",)),
+        Op("ios17.gather", ("table", "input_ids"), ("rows",)),
+        Op("ios17.conv", ("rows",), ("last_hidden_state",), ((Op("ios17.mul", ("rows",), ("inner",)),),)),
+    )
+    fails: str | None = None
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self.fails:
+            raise Refusal(self.fails)
+        return {"last_hidden_state": np.repeat(feeds["input_ids"][..., None], 8, axis=2).astype(np.float16)}
+
+
+def place(op: Op, units: int) -> str:
+    return "cpu" if op.operator == "ios17.gather" else "ane"
+
+
+@pytest.fixture
+def framework(monkeypatch: pytest.MonkeyPatch) -> Iterator[Framework]:
+    """The stand-in; a broken rule fails the test even where the binding swallowed it."""
+    made = Framework(lambda path, function: Echo(), place).install(monkeypatch)
+    yield made
+    assert made.faults == [] and made.pools == 0
+
+
+def handle(multi: bool = True, units: str = "cpu_and_ne") -> binding_module.Handle:
+    return binding_module.Handle(Source(BUNDLE, "s16", multi), units)
+
+
+def feeds(first: int = 5) -> dict[str, np.ndarray]:
+    ids = np.arange(first, first + 4, dtype=np.int32)[None]
+    return {"input_ids": ids, "attention_mask": np.ones((1, 4), np.int32)}
+
+
+def refusal(call: Callable[[], Any]) -> EngineError:
+    with pytest.raises(EngineError) as refused:
+        call()
+    return refused.value
 
 
 def test_the_framework_is_imported_inside_functions_only() -> None:
-    for line in FILE.read_text().splitlines():
+    for line in Path(binding_module.__file__).read_text().splitlines():
         if re.match(r"\s*(import|from) (CoreML|objc|Foundation)", line):
             assert line.startswith("    "), line
 
 
-# --- a stand-in framework --------------------------------------------------------------------------------------------
+def test_pyobjc_is_pinned_to_one_release() -> None:
+    """Its parts demand each other with ``>=``: pinning one alone brings a pair that was never tried together."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["ane"]
+    pins = dict(re.findall(r"(pyobjc-[\w-]+)(==[\d.]+); platform_system == 'Darwin'", " ".join(extras)))
+    assert set(pins) == {"pyobjc-core", "pyobjc-framework-Cocoa", "pyobjc-framework-CoreML"}
+    assert len(set(pins.values())) == 1 and " ".join(extras).count("pyobjc") == 3
 
 
-class Error:
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def localizedDescription(self) -> str:
-        return self.text
-
-
-class Pool:
-    depth = 0
-
-    def __enter__(self) -> None:
-        Pool.depth += 1
-
-    def __exit__(self, *exc: object) -> None:
-        Pool.depth -= 1
+def test_the_binding_s_numbers_are_the_headers() -> None:
+    enums = FACTS["enums"]
+    assert {
+        "cpu_only": enums["MLComputeUnitsCPUOnly"],
+        "cpu_and_ne": enums["MLComputeUnitsCPUAndNeuralEngine"],
+    } == binding_module.UNITS
+    assert enums["MLReshapeFrequencyHintInfrequent"] == binding_module.INFREQUENT
+    for kind, dtype in binding_module.DTYPES.items():
+        assert kind == enums[f"MLMultiArrayDataType{dtype.capitalize()}"]
 
 
-class MultiArray:
-    """An MLMultiArray whose last axis is padded, as Neural Engine outputs are (200 -> 224 elements)."""
-
-    views = 0
-    """How often a buffer over its memory was made: the real one leaks an object each time."""
-
-    def __init__(self) -> None:
-        self.pad = 0
-
-    @classmethod
-    def alloc(cls) -> MultiArray:
-        return cls()
-
-    def initWithShape_dataType_error_(self, shape: Any, kind: int, error: None) -> tuple[Any, Any]:
-        assert Pool.depth and error is None
-        self._shape, self._kind = [int(n) for n in shape], kind
-        self._dtype = np.dtype({131104: "int32", 65552: "float16", 65568: "float32"}[kind])
-        row = self._shape[-1] + self.pad
-        strides = [row if n == len(self._shape) - 2 else 0 for n in range(len(self._shape))]
-        strides[-1] = 1
-        for axis in range(len(self._shape) - 2, -1, -1):
-            strides[axis] = strides[axis + 1] * (
-                self._shape[axis + 1] + (self.pad if axis + 1 == len(strides) - 1 else 0)
-            )
-        self._strides = strides
-        span = 1 + sum((n - 1) * s for n, s in zip(self._shape, strides, strict=True))
-        self._memory = bytearray(span * self._dtype.itemsize)
-        return self, None
-
-    def shape(self) -> list[int]:
-        return self._shape
-
-    def strides(self) -> list[int]:
-        return self._strides
-
-    def dataType(self) -> int:
-        return self._kind
-
-    def dataPointer(self) -> Any:
-        memory = self._memory
-        MultiArray.views += 1
-        return types.SimpleNamespace(as_buffer=lambda count: memoryview(memory)[:count])
-
-    def getBytesWithHandler_(self, handler: Any) -> None:
-        assert Pool.depth
-        handler(bytes(self._memory), len(self._memory))
-
-    def dense(self) -> np.ndarray:
-        flat = np.frombuffer(self._memory, self._dtype)
-        return np.lib.stride_tricks.as_strided(flat, self._shape, [s * self._dtype.itemsize for s in self._strides])
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
-        self.load_error: str | None = None
-        self.predict_error: str | None = None
-
-
-@pytest.fixture
-def framework(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """CoreML, Foundation and objc as far as the binding uses them; every selector checks its argument count."""
-    record = Recorder()
-
-    class Config:
-        @classmethod
-        def alloc(cls) -> Config:
-            return cls()
-
-        def init(self) -> Config:
-            self.name = None
-            return self
-
-        def setComputeUnits_(self, units: int) -> None:
-            record.calls.append(("units", units))
-
-        def setFunctionName_(self, name: str) -> None:
-            self.name = name
-            record.calls.append(("function", name))
-
-        def optimizationHints(self) -> Any:
-            return types.SimpleNamespace(setReshapeFrequency_=lambda n: record.calls.append(("reshape", n)))
-
-        def setOptimizationHints_(self, hints: Any) -> None:
-            record.calls.append(("hints", None))
-
-    class FeatureValue:
-        @staticmethod
-        def featureValueWithMultiArray_(array: MultiArray) -> Any:
-            return types.SimpleNamespace(multiArrayValue=lambda: array)
-
-    class Provider:
-        @classmethod
-        def alloc(cls) -> Provider:
-            return cls()
-
-        def initWithDictionary_error_(self, values: Any, error: None) -> tuple[Any, Any]:
-            record.calls.append(("provider", sorted(values)))
-            self.values = dict(values)
-            return self, None
-
-    class Model:
-        @staticmethod
-        def modelWithContentsOfURL_configuration_error_(url: Any, config: Config, error: None) -> tuple[Any, Any]:
-            assert Pool.depth and error is None
-            record.calls.append(("load", url))
-            record.config = config  # type: ignore[attr-defined]
-            return (None, Error(record.load_error)) if record.load_error else (Model(), None)
-
-        def predictionFromFeatures_error_(self, provider: Provider, error: None) -> tuple[Any, Any]:
-            assert Pool.depth and error is None
-            if record.predict_error:
-                return None, Error(record.predict_error)
-            ids = provider.values["input_ids"].multiArrayValue().dense()
-            out = MultiArray()
-            out.pad = 24
-            out.initWithShape_dataType_error_([1, ids.shape[1], 8], 65552, None)
-            out.dense()[...] = np.repeat(ids[..., None], 8, axis=2)
-            value = types.SimpleNamespace(multiArrayValue=lambda: out)
-            return types.SimpleNamespace(
-                featureNames=lambda: ["last_hidden_state"], featureValueForName_=lambda name: value
-            ), None
-
-    class Plan:
-        @staticmethod
-        def loadContentsOfURL_configuration_completionHandler_(url: Any, config: Config, handler: Any) -> None:
-            record.calls.append(("plan", config is record.config))  # type: ignore[attr-defined]
-            handler(None, Error("no plan on this system"))
-
-    core = types.ModuleType("CoreML")
-    core.MLModelConfiguration = Config  # type: ignore[attr-defined]
-    core.MLModel = Model  # type: ignore[attr-defined]
-    core.MLMultiArray = MultiArray  # type: ignore[attr-defined]
-    core.MLFeatureValue = FeatureValue  # type: ignore[attr-defined]
-    core.MLDictionaryFeatureProvider = Provider  # type: ignore[attr-defined]
-    core.MLComputePlan = Plan  # type: ignore[attr-defined]
-    foundation = types.ModuleType("Foundation")
-    foundation.NSURL = types.SimpleNamespace(  # type: ignore[attr-defined]
-        fileURLWithPath_=lambda path: types.SimpleNamespace(path=path, lastPathComponent=lambda: Path(path).name)
-    )
-    foundation.NSMutableDictionary = types.SimpleNamespace(dictionary=dict)  # type: ignore[attr-defined]
-    objc = types.ModuleType("objc")
-    objc.autorelease_pool = Pool  # type: ignore[attr-defined]
-    for module in (core, foundation, objc):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return record
-
-
-def handle(multi: bool = True, units: str = "cpu_and_ne") -> binding_module.Handle:
-    return binding_module.Handle(Source(Path("/x/model.mlmodelc"), "s16", multi), units)
-
-
-def feeds(width: int = 4, first: int = 5) -> dict[str, np.ndarray]:
-    ids = np.arange(first, first + width, dtype=np.int32)[None]
-    return {"input_ids": ids, "attention_mask": np.ones((1, width), np.int32)}
-
-
-def test_load_sets_units_function_and_hints_before_loading(framework: Recorder) -> None:
+def test_load_sets_units_function_and_hints_before_loading(framework: Framework) -> None:
     handle().close()
-    assert framework.calls[:4] == [("units", 3), ("function", "s16"), ("reshape", 1), ("hints", None)]
-    assert framework.calls[4][0] == "load"
+    sent = [message[1:] for message in framework.sent if message[0].startswith("ML")]
+    wanted: list[tuple[Any, ...]] = [("setComputeUnits:", 3), ("setFunctionName:", "s16"), ("setReshapeFrequency:", 1)]
+    wanted += [("setOptimizationHints:",), ("modelWithContentsOfURL:configuration:error:",)]
+    assert [message for message in sent if message in wanted] == wanted
 
 
-def test_a_single_function_package_gets_no_function_name(framework: Recorder) -> None:
-    handle(multi=False, units="cpu_only").close()
-    assert ("function", "s16") not in framework.calls and framework.calls[0] == ("units", 0)
+@pytest.mark.parametrize("os", [FLOOR, (15, 0)])
+def test_a_single_function_package_asks_nothing_that_the_floor_lacks(os: tuple[int, int], framework: Framework) -> None:
+    """``functionName`` is macOS 15's: a package of one function is loaded, run and planned without it."""
+    framework.os = os
+    one = handle(multi=False, units="cpu_only")
+    assert one.run(feeds())["last_hidden_state"].shape == (1, 4, 8)
+    assert one.signature() == Echo.spec and one.plan() is not None
+    one.close()
+    assert ("MLModelConfiguration", "setComputeUnits:", 0) in framework.sent
+    assert binding_module.devices() == ["MLCPUComputeDevice", "MLNeuralEngineComputeDevice"]
 
 
-def test_padded_outputs_are_read_by_their_strides_and_inputs_are_reused(framework: Recorder) -> None:
-    MultiArray.views = 0
+def test_several_functions_a_package_need_macos_15(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = CoreML()
+    monkeypatch.setattr(backend, "require", lambda: None)
+    monkeypatch.setattr("engines.ane.coreml.mac_version", lambda: "14.7.1")
+    refused = refusal(lambda: backend.open(Source(BUNDLE, "s16", True), units="cpu_and_ne"))
+    assert refused.code is ErrorCode.MODEL_UNSUPPORTED and "--target macos14" in refused.msg
+    backend.open(Source(BUNDLE, "main", False), units="cpu_and_ne").close()
+
+
+def test_padded_outputs_are_read_by_their_strides_and_inputs_are_reused(framework: Framework) -> None:
     one = handle()
     first = one.run(feeds(first=5))["last_hidden_state"]
     second = one.run(feeds(first=9))["last_hidden_state"]
     assert first.dtype == np.float32 and first.flags.c_contiguous and first.shape == (1, 4, 8)
     assert first[0, :, 0].tolist() == [5, 6, 7, 8] and (first == first[..., :1]).all()
     assert second[0, :, 7].tolist() == [9, 10, 11, 12], "the arrays are filled anew"
-    assert [name for name, _ in framework.calls].count("provider") == 1, "made once per function"
-    assert MultiArray.views == 2, "one view an input, however often it runs; outputs are copied"
+    assert [message[1] for message in framework.sent].count("initWithDictionary:error:") == 1, "made once per function"
+    assert framework.buffers == 2, "one view an input, however often it runs; outputs are copied"
     one.close()
-    assert Pool.depth == 0
 
 
 @pytest.mark.parametrize(
@@ -251,59 +154,146 @@ def test_padded_outputs_are_read_by_their_strides_and_inputs_are_reused(framewor
         ("ANE: resources exhausted", ErrorCode.ANE_RESOURCES_EXHAUSTED),
     ],
 )
-def test_load_errors_are_typed(text: str, code: ErrorCode, framework: Recorder) -> None:
-    framework.load_error = text
-    with pytest.raises(EngineError) as refused:
-        handle()
-    assert refused.value.code is code and text in refused.value.msg and Pool.depth == 0
+def test_load_errors_are_typed(text: str, code: ErrorCode, framework: Framework) -> None:
+    def fail(path: Path, function: str | None) -> Any:
+        raise Refusal(text)
+
+    framework.load = fail
+    refused = refusal(handle)
+    assert refused.code is code and text in refused.msg
 
 
-def test_a_failed_prediction_is_inference_failed(framework: Recorder) -> None:
-    framework.predict_error = "prediction pipeline error"
-    with pytest.raises(EngineError) as refused:
-        handle().run(feeds())
-    assert refused.value.code is ErrorCode.INFERENCE_FAILED and Pool.depth == 0
+def test_a_package_that_does_not_compile_says_why(framework: Framework, tmp_path: Path) -> None:
+    refused = refusal(lambda: binding_module.compile_package(tmp_path / "absent.mlpackage"))
+    assert refused.code is ErrorCode.ARTIFACT_INVALID and "absent.mlpackage" in refused.msg
+    framework.scratch = tmp_path
+    (tmp_path / "m.mlpackage").mkdir()
+    assert binding_module.compile_package(tmp_path / "m.mlpackage").name == "m.mlmodelc"
 
 
-def test_a_plan_uses_the_load_s_configuration_and_its_error_is_a_line_and_no_value(
-    framework: Recorder, capsys: pytest.CaptureFixture[str]
+def test_a_failed_prediction_is_inference_failed(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Echo, "fails", "prediction pipeline error")
+    refused = refusal(lambda: handle().run(feeds()))
+    assert refused.code is ErrorCode.INFERENCE_FAILED and "pipeline" in refused.msg
+
+
+@pytest.mark.parametrize(
+    ("message", "answer", "part"),
+    [
+        ("-[MLModel predictionFromFeatures:error:]", "objc.error", "NSInvalidArgumentException"),
+        ("+[MLModel modelWithContentsOfURL:configuration:error:]", "objc.error", "NSInvalidArgumentException"),
+        ("+[MLModel compileModelAtURL:error:]", "objc.error", "NSInvalidArgumentException"),
+        ("-[MLMultiArray dataPointer]", lambda made: short(), "bytes of 16"),
+        ("-[MLMultiArray getBytesWithHandler:]", lambda made, handler: None, "0 bytes"),
+        ("-[MLMultiArray getBytesWithHandler:]", lambda made, handler: handler(b"12", 2), "2 bytes"),
+        ("-[MLMultiArray getBytesWithHandler:]", lambda made, handler: handler(bytes(9999), 9999), None),
+        ("-[MLMultiArray dataType]", lambda made: 65600, "65600"),
+    ],
+    ids=[
+        "exception",
+        "exception at load",
+        "exception at compile",
+        "half a buffer",
+        "never",
+        "short",
+        "more",
+        "float64",
+    ],
+)
+def test_what_the_bridge_raises_fails_the_request_and_not_the_worker(
+    message: str, answer: Any, part: str | None, framework: Framework
 ) -> None:
+    def exception(*given: Any) -> Any:
+        raise sys.modules["objc"].error("NSInvalidArgumentException - no such thing")
+
+    framework.answers.table[message] = exception if answer == "objc.error" else answer
+
+    def work() -> Any:
+        if "compile" in message:
+            return binding_module.compile_package(BUNDLE)
+        return handle().run(feeds())
+
+    if part is None:
+        assert work()["last_hidden_state"].shape == (1, 4, 8)
+    else:
+        refused = refusal(work)
+        assert refused.code is ErrorCode.INFERENCE_FAILED and part in refused.msg
+
+
+def short() -> Any:
+    return types.SimpleNamespace(as_buffer=lambda count: memoryview(bytearray(count // 2)))
+
+
+def test_a_plan_is_the_loaded_function_s_with_where_and_why(framework: Framework) -> None:
+    one = handle()
+    plan = one.plan()
+    one.close()
+    assert plan is not None and list(plan.functions) == ["s16"]
+    function = plan.functions["s16"]
+    assert function.inputs == ("input_ids", "attention_mask") and function.outputs == ("last_hidden_state",)
+    walked = [(op.operator, op.preferred, op.inputs, op.outputs) for op in function.walk()]
+    assert walked == [
+        ("const", Device.UNKNOWN, (), ("table",)),
+        ("ios17.gather", Device.CPU, ("table", "input_ids"), ("rows",)),
+        ("ios17.conv", Device.ANE, ("rows",), ("last_hidden_state",)),
+        ("ios17.mul", Device.ANE, ("rows",), ("inner",)),
+    ]
+    assert placement.share(plan, "s16") == 2 / 3 and placement.cpu_stages(plan, "s16") == ["token_embedding"]
+
+
+def test_a_plan_s_error_is_a_line_and_no_value(framework: Framework, capsys: pytest.CaptureFixture[str]) -> None:
+    framework.no_plan = "no plan on this system"
     assert handle().plan() is None
-    assert ("plan", True) in framework.calls
-    assert "no compute plan" in capsys.readouterr().err
+    assert "no compute plan for model.mlmodelc" in capsys.readouterr().err
 
 
-def test_a_short_buffer_is_noticed(framework: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        MultiArray, "dataPointer", lambda self: types.SimpleNamespace(as_buffer=lambda n: memoryview(bytearray(n // 2)))
-    )
-    with pytest.raises(RuntimeError, match="bytes"):
-        handle().run(feeds())
-
-
-@pytest.mark.parametrize("given", [[], [b"12"], [b"1" * 4096, b"2"]])
-def test_an_output_that_is_not_given_once_and_whole_is_noticed(
-    given: list[bytes], framework: Recorder, monkeypatch: pytest.MonkeyPatch
+def test_a_plan_that_never_comes_is_no_plan(
+    framework: Framework, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def give(self: MultiArray, handler: Any) -> None:
-        for data in given:
-            handler(data, len(data))
-
-    monkeypatch.setattr(MultiArray, "getBytesWithHandler_", give)
-    with pytest.raises(RuntimeError, match="bytes"):
-        handle().run(feeds())
+    monkeypatch.setattr(binding_module, "PLAN_TIMEOUT_S", 0.01)
+    loading = "+[MLComputePlan loadContentsOfURL:configuration:completionHandler:]"
+    framework.answers.table[loading] = lambda _, url, config, handler: None
+    assert handle().plan() is None and "no compute plan" in capsys.readouterr().err
 
 
-def test_a_plan_asks_nothing_that_macos_14_lacks(framework: Recorder) -> None:
-    """``functionName`` is macOS 15's; a single-function package must be planned without it."""
-    assert handle(multi=False).plan() is None
-    assert ("plan", True) in framework.calls
+# --- the stand-in itself: each kind of wrong message is refused ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        (lambda ml: ml.MLModel.loadModelWithURL_error_(None, None), "is not in the headers"),
+        (lambda ml: ml.MLModel.compileModelAtURL_error_(None), "takes 2 arguments, got 1"),
+        (lambda ml: ml.MLModel.predictionFromFeatures_error_(None, None), "is a instance method"),
+        (lambda ml: ml.MLMultiArray.alloc().alloc(), "is a class method"),
+        (lambda ml: ml.MLModelConfiguration.alloc().init().setComputeUnits_("cpu"), "'cpu' is no q"),
+        (lambda ml: ml.MLFeatureValue.featureValueWithMultiArray_([1]), "is no MLMultiArray"),
+        (lambda ml: ml.MLMultiArray.alloc().initWithShape_dataType_error_([1], 65568, "x"), "is no out NSError"),
+        (lambda ml: ml.MLMultiArray.alloc().getBytesWithHandler_(lambda data: None), "is no block(^v,q)"),
+        (lambda ml: ml.MLModelConfiguration.alloc().setFunctionName_("s"), "is macOS 15.0's, this is 14.4"),
+        (lambda ml: ml.MLAllComputeDevices(1), "takes 0 arguments"),
+        (lambda ml: ml.MLDictionaryFeatureProvider.alloc().initWithDictionary_error_({}, None) + 1, None),
+    ],
+)
+def test_the_stand_in_refuses(
+    message: Callable[[Any], Any], fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Framework(lambda path, function: Echo(), os=FLOOR).install(monkeypatch)
+    with pytest.raises((AttributeError, TypeError)), made.pool():
+        message(sys.modules["CoreML"])
+    assert [fault in one for one in made.faults] == ([True] if fault else []), made.faults  # type: ignore[operator]
+
+
+def test_the_stand_in_refuses_a_message_outside_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Framework(lambda path, function: Echo()).install(monkeypatch)
+    with pytest.raises(RuntimeError, match="outside an autorelease pool"):
+        sys.modules["CoreML"].MLModelConfiguration.alloc()
+    assert made.faults
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="off a Mac")
 def test_open_off_a_mac_is_backend_missing() -> None:
     backend = CoreML()
-    with pytest.raises(EngineError) as refused:
-        backend.open(Source(Path("/x"), "s", True), units="cpu_and_ne")
-    assert refused.value.code is ErrorCode.BACKEND_MISSING
+    refused = refusal(lambda: backend.open(Source(Path("/x"), "s", True), units="cpu_and_ne"))
+    assert refused.code is ErrorCode.BACKEND_MISSING
     assert backend.os_build() == "none" and backend.runtime == "coreml-macos-none"

@@ -1,38 +1,32 @@
-"""The hardware run's document: its gates can fail, committed ones are computed again, and the run is rehearsed.
+"""The hardware runs rehearsed on a stand-in for Core ML, and the document of the Neural Engine's: its gates can fail.
 
-The rehearsal runs every test of tests/hardware/test_ane.py with a stand-in for the framework and toy sizes. It proves
-that the program works and writes what it should; its numbers mean nothing and are written nowhere.
+The rehearsals run the tests of tests/hardware/test_ane.py and test_mac_cpu.py with toy sizes through the production
+binding; below it lies tests/ane/coreml_standin.py, which computes with the numpy evaluator. They prove that the
+programs work and write what they should; their numbers mean nothing and are written nowhere.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import json
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-from engines.ane import binding
-from engines.ane import prepare as tool
-from engines.ane.backend import Source
 from engines.ane.compute_plan import Device, Function, Operation, PlanView
-from engines.ane.engine import AneEngine
-from engines.ane.package import PackageSpec, read_spec
 from engines.bundle import preparation
 from engines.bundle.checkpoint import Checkpoint
-from engines.bundle.manifest import Bundle
-from engines.protocol.messages import ANE_ENGINE
-from tests.hardware import ane_evidence
+from engines.protocol.errors import EngineError, ErrorCode
+from tests.ane.coreml_answers import MilFunction, Op
+from tests.ane.coreml_standin import Framework
+from tests.hardware import ane_evidence, coreml_calls, test_mac_cpu
 from tests.hardware import test_ane as hardware
 from tests.support.ane_bundle import packed, shape, write_bundle
-from tests.support.mil_reference import ReferenceBackend, ReferenceProgram
 
 pytestmark = pytest.mark.numerics
 
@@ -42,111 +36,150 @@ EVIDENCE = Path(__file__).parents[2] / "evidence"
 def plan_of(name: str) -> PlanView:
     """A plan as a Mac gives it: all on the Neural Engine but for the look-up of the ids."""
     operations = [Operation("ios18.conv", Device.ANE, 0.01) for _ in range(99)]
-    operations += [Operation("ios18.gather", Device.CPU, 0.01), Operation("const", Device.UNKNOWN)]
+    operations += [
+        Operation("ios18.gather", Device.CPU, 0.01, inputs=("input_ids",)),
+        Operation("const", Device.UNKNOWN),
+    ]
     return PlanView("program", {name: Function(("input_ids",), tuple(operations))})
 
 
-class StandInProgram(ReferenceProgram):
-    def __init__(self, source: Source, slow: bool) -> None:
-        super().__init__(source, read_spec(source.path).functions[source.function])
-        self._name, self._slow = source.function, slow
-
-    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if self._slow:
-            time.sleep(0.08)
-        return super().run(feeds)
-
-    def plan(self) -> PlanView:  # type: ignore[override]
-        return plan_of(self._name)
-
-
-class StandIn(ReferenceBackend):
-    """Takes the framework's place: compiled bundles only, a plan, and a CPU that is slower."""
-
-    engine = ANE_ENGINE
-    formats = frozenset({"mlmodelc", "coreml"})
-    reads_packages = False
-
-    def specs(self, path: Path) -> PackageSpec | None:  # type: ignore[override]
-        return None
-
-    def open(self, source: Source, *, units: str) -> StandInProgram:
-        return StandInProgram(source, slow=units == "cpu_only")
-
-
-def compiled(package: Path) -> Path:
-    target = Path(tempfile.mkdtemp()) / "m.mlmodelc"
-    shutil.copytree(package, target)
-    return target
+def place(op: Op, units: int) -> str:
+    return "cpu" if not units or op.operator.endswith("gather") else "ane"
 
 
 @pytest.fixture(scope="module")
-def toy(checkpoints: Callable[[str], Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return write_bundle(checkpoints("bert"), tmp_path_factory.mktemp("hw") / "b", shape(16, 32, 64) + packed(32, 64))
-
-
-@pytest.fixture(scope="module")
-def rehearsed(toy: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """The document of one whole rehearsal."""
+def mac(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework]:
+    """A stand-in for a Mac: framework, floor and OS build; a CPU that is slower than its Neural Engine."""
     patch = pytest.MonkeyPatch()
+    made = Framework(functools.cache(MilFunction), place).install(patch)
+    made.scratch = tmp_path_factory.mktemp("compiled")
+    made.predicted = lambda units: None if units else time.sleep(0.05)
     cache = tmp_path_factory.mktemp("cache")
-    names = {"s16": 16, "s32": 32, "s64": 64, "packed32": 32, "packed64": 64}
-    for key, value in {"BUCKETS": (16, 32, 64), "WIDTHS": (32, 64), "NAMES": names, "PREDICTIONS": 3}.items():
-        patch.setattr(hardware, key, value)
-    patch.setattr(hardware, "CoreML", StandIn)
-    patch.setattr(hardware, "READMISSIONS", 2)
-    patch.setattr(hardware, "AneEngine", lambda options: AneEngine(options, StandIn()))
-    patch.setattr(binding, "compile_package", compiled)
+    patch.setattr("engines.ane.coreml.floor", lambda: "ok")
+    for module in ("engines.ane.coreml", "tests.hardware.test_mac_cpu"):
+        patch.setattr(f"{module}.mac_version", lambda: "26.5")
+    patch.setattr("engines.ane.coreml.os_build", lambda: "25F1")
     patch.setattr(preparation, "default_cache", lambda: cache)
-    patch.setattr(hardware, "prepare", lambda root: tool.prepare(root, backend=StandIn(), compiler=compiled))
+    patch.setattr(hardware, "PREDICTIONS", 3)
+    patch.setattr(test_mac_cpu, "PREDICTIONS", 3)
+    patch.setattr(test_mac_cpu, "MAX_GAP_S", 600.0)
+    for module in (hardware, test_mac_cpu):
+        patch.setattr(module, "gil", functools.partial(coreml_calls.gil, predictions=2))
+        patch.setattr(module, "grown_mib", functools.partial(coreml_calls.grown_mib, warm_up=1))
+    yield made
+    patch.undo()
+    assert made.faults == [] and made.pools == 0
+
+
+@pytest.fixture(scope="module")
+def sizes(mac: Framework) -> Iterator[None]:
+    """Toy sizes for the Neural Engine's run; what a busy machine may miss is not rehearsed."""
+    patch = pytest.MonkeyPatch()
+    names = {"s16": 16, "s32": 32, "s64": 64, "packed32": 32, "packed64": 64}
+    for key, value in {"BUCKETS": (16, 32, 64), "WIDTHS": (32, 64), "NAMES": names, "READMISSIONS": 2}.items():
+        patch.setattr(hardware, key, value)
     patch.setattr(hardware, "sysctl", lambda name: "toy")
-    patch.setattr(hardware, "timed", lambda *a, **k: once(*a, **k))
-    patch.setattr(hardware, "rows", rows)
-    # What a busy machine may miss, and what three predictions can't show, is not rehearsed.
+    patch.setattr(hardware, "timed", functools.partial(hardware.timed, repeats=1))
     patch.setitem(ane_evidence.THRESHOLDS, "gil_gap_s", 600.0)
     patch.setattr(ane_evidence, "PREDICTIONS", 3)
     patch.setattr(ane_evidence, "READMISSIONS", 2)
+    yield
+    patch.undo()
+
+
+Subjects = Callable[[str], tuple[hardware.Subject, hardware.Document]]
+
+
+@pytest.fixture(scope="module")
+def subjects(
+    sizes: None, checkpoints: Callable[[str], Checkpoint], tmp_path_factory: pytest.TempPathFactory
+) -> Subjects:
+    """Both tasks' toys, built and prepared once, with the document of the run."""
     document = hardware.Document()
-    document.data["weights"] = "seeded"
-    prepared = hardware.prepare(toy.root)
-    for name, ms in prepared["prepared"][0]["first_load_ms"].items():
-        document.function(name)["cold_load_ms"] = ms
-    found = preparation.find(cache, toy.artifacts("coreml")[0].digest)
-    model = hardware.load(toy, found)
-    try:
-        hardware.test_parity_with_the_reference_of_every_function(model, toy, document)
-        hardware.test_placement_of_every_function(found, document)
-        document.data["coremltools"] = {"share": 0.99, "share_difference": 0.0, "min_cosine": 1.0}
-        hardware.test_packing_qualifies(model, document)
-        hardware.test_speed_up_over_the_cpu_alone(model, toy, found, document)
-        hardware.test_every_call_releases_the_gil(toy, found, document)
+
+    @functools.cache
+    def get(task: str) -> tuple[hardware.Subject, hardware.Document]:
+        keys = shape(16, 32, 64) + (packed(32, 64) if task == "embed" else [])
+        checkpoint = checkpoints("bert" if task == "embed" else "cross")
+        document.part(task)["weights"] = "seeded"
+        bundle = write_bundle(checkpoint, tmp_path_factory.mktemp("hw") / "b", keys)
+        return hardware.prepared(task, bundle, None, document), document
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def rehearsed(subjects: Subjects) -> dict[str, Any]:
+    """The document of one whole rehearsal."""
+    subject, document = subjects("embed")
+    for model in hardware.loaded(subject, document):
+        hardware.test_parity_with_the_reference_of_every_function(model, subject, document)
+        hardware.test_packing_qualifies(model, subject, document)
+        hardware.test_speed_up_over_the_cpu_alone(model, subject, document)
         hardware.test_residency_limits(model, document)
-        hardware.test_nothing_leaks_over_10_000_predictions(model, document)
-        data = json.loads(json.dumps(document.data))
-        yield {**data, "gates": ane_evidence.gates(data), "verdict": ane_evidence.verdict(data)}
-    finally:
-        model.close()
-        patch.undo()
-
-
-def rows(lengths: list[int], seed: int = 1) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(5, 128, n).astype(np.int32) for n in lengths]
-
-
-def once(model: Any, found: list[np.ndarray], repeats: int = 1, width: int | None = None) -> float:
-    started = time.perf_counter()
-    hardware.embed(model, found, width)
-    return (time.perf_counter() - started) * 1000
+        hardware.test_every_call_releases_the_gil(subject, document)
+        hardware.test_nothing_leaks_over_10_000_predictions(model, subject, document)
+    hardware.test_placement_of_every_function(subject, document)
+    hardware.test_a_load_that_judges_placement_keeps_its_share_over_evictions(subject, document)
+    document.data["coremltools"] = {"share": 0.99, "share_difference": 0.0, "min_cosine": 1.0}
+    subject, document = subjects("rerank")
+    for model in hardware.loaded(subject, document):
+        hardware.test_a_reranker_s_logits_are_the_reference_s(model, subject, document)
+        hardware.test_a_reranker_is_faster_than_the_cpu_alone(model, subject, document)
+    hardware.test_placement_of_a_reranker(subject, document)
+    data = json.loads(json.dumps(document.data))
+    return {**data, "gates": ane_evidence.gates(data), "verdict": ane_evidence.verdict(data)}
 
 
 @pytest.mark.timeout(600)
 def test_the_hardware_run_works_and_its_document_is_honest(rehearsed: dict[str, Any]) -> None:
     assert rehearsed["verdict"] == "pass", [gate for gate in rehearsed["gates"] if not gate["passed"]]
     assert ane_evidence.problems(rehearsed) == []
-    for one in rehearsed["functions"].values():
-        assert {"quality", "placement", "ane_ms", "cpu_ms", "cold_load_ms", "admit_ms"} <= set(one)
+    told = {"placement", "quality", "ane_ms", "cpu_ms", "tokens_per_s", "cold_load_ms", "admit_ms"}
+    for part in (rehearsed, rehearsed["rerank"]):
+        assert part["kernel_revision"].startswith("mil-encoder-1/coreml-macos-") and part["warm_load_ms"] > 0
+        for one in part["functions"].values():
+            assert told <= set(one)
+            assert one["tokens_per_s"] == pytest.approx(one["tokens"] / one["ane_ms"] * 1000, rel=0.01)
+    assert set(rehearsed["rerank"]["functions"]) == {"s16", "s32", "s64"}
     assert set(rehearsed["gil_longest_gap_s"]) == set(ane_evidence.GIL_CALLS)
+
+
+@pytest.mark.timeout(600)
+def test_one_operation_on_the_cpu_fails_the_placement_tests_alone(
+    subjects: Subjects, mac: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a first run on a Mac may well meet: everything else is measured all the same."""
+    monkeypatch.setattr(mac, "place", lambda op, units: "cpu" if op.operator.endswith("softmax") else place(op, units))
+    subject, document = subjects("embed")
+    document = copy.deepcopy(document)
+    for model in hardware.loaded(subject, document):
+        hardware.test_parity_with_the_reference_of_every_function(model, subject, document)
+    with pytest.raises(AssertionError, match="cpu_operations"):
+        hardware.test_placement_of_every_function(subject, document)
+    assert "softmax" in document.function("s16")["placement"]["refused"]
+    with pytest.raises(EngineError) as refused:
+        hardware.test_a_load_that_judges_placement_keeps_its_share_over_evictions(subject, document)
+    assert refused.value.code is ErrorCode.INVALID_PLACEMENT
+
+
+MAC_CPU = [name for name in dir(test_mac_cpu) if name.startswith("test_")]
+
+
+@pytest.fixture(scope="module")
+def toy(mac: Framework, tmp_path_factory: pytest.TempPathFactory) -> test_mac_cpu.Subject:
+    return test_mac_cpu.build(tmp_path_factory.mktemp("mac-cpu"))
+
+
+@pytest.mark.parametrize("name", MAC_CPU)
+def test_the_run_on_the_cpu_alone_works(name: str, toy: test_mac_cpu.Subject, tmp_path: Path) -> None:
+    model = test_mac_cpu.load(toy)
+    given = {"subject": toy, "model": model, "tmp_path": tmp_path}
+    test = getattr(test_mac_cpu, name)
+    try:
+        test(**{key: given[key] for key in test.__annotations__ if key != "return"})
+    finally:
+        model.close()
 
 
 def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:

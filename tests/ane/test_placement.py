@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 
 from engines.ane import compute_plan, placement
 from engines.ane.compute_plan import Device, Function, Operation, PlanView
+from engines.ane.plan import counted
+from engines.bundle.manifest import Bundle
 from engines.protocol.errors import EngineError, ErrorCode
+from tests.ane.coreml_answers import MilFunction
 from tests.hardware import ane_evidence
 
 ANE, CPU, GPU, UNKNOWN = Device.ANE, Device.CPU, Device.GPU, Device.UNKNOWN
@@ -75,10 +79,9 @@ def test_without_main_the_function_with_fewest_inputs_is_taken() -> None:
         plan(main=ops(unknown=40)),
         plan(main=(Operation("ios17.conv", UNKNOWN),)),
         PlanView("program", {}),
-        PlanView("pipeline"),
         PlanView("other"),
     ],
-    ids=["no plan", "no operations", "only constants", "all unknown", "no function", "pipeline", "other"],
+    ids=["no plan", "no operations", "only constants", "all unknown", "no function", "other"],
 )
 def test_what_cannot_be_told_is_absent_never_zero_or_one(view: PlanView | None) -> None:
     assert placement.share(view) is None
@@ -91,11 +94,6 @@ def test_a_real_operation_without_usage_drops_out_like_a_constant() -> None:
 def test_constants_are_not_excluded_by_name() -> None:
     # If a plan did report a device for a constant, upstream's formula counts it.
     assert placement.share(plan(main=(Operation("const", CPU), Operation("ios17.conv", ANE)))) == 0.5
-
-
-def test_a_neural_network_counts_its_layers() -> None:
-    view = PlanView("neuralNetwork", {"main": Function((), ops(ane=3, cpu=1))})
-    assert placement.share(view) == 0.75
 
 
 def test_the_share_is_unweighted_and_the_cost_share_is_not() -> None:
@@ -143,37 +141,132 @@ def test_the_wire_value_is_the_minimum_and_fails_closed(shares: list[float | Non
 # --- CPU operations --------------------------------------------------------------------------------------------------
 
 
-def cpu(*names: str) -> PlanView:
-    return plan(main=(*ops(ane=3), *(Operation(f"ios17.{name}", CPU, outputs=(f"{name}_0",)) for name in names)))
+def traced(*steps: tuple[str, str, str], cpu: str = "", outputs: tuple[str, ...] = ("out",)) -> PlanView:
+    """A function of (operator, values read, value made); the operations named in *cpu* (by value made) are there."""
+    operations = tuple(
+        Operation(f"ios17.{operator}", CPU if made in cpu.split() else ANE, outputs=(made,), inputs=tuple(read.split()))
+        for operator, read, made in steps
+    )
+    table = Operation("const", UNKNOWN, outputs=("table", "one"))
+    return plan_of((table, *operations), outputs)
 
 
-def test_reference_cpu_operations_map_to_allowed_stages() -> None:
-    # ane.md 1.3: one cast, two expand_dims, one gather, one tile.
-    assert placement.cpu_stages(cpu("cast", "expand_dims", "expand_dims", "gather", "tile")) == [
-        "mask_position",
-        "token_embedding",
-    ]
-    assert placement.cpu_stages(cpu()) == []
+def plan_of(operations: tuple[Operation, ...], outputs: tuple[str, ...] = ("out",)) -> PlanView:
+    return PlanView("program", {"main": Function(("input_ids", "attention_mask"), operations, outputs)})
 
 
-@pytest.mark.parametrize("name", ["matmul", "conv", "softmax", "layer_norm", "linear", "gelu"])
-def test_real_work_on_the_cpu_refuses_the_admission_by_name(name: str) -> None:
-    with pytest.raises(EngineError) as refused:
-        placement.cpu_stages(cpu("cast", name))
-    assert refused.value.code is ErrorCode.INVALID_PLACEMENT and f"{name}_0" in refused.value.msg
+def refused(view: PlanView) -> str:
+    with pytest.raises(EngineError) as found:
+        placement.cpu_stages(view)
+    assert found.value.code is ErrorCode.INVALID_PLACEMENT
+    return found.value.msg
+
+
+ENCODER = (
+    ("cast", "attention_mask", "kept"),
+    ("sub", "kept one", "less"),
+    ("mul", "less one", "mask"),
+    ("expand_dims", "mask", "bias"),
+    ("add", "bias one", "local"),
+    ("cast", "input_ids", "ids"),
+    ("gather", "table ids", "words"),
+    ("expand_dims", "words", "rows"),
+    ("mul", "rows one", "scaled"),
+    ("cast", "scaled", "wide"),
+    ("conv", "wide table", "hidden"),
+    ("mul", "hidden one", "gate"),
+    ("add", "gate local", "biased"),
+    ("gather", "biased one", "first"),
+    ("slice_by_index", "first", "cut"),
+    ("squeeze", "cut", "flat"),
+    ("softmax", "flat", "deep"),
+    ("squeeze", "deep", "last"),
+    ("cast", "last", "out"),
+)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "stages"),
+    [
+        ("", []),
+        ("kept less mask bias local ids", ["mask_position"]),
+        ("words rows", ["token_embedding"]),
+        ("last out", ["pooling"]),
+        ("kept bias ids words out", ["mask_position", "token_embedding", "pooling"]),
+    ],
+)
+def test_set_up_and_read_out_may_stay_on_the_cpu(cpu: str, stages: list[str]) -> None:
+    assert placement.cpu_stages(traced(*ENCODER, cpu=cpu)) == stages
+
+
+@pytest.mark.parametrize(
+    "cpu", ["scaled", "wide", "hidden", "gate", "biased", "first", "cut", "flat", "deep"], ids=lambda made: made
+)
+def test_the_model_s_work_on_the_cpu_refuses_the_admission_whatever_the_operator(cpu: str) -> None:
+    """The same ``mul``, ``cast`` and ``gather`` that set-up may keep there are refused in the body."""
+    assert f"({cpu})" in refused(traced(*ENCODER, cpu=cpu))
+
+
+def test_sixteen_products_of_a_body_are_no_mask() -> None:
+    body = [("conv", "input_ids", "x")] + [("mul", "x one", f"y{n}") for n in range(16)]
+    assert "(y0)" in refused(traced(*body, cpu=" ".join(f"y{n}" for n in range(16))))
+
+
+def test_a_value_read_by_the_body_as_well_is_no_read_out() -> None:
+    steps = [("conv", "input_ids", "x"), ("squeeze", "x", "out"), ("softmax", "out", "y")]
+    assert "(out)" in refused(traced(*steps, cpu="out"))
+
+
+def test_what_a_plan_does_not_trace_is_the_model_s_work() -> None:
+    assert "cast" in refused(plan_of((Operation("ios17.cast", CPU),)))
+    assert "cast" in refused(plan_of((Operation("ios17.cast", CPU, inputs=("somewhere",)),)))
 
 
 def test_the_gpu_is_never_allowed_and_neither_are_many_small_operations() -> None:
-    with pytest.raises(EngineError):
-        placement.cpu_stages(plan(main=ops(ane=3, gpu=1)))
-    with pytest.raises(EngineError):
-        placement.cpu_stages(cpu(*["cast"] * (placement.STAGE_LIMIT + 1)))
+    assert "GPU" in refused(plan(main=ops(ane=3, gpu=1)))
+    mask = Operation("ios17.cast", CPU, inputs=("attention_mask",))
+    assert placement.cpu_stages(plan_of((mask,) * placement.STAGE_LIMIT)) == ["mask_position"]
+    assert "at most" in refused(plan_of((mask,) * (placement.STAGE_LIMIT + 1)))
 
 
 def test_cpu_work_inside_a_nested_block_is_found() -> None:
-    hidden = Operation("ios17.cond", ANE, blocks=((Operation("ios17.matmul", CPU),),))
-    with pytest.raises(EngineError):
-        placement.cpu_stages(plan(main=(hidden,)))
+    assert "matmul" in refused(plan(main=(Operation("ios17.cond", ANE, blocks=((Operation("ios17.matmul", CPU),),)),)))
+
+
+def test_the_plan_tool_counts_what_may_stay_with_its_stage() -> None:
+    told = counted(traced(*ENCODER, cpu="mask gate words"))
+    on_cpu = {operator: devices["cpu"] for operator, devices in told["operations"].items() if "cpu" in devices}
+    assert on_cpu == {"ios17.mul@mask_position": 1, "ios17.gather@token_embedding": 1, "ios17.mul": 1}
+    assert told["operations"]["ios17.mul"] == {"cpu": 1, "neuralEngine": 1}
+    off_the_list = {operator.rpartition(".")[2] for operator in on_cpu} - placement.CPU_ALLOWED
+    assert off_the_list == {"mul"}, "certification compares the last part of a name with the list"
+
+
+# What a builder's graph may leave on the CPU, one operation after the other: operators by stage.
+MASK = {"cast", "sub", "mul", "expand_dims"}
+OURS = {
+    ("bert", "s16"): {"mask_position": MASK, "token_embedding": {"gather"}},
+    ("bert", "packed64"): {"token_embedding": {"gather"}},
+    ("cross", "s16"): {"mask_position": MASK, "token_embedding": {"gather"}},
+    ("modernbert", "s16"): {"mask_position": MASK | {"add"}, "token_embedding": {"gather"}},
+    ("modernbert", "packed64"): {"token_embedding": {"gather"}},
+    ("qwen3", "s16"): {"mask_position": MASK | {"add"}, "token_embedding": {"gather"}},
+}
+
+
+@pytest.mark.parametrize(("name", "function"), OURS, ids="-".join)
+def test_of_our_own_graphs_only_mask_and_look_up_may_leave_the_engine(
+    name: str, function: str, bundles: Callable[[str], Bundle]
+) -> None:
+    bundle = bundles(name)
+    built = MilFunction(bundle.path(bundle.manifest.artifacts[0].path), function)
+    operations = tuple(Operation(op.operator, ANE, outputs=op.outputs, inputs=op.inputs) for op in built.operations)
+    view = Function(tuple(built.spec.inputs), operations, tuple(built.spec.outputs))
+    found: dict[str, set[str]] = {}
+    for operation, stage in placement.stages(view):
+        if stage is not None:
+            found.setdefault(stage, set()).add(operation.operator.removeprefix("ios18."))
+    assert found == OURS[name, function]
 
 
 def test_an_inventory_covers_each_layer_once_and_its_id_names_everything_that_selects_the_program() -> None:
@@ -263,47 +356,3 @@ def test_a_coremltools_plan_is_read_through_its_own_dataclasses() -> None:
     assert view.functions["main"].inputs == ("input_ids",)
     assert placement.share(view) == 1 / 3
     assert msgspec.json.decode(msgspec.json.encode(view), type=PlanView) == view, "a recorded plan is the same plan"
-
-
-def call(value: Any) -> Any:
-    """PyObjC spells a property as a method."""
-    return lambda *args: value
-
-
-def objc_operation(name: str, device: object | None, blocks: list[Any] | None = None) -> Any:
-    return SimpleNamespace(
-        operatorName=call(name), outputs=call([SimpleNamespace(name=call(f"{name}.out"))]), blocks=call(blocks or []),
-        device=device,
-    )  # fmt: skip
-
-
-def test_a_pyobjc_plan_is_read_through_its_selectors() -> None:
-    inner = SimpleNamespace(operations=call([objc_operation("ios17.mul", MLCPUComputeDevice())]))
-    body = [
-        objc_operation("const", None),
-        objc_operation("ios17.conv", MLNeuralEngineComputeDevice()),
-        objc_operation("ios17.cond", MLNeuralEngineComputeDevice(), [inner]),
-    ]
-    function = SimpleNamespace(
-        inputs=call([SimpleNamespace(name=call("input_ids"))]), block=call(SimpleNamespace(operations=call(body)))
-    )
-    program = SimpleNamespace(functions=call({"s128": function, "s256": function}))
-    fake = SimpleNamespace(
-        modelStructure=call(SimpleNamespace(program=call(program), neuralNetwork=call(None), pipeline=call(None))),
-        computeDeviceUsageForMLProgramOperation_=lambda op: (
-            None if op.device is None else SimpleNamespace(preferredComputeDevice=call(op.device))
-        ),
-        estimatedCostOfMLProgramOperation_=lambda op: None,
-    )
-    view = compute_plan.from_objc(fake, only="s128")
-    assert set(view.functions) == {"s128"}
-    assert placement.share(view, "s128") == 2 / 3
-
-
-@pytest.mark.parametrize(("pipeline", "kind"), [(object(), "pipeline"), (None, "other")])
-def test_a_pipeline_has_no_share(pipeline: object | None, kind: str) -> None:
-    fake = SimpleNamespace(
-        modelStructure=call(SimpleNamespace(program=call(None), neuralNetwork=call(None), pipeline=call(pipeline)))
-    )
-    view = compute_plan.from_objc(fake)
-    assert view.kind == kind and placement.share(view) is None

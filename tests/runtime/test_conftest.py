@@ -118,3 +118,14 @@ def test_without_the_demand_a_skip_is_a_skip(tmp_path: Path) -> None:
 def test_a_measurement_runs_when_asked_for(tmp_path: Path) -> None:
     found, _, _ = outcomes(tmp_path, "-m", "bench")
     assert found == {"test_speed": "PASSED"}
+
+
+@pytest.mark.parametrize(("code", "enough"), [("no_neural_engine", True), ("bindings_missing", False)])
+def test_mac_cpu_needs_a_mac_and_no_neural_engine(code: str, enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tests.conftest as shared
+
+    answer = subprocess.CompletedProcess([], 2, f'{{"status":"refused","code":"{code}"}}\n', "")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: answer)
+    why = shared.missing_device.__wrapped__("mac-cpu")
+    assert why is None if enough else code in str(why)
+    assert code in str(shared.missing_device.__wrapped__("ane"))
