@@ -18,6 +18,7 @@
 # PYTHON=/path/to/python3.13 makes .venv with that Python (3.11 to 3.13), VENV=folder puts it elsewhere.
 
 VENV ?= .venv
+export VENV
 ifeq ($(OS),Windows_NT)
   BIN := $(VENV)/Scripts
 else
@@ -29,7 +30,7 @@ GOLDENS := $(wildcard tests/*/make_goldens.py)
 .PHONY: setup demo test lint lock doctor faults faults-nightly coverage bench bench-rivals goldens hw-cuda hw-ane hw-metal
 
 setup:
-	@VENV="$(VENV)" $(or $(PYTHON),python3) scripts/setup.py
+	@$(or $(PYTHON),python3) scripts/setup.py
 
 demo: setup
 	@$(BIN)/python -m synapse_host demo
