@@ -21,6 +21,7 @@
 # PYTHON=/path/to/python3.13 makes .venv with that Python (3.11 to 3.13), VENV=folder puts it elsewhere.
 
 VENV ?= .venv
+export VENV
 ifeq ($(OS),Windows_NT)
   BIN := $(VENV)/Scripts
 else
@@ -33,7 +34,7 @@ GOLDENS := $(wildcard tests/*/make_goldens.py)
   hw-ane hw-metal rehearse-cuda hw-mac-cpu
 
 setup:
-	@VENV="$(VENV)" $(or $(PYTHON),python3) scripts/setup.py
+	@$(or $(PYTHON),python3) scripts/setup.py
 
 demo: setup
 	@$(BIN)/python -m synapse_host demo
