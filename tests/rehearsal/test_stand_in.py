@@ -114,7 +114,8 @@ def made(function, *arguments):
     return p
 def at(p, offset):
     return P(p.value + offset)
-stream, event, device, host = made("cudaStreamCreate"), made("cudaEventCreate"), made("cudaMalloc", 1024), made("cudaMallocHost", 64)
+stream, event = made("cudaStreamCreate"), made("cudaEventCreate")
+device, host = made("cudaMalloc", 1024), made("cudaMallocHost", 64)
 UP, DOWN = 1, 2
 def beyond_device(): cuda.cudaMemcpyAsync(at(device, 1000), host, 64, UP, stream)
 def beyond_pinned(): cuda.cudaMemcpyAsync(host, device, 128, DOWN, stream)
