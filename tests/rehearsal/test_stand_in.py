@@ -63,7 +63,7 @@ def test_certification_on_the_stubs_is_refused(
     vectors = random.normal(size=(len(rows), 64))
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     give_fixtures(bundle.root, "embed", [None] * len(rows), embed_arrays(rows, vectors))
-    env = {key: environment()[key] for key in ("PYTHONPATH", "CUDASHIM")}
+    env = {key: environment()[key] for key in ("PYTHONPATH", "CUDASHIM", "LD_PRELOAD")}
     monkeypatch.setenv("LD_LIBRARY_PATH", environment()["LD_LIBRARY_PATH"])
     engine = {"engine": "cuda", "device": "cuda", "format": "safetensors-package", "requires": "any", "env": env}
     path = tmp_path / "matrix.yaml"

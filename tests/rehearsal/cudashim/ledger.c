@@ -145,5 +145,5 @@ void cudashim_reset(void) {
 /* CUDASHIM_REPORT=FILE: the report of the whole process, for workers that run on their own. */
 __attribute__((destructor)) static void at_exit(void) {
     const char *path = getenv("CUDASHIM_REPORT");
-    if (path) cudashim_report(path);
+    if (path && ready) cudashim_report(path);
 }
