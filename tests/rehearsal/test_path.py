@@ -84,3 +84,10 @@ def test_a_cell(name: str, precision: str, capability: str, bundles: Bundles, re
     served(found["steps"]["close"])
     left = {what: found["left"][what] for what in LEFT if found["left"][what]}
     assert not left, f"left after close: {left}"
+
+
+def test_the_environment_chooses_no_kernel(bundles: Bundles, rehearse: Rehearse) -> None:
+    """onnxruntime's variables would change numbers unseen by the kernel revision: ``sdpa_kernel`` overrules them."""
+    variables = {"ORT_DISABLE_FLASH_ATTENTION": "1", "ORT_ENABLE_CUDNN_FLASH_ATTENTION": "1"}
+    found = rehearse(bundles("qwen3-last"), [["close"]], settings=variables, warm="0")
+    assert any("flash_fwd_kernel" in name for name in served(found["steps"]["load"])["kernels"])
