@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import inspect
 import re
 import weakref
@@ -235,6 +236,7 @@ def test_what_a_lost_device_was_doing_is_kept() -> None:
     with contextlib.suppress(DeviceLost):
         forward(session)
     del session
+    gc.collect()
     assert alive() is not None
     del KEPT[kept:]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -36,7 +35,7 @@ from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
 from tests.cuda.cases import CASES, Case
 from tests.cuda.conftest import batch_of, case, cosines, goldens  # noqa: F401 - the fixture
-from tests.hardware import lanes
+from tests.hardware import cuda_evidence, lanes
 from tests.support import toy_models
 from tests.support.owned_bundle import load_request, write_bundle
 from tests.support.worker_client import module_worker, require_loaded
@@ -107,10 +106,7 @@ def evidence(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     }
     yield document
     document["passed"] = set(document["outcomes"].values()) == {"passed"}
-    chip = re.sub(r"[^A-Za-z0-9]+", "-", facts.device).strip("-").lower() or "unknown"
-    build = re.sub(r"[^A-Za-z0-9.]+", "-", platform.release())
-    EVIDENCE.mkdir(exist_ok=True)
-    (EVIDENCE / f"cuda-{chip}-{build}.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    cuda_evidence.write(document, EVIDENCE)
 
 
 @pytest.fixture(autouse=True)

@@ -89,10 +89,14 @@ def build(folder: Path) -> None:
 
 
 def environment(folder: Path, **settings: str) -> dict[str, str]:
-    """Return a child's environment in which *folder*'s libraries are the machine's CUDA. *settings*: CUDASHIM_…"""
+    """Return a child's environment in which *folder*'s libraries are the machine's CUDA. *settings*: CUDASHIM_…
+
+    They are loaded first, so that NVIDIA's own, from wheels or from a machine with a GPU, don't get in between.
+    """
     return {
         **os.environ,
         "LD_LIBRARY_PATH": str(folder),
+        "LD_PRELOAD": ":".join(sorted(map(str, folder.glob("lib*.so.*[0-9]")))),
         "PYTHONPATH": os.pathsep.join([str(HOOK), str(HERE.parents[1])]),
         "CUDASHIM": "1",
         "ORT_DISABLE_TELEMETRY": "1",

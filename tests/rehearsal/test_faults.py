@@ -81,6 +81,18 @@ def test_a_lost_device_is_told_from_a_failed_request(
     assert (asked["ok"], asked["type"], asked["code"]) == (False, "DeviceLost", "inference_failed"), asked
 
 
+def test_a_device_lost_meanwhile_outranks_the_requests_own_error(bundles: Bundles, rehearse: Rehearse) -> None:
+    """The second bucket fails by itself; the first, still in flight, turns out to have lost the device."""
+    rows = [[7] * 64] * 8
+    counted = rehearse(bundles("bert-mean"), [["request", rows[:2], "one"]], call_tokens="128", cuda_graphs="0")
+    products = counted["steps"]["one"]["stats"]["calls"]["gemm"]
+    steps = [["fault", "gemm", products + 1, 1, 1, 0], ["fault", "cudaEventSynchronize", 0, 1, LOST, 1],
+             ["request", rows, "asked"]]  # fmt: skip
+    found = rehearse(bundles("bert-mean"), steps, call_tokens="128", cuda_graphs="0")
+    asked = found["steps"]["asked"]
+    assert (asked["ok"], asked["type"]) == (False, "DeviceLost"), asked
+
+
 def test_an_error_that_does_not_stay_is_the_requests_alone(bundles: Bundles, rehearse: Rehearse) -> None:
     rows = case("bert-mean").rows()
     steps = [["fault", "gemm", 0, 1, 1, 0], ["request", rows, "asked"], ["request", rows, "after"], ["close"]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rehearsal.conftest import Environment
+from tests.rehearsal import libraries
 
 
 @pytest.mark.parametrize(
@@ -25,15 +25,12 @@ from tests.rehearsal.conftest import Environment
         ({"without": "libcuda.so.1"}, "cuda_no_driver"),
     ],
 )
-def test_the_probes_verdict(
-    settings: dict[str, str], code: str, environment: Environment, stubs: Path, tmp_path: Path
-) -> None:
-    env = environment(**{key: value for key, value in settings.items() if key != "without"})
-    if "without" in settings:
-        folder = tmp_path / "libraries"
-        shutil.copytree(stubs, folder)
-        (folder / settings["without"]).unlink()
-        env["LD_LIBRARY_PATH"] = str(folder)
+def test_the_probes_verdict(settings: dict[str, str], code: str, stubs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "libraries"
+    shutil.copytree(stubs, folder)
+    if (missing := settings.get("without")) is not None:
+        (folder / missing).unlink()
+    env = libraries.environment(folder, **{key: value for key, value in settings.items() if key != "without"})
     command = [sys.executable, "-m", "engines.cuda", "--probe-floor"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert json.loads(done.stdout)["code"] == code

@@ -68,6 +68,10 @@ def test_a_cell(name: str, precision: str, capability: str, bundles: Bundles, re
     loaded = served(found["steps"]["load"])
     assert loaded["captures"] == 16 and loaded["graph_launches"] >= 16
     assert loaded["recorded"]["kernels"] > 16 * 10 and loaded["recorded"]["host"] == 0
+    if precision == "f16":
+        # Neither writes the attention scores out: flash where there is machine code for it, else memory-efficient.
+        kernel = "attention_kernel_batched_impl" if capability == OLDEST else "flash_fwd_kernel"
+        assert any(kernel in name for name in loaded["kernels"]), sorted(loaded["kernels"])
     shape = [len(rows)] if case(name).task == "rerank" else [len(rows), 64]
     for step in ("first", "second"):
         cost(served(found["steps"][step]))
@@ -80,3 +84,10 @@ def test_a_cell(name: str, precision: str, capability: str, bundles: Bundles, re
     served(found["steps"]["close"])
     left = {what: found["left"][what] for what in LEFT if found["left"][what]}
     assert not left, f"left after close: {left}"
+
+
+def test_the_environment_chooses_no_kernel(bundles: Bundles, rehearse: Rehearse) -> None:
+    """onnxruntime's variables would change numbers unseen by the kernel revision: ``sdpa_kernel`` overrules them."""
+    variables = {"ORT_DISABLE_FLASH_ATTENTION": "1", "ORT_ENABLE_CUDNN_FLASH_ATTENTION": "1"}
+    found = rehearse(bundles("qwen3-last"), [["close"]], settings=variables, warm="0")
+    assert any("flash_fwd_kernel" in name for name in served(found["steps"]["load"])["kernels"])

@@ -14,7 +14,8 @@ static char order[65536]; /* one letter a call, in the order they came: see cuda
 static int n_order;
 static __thread int last_error;
 static int lost;
-static struct { char function[96]; long skip, times; int code, stays; } fault;
+typedef struct { char function[96]; long skip, times; int code, stays; } Fault;
+static Fault faults[4];
 static int ready;
 
 /* CUDASHIM_CC=9.0, CUDASHIM_TOTAL_MB, CUDASHIM_FILL=255 (new memory is full of NaN),
@@ -29,7 +30,7 @@ void cudashim_setup(void) {
         if (cc) sscanf(cc, "%d.%d", &cudashim_cc_major, &cudashim_cc_minor);
         if (fill) cudashim_fill = (int)strtol(fill, 0, 0);
         if (injected)
-            sscanf(injected, "%95[^:]:%ld:%ld:%d:%d", fault.function, &fault.skip, &fault.times, &fault.code, &fault.stays);
+            sscanf(injected, "%95[^:]:%ld:%ld:%d:%d", faults->function, &faults->skip, &faults->times, &faults->code, &faults->stays);
     }
     UNLOCK;
 }
@@ -67,25 +68,28 @@ int cudashim_enter(const char *function) {
     LOCK;
     bump(calls, &n_calls, 512, function);
     int code = lost;
-    if (fault.times && !strcmp(fault.function, function) && fault.skip-- <= 0) {
-        code = fault.code;
-        fault.times--;
-        if (fault.stays) lost = fault.code;
-    }
+    for (Fault *fault = faults; fault < faults + 4; fault++)
+        if (fault->times && !strcmp(fault->function, function) && fault->skip-- <= 0) {
+            code = fault->code;
+            fault->times--;
+            if (fault->stays) lost = fault->code;
+        }
     UNLOCK;
     return code;
 }
 
-/* For tests that run in the process: fail the calls of *function* after *skip* of them, *times* times. */
+/* For tests that run in the process: fail the calls of *function* after *skip* of them, *times* times. Up to four. */
 void cudashim_fault(const char *function, long skip, long times, int code, int stays) {
     LOCK;
-    snprintf(fault.function, sizeof fault.function, "%s", function);
-    fault.skip = skip; fault.times = times; fault.code = code; fault.stays = stays;
+    Fault *fault = faults;
+    while (fault->times && fault < faults + 3) fault++;
+    *fault = (Fault){"", skip, times, code, stays};
+    snprintf(fault->function, sizeof fault->function, "%s", function);
     UNLOCK;
 }
 
 /* The device works again. */
-void cudashim_heal(void) { LOCK; lost = 0; fault.times = 0; last_error = 0; UNLOCK; }
+void cudashim_heal(void) { LOCK; lost = 0; memset(faults, 0, sizeof faults); last_error = 0; UNLOCK; }
 
 int cudaGetLastError(void) { int e = lost ? lost : last_error; last_error = 0; return e; }
 int cudaPeekAtLastError(void) { return lost ? lost : last_error; }
@@ -145,5 +149,5 @@ void cudashim_reset(void) {
 /* CUDASHIM_REPORT=FILE: the report of the whole process, for workers that run on their own. */
 __attribute__((destructor)) static void at_exit(void) {
     const char *path = getenv("CUDASHIM_REPORT");
-    if (path) cudashim_report(path);
+    if (path && ready) cudashim_report(path);
 }
