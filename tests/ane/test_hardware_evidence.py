@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,10 @@ def place(op: Op, units: int) -> str:
 
 @pytest.fixture(scope="module")
 def mac(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework]:
-    """A stand-in for a Mac: framework, floor and OS build; a CPU that is slower than its Neural Engine."""
+    """A stand-in for a Mac: framework, floor and OS build."""
     patch = pytest.MonkeyPatch()
     made = Framework(functools.cache(MilFunction), place).install(patch)
     made.scratch = tmp_path_factory.mktemp("compiled")
-    made.predicted = lambda units: None if units else time.sleep(0.05)
     cache = tmp_path_factory.mktemp("cache")
     patch.setattr("engines.ane.coreml.floor", lambda: "ok")
     for module in ("engines.ane.coreml", "tests.hardware.test_mac_cpu"):
@@ -77,7 +75,15 @@ def sizes(mac: Framework) -> Iterator[None]:
     for key, value in {"BUCKETS": (16, 32, 64), "WIDTHS": (32, 64), "NAMES": names, "READMISSIONS": 2}.items():
         patch.setattr(hardware, key, value)
     patch.setattr(hardware, "sysctl", lambda name: "toy")
-    patch.setattr(hardware, "timed", functools.partial(hardware.timed, repeats=1))
+    used: list[int] = []
+
+    def timed(work: Callable[[], Any]) -> float:
+        """Run once; the CPU alone is said to take four times as long, whatever this machine is busy with."""
+        work()
+        return 20.0 if used[-1] == 0 else 5.0
+
+    mac.predicted = used.append
+    patch.setattr(hardware, "timed", timed)
     patch.setitem(ane_evidence.THRESHOLDS, "gil_gap_s", 600.0)
     patch.setattr(ane_evidence, "PREDICTIONS", 3)
     patch.setattr(ane_evidence, "READMISSIONS", 2)
