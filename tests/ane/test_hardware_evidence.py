@@ -10,19 +10,22 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from engines.ane.compute_plan import Device, Function, Operation, PlanView
+from engines.ane.model import AneModel
 from engines.bundle import preparation
 from engines.bundle.checkpoint import Checkpoint
 from engines.protocol.errors import EngineError, ErrorCode
 from tests.ane.coreml_answers import MilFunction, Op
-from tests.ane.coreml_standin import Framework
+from tests.ane.coreml_standin import FLOOR, NEWEST, Framework
 from tests.hardware import ane_evidence, coreml_calls, test_mac_cpu
 from tests.hardware import test_ane as hardware
 from tests.support.ane_bundle import packed, shape, write_bundle
@@ -53,7 +56,7 @@ def mac(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework]:
     cache = tmp_path_factory.mktemp("cache")
     patch.setattr("engines.ane.coreml.floor", lambda: "ok")
     for module in ("engines.ane.coreml", "tests.hardware.test_mac_cpu"):
-        patch.setattr(f"{module}.mac_version", lambda: "26.5")
+        patch.setattr(f"{module}.mac_version", lambda: "{}.{}".format(*made.os))
     patch.setattr("engines.ane.coreml.os_build", lambda: "25F1")
     patch.setattr(preparation, "default_cache", lambda: cache)
     patch.setattr(hardware, "PREDICTIONS", 3)
@@ -170,20 +173,47 @@ def test_one_operation_on_the_cpu_fails_the_placement_tests_alone(
 MAC_CPU = [name for name in dir(test_mac_cpu) if name.startswith("test_")]
 
 
-@pytest.fixture(scope="module")
-def toy(mac: Framework, tmp_path_factory: pytest.TempPathFactory) -> test_mac_cpu.Subject:
-    return test_mac_cpu.build(tmp_path_factory.mktemp("mac-cpu"))
+@pytest.fixture(scope="module", params=[FLOOR, NEWEST], ids=["macos14", "newest"])
+def toy(
+    request: pytest.FixtureRequest, mac: Framework, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[test_mac_cpu.Subject]:
+    """The run's toy on the oldest system, whose packages hold one function each, and on the newest."""
+    mac.os = request.param
+    yield test_mac_cpu.build(tmp_path_factory.mktemp("mac-cpu"))
+    mac.os = NEWEST
+
+
+@pytest.fixture
+def toy_model(toy: test_mac_cpu.Subject) -> Iterator[AneModel]:
+    model = test_mac_cpu.load(toy)
+    yield model
+    model.close()
 
 
 @pytest.mark.parametrize("name", MAC_CPU)
-def test_the_run_on_the_cpu_alone_works(name: str, toy: test_mac_cpu.Subject, tmp_path: Path) -> None:
-    model = test_mac_cpu.load(toy)
-    given = {"subject": toy, "model": model, "tmp_path": tmp_path}
+def test_the_run_on_the_cpu_alone_works(
+    name: str, toy: test_mac_cpu.Subject, toy_model: AneModel, tmp_path: Path
+) -> None:
+    given = {"subject": toy, "model": toy_model, "tmp_path": tmp_path}
     test = getattr(test_mac_cpu, name)
-    try:
-        test(**{key: given[key] for key in test.__annotations__ if key != "return"})
-    finally:
-        model.close()
+    test(**{key: given[key] for key in test.__annotations__ if key != "return"})
+
+
+def test_an_exception_of_the_bridge_fails_one_request_and_the_model_serves_on(
+    toy_model: AneModel, mac: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = coreml_calls.rows([3, 9], 1000)
+    before = test_mac_cpu.embed(toy_model, found)
+
+    def exception(*given: Any) -> Any:
+        raise sys.modules["objc"].error("NSInternalInconsistencyException - out of sorts")
+
+    with monkeypatch.context() as bent:
+        bent.setitem(mac.answers.table, "-[MLModel predictionFromFeatures:error:]", exception)
+        with pytest.raises(EngineError) as refused:
+            test_mac_cpu.embed(toy_model, found)
+    assert refused.value.code is ErrorCode.INFERENCE_FAILED and "out of sorts" in refused.value.msg
+    assert np.array_equal(test_mac_cpu.embed(toy_model, found), before)
 
 
 def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
