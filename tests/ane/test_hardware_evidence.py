@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,7 +205,7 @@ def test_an_exception_of_the_bridge_fails_one_request_and_the_model_serves_on(
     before = test_mac_cpu.embed(toy_model, found)
 
     def exception(*given: Any) -> Any:
-        raise sys.modules["objc"].error("NSInternalInconsistencyException - out of sorts")
+        raise mac.exception("NSInvalidArgumentException")
 
     with monkeypatch.context() as bent:
         bent.setitem(mac.answers.table, "-[MLModel predictionFromFeatures:error:]", exception)
