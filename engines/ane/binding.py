@@ -48,16 +48,21 @@ def _fail(code: ErrorCode, what: str, error: Any) -> EngineError:
 def _calls(what: str) -> Iterator[None]:
     """Run calls in an autorelease pool of their own.
 
-    EngineError inference_failed for what the bridge raises: objc.error is an Objective-C exception, KeyError an answer
-    of a type or name unknown here, RuntimeError a buffer of another size than promised.
+    EngineError inference_failed (oom for NSMallocException) for an Objective-C exception, an answer of a type or name
+    unknown here (KeyError), and a buffer of another size than promised (RuntimeError). [P] objc_util.m: an Objective-C
+    exception is an objc.error, or by its name a ValueError, IndexError, MemoryError or KeyError; each carries
+    ``_pyobjc_info_``. A ValueError without it is a bug of ours and ends the worker.
     """
     import objc
 
-    with objc.autorelease_pool():  # [P] objc.autorelease_pool is a context manager; objc.error an exception class
+    with objc.autorelease_pool():  # [P] objc/__init__.py: a context manager
         try:
             yield
-        except (KeyError, RuntimeError, objc.error) as exc:
-            raise EngineError(ErrorCode.INFERENCE_FAILED, f"{what}: {type(exc).__name__}: {exc}"[:500]) from exc
+        except Exception as exc:
+            if not isinstance(exc, (KeyError, RuntimeError, objc.error)) and not hasattr(exc, "_pyobjc_info_"):
+                raise
+            code = ErrorCode.OOM if isinstance(exc, MemoryError) else ErrorCode.INFERENCE_FAILED
+            raise EngineError(code, f"{what}: {type(exc).__name__}: {exc}"[:500]) from exc
 
 
 def devices() -> list[str]:

@@ -36,6 +36,19 @@ FOUNDATION = {
 }
 
 
+class ObjCError(Exception):
+    """objc.error."""
+
+
+BRIDGED: dict[str, type[Exception]] = {
+    "NSRangeException": IndexError,
+    "NSInvalidArgumentException": ValueError,
+    "NSMallocException": MemoryError,
+    "NSUnknownKeyException": KeyError,
+}
+"""Objective-C exceptions that PyObjC raises as exceptions of Python's own; every other one is an objc.error."""
+
+
 class ObjCClass(type):
     """The type of every Objective-C class here: an unknown attribute is a message to the class."""
 
@@ -87,7 +100,7 @@ class Framework:
             setattr(foundation if name in FOUNDATION else core, name, made)
         core.MLAllComputeDevices = self._devices  # type: ignore[attr-defined]
         objc.autorelease_pool = self.pool  # type: ignore[attr-defined]
-        objc.error = type("error", (Exception,), {})  # type: ignore[attr-defined]
+        objc.error = ObjCError  # type: ignore[attr-defined]
         for module in (core, foundation, objc):
             patch.setitem(sys.modules, module.__name__, module)
         return self
@@ -114,6 +127,12 @@ class Framework:
         """Keep a broken rule and return what PyObjC would raise for it."""
         self.faults.append(text)
         return kind(text)
+
+    def exception(self, name: str, reason: str = "out of sorts") -> Exception:
+        """Return what the bridge raises for an Objective-C exception of that name."""
+        made = BRIDGED.get(name, ObjCError)(f"{name} - {reason}")
+        made._pyobjc_info_ = {"name": name, "reason": reason}  # type: ignore[attr-defined]
+        return made
 
     def make(self, kind: str, /, **state: Any) -> Any:
         """Return a new instance of a class, its properties as given."""

@@ -177,47 +177,68 @@ def test_a_failed_prediction_is_inference_failed(framework: Framework, monkeypat
     assert refused.code is ErrorCode.INFERENCE_FAILED and "pipeline" in refused.msg
 
 
+PREDICT = "-[MLModel predictionFromFeatures:error:]"
+LOAD = "+[MLModel modelWithContentsOfURL:configuration:error:]"
+COMPILE = "+[MLModel compileModelAtURL:error:]"
+POINTER, BYTES = "-[MLMultiArray dataPointer]", "-[MLMultiArray getBytesWithHandler:]"
+
+
+def raising(framework: Framework, name: str) -> Callable[..., Any]:
+    def answer(*given: Any) -> Any:
+        raise framework.exception(name)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("message", "name", "code"),
+    [
+        (PREDICT, "NSInternalInconsistencyException", ErrorCode.INFERENCE_FAILED),
+        (PREDICT, "NSInvalidArgumentException", ErrorCode.INFERENCE_FAILED),
+        (PREDICT, "NSRangeException", ErrorCode.INFERENCE_FAILED),
+        (PREDICT, "NSUnknownKeyException", ErrorCode.INFERENCE_FAILED),
+        (PREDICT, "NSMallocException", ErrorCode.OOM),
+        (LOAD, "NSInvalidArgumentException", ErrorCode.INFERENCE_FAILED),
+        (COMPILE, "NSInvalidArgumentException", ErrorCode.INFERENCE_FAILED),
+    ],
+)
+def test_an_objective_c_exception_fails_the_request_and_not_the_worker(
+    message: str, name: str, code: ErrorCode, framework: Framework
+) -> None:
+    framework.answers.table[message] = raising(framework, name)
+    work = lambda: binding_module.compile_package(BUNDLE) if message == COMPILE else handle().run(feeds())  # noqa: E731
+    refused = refusal(work)
+    assert refused.code is code and f"{name} - out of sorts" in refused.msg
+
+
 @pytest.mark.parametrize(
     ("message", "answer", "part"),
     [
-        ("-[MLModel predictionFromFeatures:error:]", "objc.error", "NSInvalidArgumentException"),
-        ("+[MLModel modelWithContentsOfURL:configuration:error:]", "objc.error", "NSInvalidArgumentException"),
-        ("+[MLModel compileModelAtURL:error:]", "objc.error", "NSInvalidArgumentException"),
-        ("-[MLMultiArray dataPointer]", lambda made: short(), "bytes of 16"),
-        ("-[MLMultiArray getBytesWithHandler:]", lambda made, handler: None, "0 bytes"),
-        ("-[MLMultiArray getBytesWithHandler:]", lambda made, handler: handler(b"12", 2), "2 bytes"),
-        ("-[MLMultiArray getBytesWithHandler:]", lambda made, handler: handler(bytes(9999), 9999), None),
+        (POINTER, lambda made: short(), "bytes of 16"),
+        (BYTES, lambda made, handler: None, "0 bytes"),
+        (BYTES, lambda made, handler: handler(b"12", 2), "2 bytes"),
         ("-[MLMultiArray dataType]", lambda made: 65600, "65600"),
     ],
-    ids=[
-        "exception",
-        "exception at load",
-        "exception at compile",
-        "half a buffer",
-        "never",
-        "short",
-        "more",
-        "float64",
-    ],
+    ids=["half a buffer", "never", "short", "float64"],
 )
-def test_what_the_bridge_raises_fails_the_request_and_not_the_worker(
-    message: str, answer: Any, part: str | None, framework: Framework
+def test_an_array_that_is_not_as_promised_fails_the_request_and_not_the_worker(
+    message: str, answer: Any, part: str, framework: Framework
 ) -> None:
-    def exception(*given: Any) -> Any:
-        raise sys.modules["objc"].error("NSInvalidArgumentException - no such thing")
+    framework.answers.table[message] = answer
+    refused = refusal(lambda: handle().run(feeds()))
+    assert refused.code is ErrorCode.INFERENCE_FAILED and part in refused.msg
 
-    framework.answers.table[message] = exception if answer == "objc.error" else answer
 
-    def work() -> Any:
-        if "compile" in message:
-            return binding_module.compile_package(BUNDLE)
-        return handle().run(feeds())
+def test_a_buffer_may_be_longer_than_the_array(framework: Framework) -> None:
+    framework.answers.table[BYTES] = lambda made, handler: handler(bytes(9999), 9999)
+    assert handle().run(feeds())["last_hidden_state"].shape == (1, 4, 8)
 
-    if part is None:
-        assert work()["last_hidden_state"].shape == (1, 4, 8)
-    else:
-        refused = refusal(work)
-        assert refused.code is ErrorCode.INFERENCE_FAILED and part in refused.msg
+
+def test_a_bug_of_ours_is_not_taken_for_the_bridge_s(framework: Framework) -> None:
+    with pytest.raises(ValueError, match="broadcast"):
+        one = handle()
+        one.run(feeds())
+        one.run({"input_ids": np.zeros((1, 9), np.int32)})
 
 
 def short() -> Any:

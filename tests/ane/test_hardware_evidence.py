@@ -10,20 +10,21 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from engines.ane.compute_plan import Device, Function, Operation, PlanView
+from engines.ane.model import AneModel
 from engines.bundle import preparation
 from engines.bundle.checkpoint import Checkpoint
 from engines.protocol.errors import EngineError, ErrorCode
 from tests.ane.coreml_answers import MilFunction, Op
-from tests.ane.coreml_standin import Framework
+from tests.ane.coreml_standin import FLOOR, NEWEST, Framework
 from tests.hardware import ane_evidence, coreml_calls, test_mac_cpu
 from tests.hardware import test_ane as hardware
 from tests.support.ane_bundle import packed, shape, write_bundle
@@ -49,15 +50,14 @@ def place(op: Op, units: int) -> str:
 
 @pytest.fixture(scope="module")
 def mac(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework]:
-    """A stand-in for a Mac: framework, floor and OS build; a CPU that is slower than its Neural Engine."""
+    """A stand-in for a Mac: framework, floor and OS build."""
     patch = pytest.MonkeyPatch()
     made = Framework(functools.cache(MilFunction), place).install(patch)
     made.scratch = tmp_path_factory.mktemp("compiled")
-    made.predicted = lambda units: None if units else time.sleep(0.05)
     cache = tmp_path_factory.mktemp("cache")
     patch.setattr("engines.ane.coreml.floor", lambda: "ok")
     for module in ("engines.ane.coreml", "tests.hardware.test_mac_cpu"):
-        patch.setattr(f"{module}.mac_version", lambda: "26.5")
+        patch.setattr(f"{module}.mac_version", lambda: "{}.{}".format(*made.os))
     patch.setattr("engines.ane.coreml.os_build", lambda: "25F1")
     patch.setattr(preparation, "default_cache", lambda: cache)
     patch.setattr(hardware, "PREDICTIONS", 3)
@@ -79,7 +79,15 @@ def sizes(mac: Framework) -> Iterator[None]:
     for key, value in {"BUCKETS": (16, 32, 64), "WIDTHS": (32, 64), "NAMES": names, "READMISSIONS": 2}.items():
         patch.setattr(hardware, key, value)
     patch.setattr(hardware, "sysctl", lambda name: "toy")
-    patch.setattr(hardware, "timed", functools.partial(hardware.timed, repeats=1))
+    used: list[int] = []
+
+    def timed(work: Callable[[], Any]) -> float:
+        """Run once; the CPU alone is said to take four times as long, whatever this machine is busy with."""
+        work()
+        return 20.0 if used[-1] == 0 else 5.0
+
+    mac.predicted = used.append
+    patch.setattr(hardware, "timed", timed)
     patch.setitem(ane_evidence.THRESHOLDS, "gil_gap_s", 600.0)
     patch.setattr(ane_evidence, "PREDICTIONS", 3)
     patch.setattr(ane_evidence, "READMISSIONS", 2)
@@ -166,20 +174,47 @@ def test_one_operation_on_the_cpu_fails_the_placement_tests_alone(
 MAC_CPU = [name for name in dir(test_mac_cpu) if name.startswith("test_")]
 
 
-@pytest.fixture(scope="module")
-def toy(mac: Framework, tmp_path_factory: pytest.TempPathFactory) -> test_mac_cpu.Subject:
-    return test_mac_cpu.build(tmp_path_factory.mktemp("mac-cpu"))
+@pytest.fixture(scope="module", params=[FLOOR, NEWEST], ids=["macos14", "newest"])
+def toy(
+    request: pytest.FixtureRequest, mac: Framework, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[test_mac_cpu.Subject]:
+    """The run's toy on the oldest system, whose packages hold one function each, and on the newest."""
+    mac.os = request.param
+    yield test_mac_cpu.build(tmp_path_factory.mktemp("mac-cpu"))
+    mac.os = NEWEST
+
+
+@pytest.fixture
+def toy_model(toy: test_mac_cpu.Subject) -> Iterator[AneModel]:
+    model = test_mac_cpu.load(toy)
+    yield model
+    model.close()
 
 
 @pytest.mark.parametrize("name", MAC_CPU)
-def test_the_run_on_the_cpu_alone_works(name: str, toy: test_mac_cpu.Subject, tmp_path: Path) -> None:
-    model = test_mac_cpu.load(toy)
-    given = {"subject": toy, "model": model, "tmp_path": tmp_path}
+def test_the_run_on_the_cpu_alone_works(
+    name: str, toy: test_mac_cpu.Subject, toy_model: AneModel, tmp_path: Path
+) -> None:
+    given = {"subject": toy, "model": toy_model, "tmp_path": tmp_path}
     test = getattr(test_mac_cpu, name)
-    try:
-        test(**{key: given[key] for key in test.__annotations__ if key != "return"})
-    finally:
-        model.close()
+    test(**{key: given[key] for key in test.__annotations__ if key != "return"})
+
+
+def test_an_exception_of_the_bridge_fails_one_request_and_the_model_serves_on(
+    toy_model: AneModel, mac: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = coreml_calls.rows([3, 9], 1000)
+    before = test_mac_cpu.embed(toy_model, found)
+
+    def exception(*given: Any) -> Any:
+        raise mac.exception("NSInvalidArgumentException")
+
+    with monkeypatch.context() as bent:
+        bent.setitem(mac.answers.table, "-[MLModel predictionFromFeatures:error:]", exception)
+        with pytest.raises(EngineError) as refused:
+            test_mac_cpu.embed(toy_model, found)
+    assert refused.value.code is ErrorCode.INFERENCE_FAILED and "out of sorts" in refused.value.msg
+    assert np.array_equal(test_mac_cpu.embed(toy_model, found), before)
 
 
 def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
