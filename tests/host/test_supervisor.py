@@ -668,7 +668,7 @@ async def test_a_legacy_lane_needs_a_probe(make, tmp_path):
     await serve(lane)
 
 
-@pytest.mark.parametrize("left", ["probe", "recycle"])
+@pytest.mark.parametrize("left", ["probe", "late probe", "recycle"])
 async def test_whoever_leaves_while_a_worker_is_taken_down_leaves_no_worker_and_holds_up_nobody(make, left, tmp_path):
     began = tmp_path / "began"
     script = {
@@ -678,11 +678,16 @@ async def test_whoever_leaves_while_a_worker_is_taken_down_leaves_no_worker_and_
     lane = make(script, config=dataclasses.replace(FAST, shutdown_grace=1.0))
     await lane.load()
     pid = lane.health()["worker_pid"]
-    leaving = asyncio.create_task(lane.probe(embed([1])) if left == "probe" else lane.recycle())
+    late = soon(0.3) if left == "late probe" else None
+    leaving = asyncio.create_task(lane.recycle() if left == "recycle" else lane.probe(embed([1]), deadline=late))
     await until(began.exists)
-    leaving.cancel()
-    await asyncio.wait({leaving})
-    assert leaving.cancelled()
+    if late is not None:
+        with pytest.raises(DeadlineExceeded, match="during probe, before its worker was ready"):
+            await leaving
+    else:
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        assert leaving.cancelled()
     # One that spins here would hold up the loop, and every timeout with it.
     await serve(lane)
     assert lane.health()["generation"] == 2 and lane.health()["worker_pid"] != pid
