@@ -350,7 +350,7 @@ class Host:
 
     @memory.typed
     async def load(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> None:
-        """Start the lane's worker and load the model now, not at the first request; opens a quarantined catalog lane."""
+        """Start the lane's worker and load the model now instead of later; opens a quarantined catalog lane."""
         until = absolute(deadline)
         await self._lanes.serving(self._lanes.find_any(model, lane)).load(deadline=until)
 
