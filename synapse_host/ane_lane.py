@@ -141,18 +141,18 @@ class RungedLane:
             outcome = await self._serve(plan[0].kind, plan[0].tokens, build, deadline, stage)
         else:
             outcome = await self._merged(plan, lengths, payload, build, deadline, stage)
-        if isinstance(request, EmbedBatch):
-            self._prefetch(lengths, packed)
+        if isinstance(request, EmbedBatch) and len(lengths) > 1 and self._costs is not None:
+            self._prefetch(lengths)
         return outcome
 
-    def _prefetch(self, lengths: Sequence[int], resident: set[int]) -> None:
+    def _prefetch(self, lengths: Sequence[int]) -> None:
         """Admit the packed width that rows of these lengths would best have run on, for the next ones like them."""
-        advertised = self.supervisor.advertised or ()
-        if self._costs is None or resident.issuperset(advertised):
-            return
-        for part in parts(lengths, self._ladder, costs=self._costs, widths=advertised):
-            if part.kind == "packed":
-                self._fleet.shell.prefetch(Key(self._lane, "packed", part.tokens))
+        shell, advertised = self._fleet.shell, self.supervisor.advertised or ()
+        possible = [width for width in advertised if shell.guessable(Key(self._lane, "packed", width))]
+        if possible:
+            for part in parts(lengths, self._ladder, costs=self._costs, widths=advertised):
+                if part.kind == "packed" and part.tokens in possible:
+                    shell.prefetch(Key(self._lane, "packed", part.tokens))
 
     async def _merged(
         self,

@@ -358,7 +358,7 @@ class Host:
 
     @memory.typed
     async def load(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> None:
-        """Start the lane's worker and load the model now instead of at the first request; clears quarantine."""
+        """Start the lane's worker and load the model now instead of later; opens a quarantined catalog lane."""
         until = absolute(deadline)
         await self._lanes.serving(self._lanes.find_any(model, lane)).load(deadline=until)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Final
 
 from synapse_host.slots import (
-    GONE,
     Action,
     Admit,
     Evict,
@@ -79,12 +78,14 @@ class Residency:
             self._refuse(ticket, Refusal.NEVER_FITS)
         return ticket.id
 
+    def guessable(self, key: Key) -> bool:
+        """Whether *key* may be admitted for nobody: its worker has room that nobody waits for; a failure is final."""
+        closed = self.workers[key.worker].recovering or key in self._declined or self._slot(key) is not None
+        return not closed and all(t.slot is not None for t in self.tickets.values()) and self._fits(key)
+
     def prefetch(self, key: Key) -> None:
-        """Admit *key* for nobody, if its worker is up and has room that nobody waits for; a failed guess not again."""
-        waiting = any(ticket.slot is None for ticket in self.tickets.values())
-        if waiting or self.workers[key.worker].recovering or key in self._declined:
-            return
-        if self._slot(key) is None and self._fits(key):
+        """Admit a ``guessable`` function for nobody."""
+        if self.guessable(key):
             self._admit(key).background = True
 
     def release(self, ticket: int) -> None:
@@ -96,20 +97,23 @@ class Residency:
             slot = self.slots[found.slot]
             slot.leases -= 1
             self._touch(slot)
-            self._drained(slot.key.worker)
+        self._drained(found.key.worker)
         self._pump()
 
     def compiling(self, ticket: int) -> bool:
         """True while the ticket waits for an admission of its own function (``shape_compiling``)."""
         found = self.tickets.get(ticket)
         slot = self._slot(found.key) if found is not None else None
-        # A spawn or LOAD on the way is no compilation that ADMIT asked for (protocol-v3, 5: deadline_exceeded).
-        return slot is not None and slot.state is State.ADMITTING and not self.workers[slot.key.worker].down
+        # A spawn, a LOAD or a wait for the stream is no compilation (protocol-v3, 5: deadline_exceeded).
+        return slot is not None and slot.state is State.ADMITTING and slot.sent
 
     def wanted(self, slot: int) -> bool:
-        """Whether an admission that wasn't sent yet still is for somebody."""
+        """Whether an admission that is to be sent now still is for somebody; then it counts as sent."""
         found = self.slots.get(slot)
-        return found is not None and (found.background or self._waited_for(found.key))
+        if found is not None and (found.background or self._waited_for(found.key)):
+            found.sent = True
+            return True
+        return False
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
@@ -133,9 +137,8 @@ class Residency:
     def admit_failed(self, slot: int, generation: int, now: float, *, exhausted: bool) -> None:
         """ERR came instead of ADMITTED, or the exchange broke (*exhausted* False).
 
-        ``ane_resources_exhausted``: evict one unleased function of any worker and retry once; without a victim drop the
-        reservation, since the worker holds nothing; a second time, or any other failure, recovers the worker. For
-        nobody nothing is evicted.
+        ``ane_resources_exhausted``: evict one unleased function of any worker and retry once; without a victim, or
+        where nobody waits, drop the reservation; a second time, or any other failure, recovers the worker.
         """
         found = self._current(slot, generation, State.ADMITTING)
         if found is None:
@@ -199,7 +202,7 @@ class Residency:
                 self._refund(slot)
         for ticket in self.tickets.values():
             if ticket.key.worker == worker:
-                ticket.slot = None if ticket.slot is None else GONE
+                ticket.lose()
         self._pump()
 
     def restored(self, worker: str, generation: int) -> None:

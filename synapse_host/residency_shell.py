@@ -117,6 +117,10 @@ class ResidencyShell:
         self.core.release(ticket)
         self._act()
 
+    def guessable(self, key: Key) -> bool:
+        """Whether :meth:`prefetch` would do something."""
+        return not self._closing and self.core.guessable(key)
+
     def prefetch(self, key: Key) -> None:
         """Admit *key* in the background, where there is room for a guess; the next request may find it resident."""
         if not self._closing:

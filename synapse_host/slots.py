@@ -131,6 +131,8 @@ class Slot:
     leases: int = 0
     last_used: int = 0
     retried: bool = False
+    sent: bool = False
+    """Its admission was put on the wire."""
     background: bool = False
     """It was admitted for nobody, in case it will be needed."""
     waits_for: int | None = None
@@ -166,7 +168,7 @@ class Worker:
 
 
 GONE: Final = -1
-"""The slot of a lease whose process is gone; its holder gives back nothing."""
+"""The slot of a lease whose process is gone."""
 
 
 @dataclass(slots=True)
@@ -177,3 +179,7 @@ class Ticket:
     key: Key
     expires: float
     slot: int | None = None
+
+    def lose(self) -> None:
+        """The worker's process is gone: a lease holds nothing any more, who waits goes on waiting."""
+        self.slot = None if self.slot is None else GONE

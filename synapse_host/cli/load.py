@@ -19,7 +19,8 @@ def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
     parser.description = (
         "Start the worker of a model's lane in the running host and load the model, so that the first request doesn't\n"
-        "wait. On a quarantined or refused lane this is the reload that opens it again."
+        "wait. On a quarantined or refused lane this is the reload that opens it again; a lane of kind legacy that is\n"
+        "quarantined needs synapse probe."
     )
     parser.examples("""
         synapse load minilm

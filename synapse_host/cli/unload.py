@@ -13,8 +13,9 @@ from synapse_host.errors import EXIT_OK
 def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
     parser.description = (
-        "Unload a model from its worker in the running host; quarantine and strikes of the lane are forgotten. The\n"
-        "next request loads it again. Refused while requests run."
+        "Unload a model from its worker in the running host; quarantine and strikes of the lane are forgotten, but\n"
+        "for the quarantine of a lane of kind legacy: see synapse probe.\n"
+        "The next request loads it again. Refused while requests run."
     )
     parser.examples("""
         synapse unload minilm

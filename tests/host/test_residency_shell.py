@@ -26,7 +26,6 @@ class HandLane:
         self.log: list[Any] = []
         self.gates: dict[Any, asyncio.Event] = {}
         self.errors: dict[Any, list[Exception]] = {}
-        self.confirms = True
 
     def hold(self, what: Any) -> asyncio.Event:
         self.gates[what] = asyncio.Event()
@@ -51,7 +50,7 @@ class HandLane:
 
     async def stop(self) -> bool:
         await self._do("stop")
-        return self.confirms
+        return True
 
     async def start(self) -> None:
         await self._do("start")
@@ -119,7 +118,7 @@ def test_a_caller_who_left_before_anything_was_sent_is_not_compiled_for() -> Non
         stream = a.hold("stream")
         left, joined = asyncio.ensure_future(use(shell, 256)), asyncio.ensure_future(use(shell, 512))
         await settle()
-        with pytest.raises(ShapeCompiling):
+        with pytest.raises(DeadlineExceeded):
             await use(shell, 1024, deadline=asyncio.get_running_loop().time() + 0.02)
         other = asyncio.ensure_future(use(shell, 512))
         left.cancel()
@@ -163,6 +162,7 @@ def test_a_bug_of_ours_ends_what_waits_for_it(what: Any, caplog: pytest.LogCaptu
             await settle()
             with pytest.raises(EngineCrashed, match="shut"):
                 await use(shell, 128)
+            assert charged(shell.core)[0] == 4, "a process that may live may hold them all"
             return
         assert not a.errors[what], "it was met"
         await asyncio.wait_for(use(shell, 256), 5)
@@ -269,19 +269,6 @@ def test_typed_resource_error_has_the_public_retry_delay_and_evicts_once() -> No
     run(body)
 
 
-def test_an_unconfirmed_exit_keeps_the_lane_shut_and_charged() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
-        await use(shell, 256)
-        a.confirms = False
-        shell.fault("a", shell.generation("a"))
-        await settle()
-        with pytest.raises(EngineCrashed):
-            await use(shell, 128)
-        assert a.log[-1] == "stop" and charged(shell.core)[0] == 2
-
-    run(body)
-
-
 def test_while_the_host_stops_who_waits_and_who_comes_is_told_so() -> None:
     async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
         a.hold(("admit", 256))
@@ -293,20 +280,5 @@ def test_while_the_host_stops_who_waits_and_who_comes_is_told_so() -> None:
                 await late
             assert caught.value.details["reason"] == "stopping"
         await closing
-
-    run(body)
-
-
-def test_eight_concurrent_two_rung_requests_complete_within_the_budget() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
-        async def request(n: int) -> None:
-            for tokens in (256 + 256 * (n % 2), 1024 * (1 + n % 3)):  # ascending, one lease at a time
-                lease = await shell.lease(key(tokens, "ab"[n % 2]))
-                slots, executables, _ = charged(shell.core)
-                assert slots <= 8 and executables <= 100
-                await asyncio.sleep(0)
-                lease.release()
-
-        await asyncio.gather(*(request(n) for n in range(8)))
 
     run(body)

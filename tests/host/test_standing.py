@@ -14,8 +14,8 @@ from synapse_host.standing import Standing
 from tests.host.conftest import embed, lane
 
 
-def standing(kind: str = "catalog") -> Standing:
-    return Standing(lane(kind=kind), cool_down=600.0)
+def standing(kind: str = "catalog", lane_id: str = "toy") -> Standing:
+    return Standing(lane(kind=kind, lane_id=lane_id), cool_down=600.0)
 
 
 def death(generation: int, **changes) -> Death:
@@ -46,21 +46,22 @@ async def test_a_strike_tells_its_caller_everything():
     assert idle.details["fingerprint"] is None
 
 
-@pytest.mark.parametrize("ids", [(1, 1), (1, 2)])
-async def test_a_quarantine_says_why_for_how_long_where_to_look_and_what_clears_it(ids):
-    one = standing()
+@pytest.mark.parametrize(("ids", "lane_id", "matrix_lane"), [((1, 1), "toy", "toy"), ((1, 2), "embed:m", "embed")])
+async def test_a_quarantine_says_why_for_how_long_where_to_look_and_what_clears_it(ids, lane_id, matrix_lane):
+    one = standing(lane_id=lane_id)
     shut(one, ids=ids)
     with pytest.raises(EngineCrashed) as caught:
         one.admit()
     message = caught.value.message
-    assert message.startswith("lane toy is quarantined for another 600 s: its worker died twice in a row")
+    assert message.startswith(f"lane {lane_id} is quarantined for another 600 s: its worker died twice in a row")
     assert "it ended (SIGABRT)" in message
     # Each reader is told what can be done from where he is; a command that ends with its own host has nothing to clear.
-    assert message.endswith("Clear it: await host.unload('m', lane='toy').")
-    assert caught.value.said("operator").endswith("See: synapse logs toy. Clear it: synapse unload m --lane toy.")
+    assert message.endswith(f"Clear it: await host.unload('m', lane='{lane_id}').")
+    told = f"See: synapse logs {lane_id}. Clear it: synapse unload m --lane {matrix_lane}."
+    assert caught.value.said("operator").endswith(told)
     assert caught.value.said("command").endswith(").")
     assert ("; the same input both times, fingerprint " in message) is (ids[0] == ids[1])
-    assert caught.value.details == {"lane_id": "toy", "quarantined": True}
+    assert caught.value.details == {"lane_id": lane_id, "quarantined": True}
 
 
 async def test_a_legacy_lane_names_its_only_ways_out():
@@ -71,7 +72,7 @@ async def test_a_legacy_lane_names_its_only_ways_out():
         with pytest.raises(ProbeRequired, match=r"until it is probed or a new host starts") as caught:
             one.admit()
         assert "await host.probe('toy')" in caught.value.message
-        assert caught.value.said("operator").endswith("See: synapse logs toy.")
+        assert caught.value.said("operator").endswith("See: synapse logs toy. Clear it: synapse probe toy.")
     one.admit(probing=True)
     one.quarantine.probed()
     one.admit()
