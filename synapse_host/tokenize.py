@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from msgspec import UNSET
 
 from engines.bundle.digest import same
-from engines.bundle.manifest import Bundle, open_plain
+from engines.bundle.manifest import Bundle
+from synapse_host import tokenizer_file
 from synapse_host.admission import too_long
 from synapse_host.errors import BundleInvalid, InvalidRequest
-from synapse_host.tokenizer_file import MAX_IDS, sanitized
+from synapse_host.tokenizer_file import MAX_IDS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int32]
 
 T = TypeVar("T")
-
-MAX_TOKENIZER_BYTES: Final = 64 * 1024 * 1024
-"""The largest published file (Gemma 3) has 33 MB."""
 
 # What the tokenizer makes of a text takes up to 250 bytes a character while it runs. So a text is read in growing
 # pieces from its start, until it has too many tokens or is read whole, and all threads together stay in one budget.
@@ -413,14 +411,13 @@ def _read(path: Path, digest: str, model: str) -> bytes:
     The digest comes first: another vocabulary would give wrong vectors without any error.
     """
     try:
-        with open_plain(path) as file:
-            data = file.read(MAX_TOKENIZER_BYTES + 1)
+        data = tokenizer_file.read(path)
     except OSError as exc:
         raise BundleInvalid(
             f"bundle {model}: {path.name} can't be read as a tokenizer: {exc.strerror or exc}. Rebuild the bundle"
         ) from exc
-    if len(data) > MAX_TOKENIZER_BYTES:
-        raise BundleInvalid(f"bundle {model}: {path.name} has more than {MAX_TOKENIZER_BYTES} bytes")
+    except ValueError as exc:
+        raise BundleInvalid(f"bundle {model}: {path.name} can't be read as a tokenizer: {exc}") from exc
     actual = hashlib.sha256(data).hexdigest()
     if not same(digest, actual):
         raise BundleInvalid(
@@ -429,7 +426,7 @@ def _read(path: Path, digest: str, model: str) -> bytes:
             details={"file": str(path), "expected": digest, "observed": f"sha256:{actual}"},
         )
     try:
-        return sanitized(data)
+        return tokenizer_file.sanitized(data)
     except ValueError as exc:
         raise BundleInvalid(
             f"bundle {model}: {path.name} can't be read as a tokenizer: {exc}. Rebuild the bundle"

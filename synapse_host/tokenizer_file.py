@@ -11,13 +11,17 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from engines.bundle.manifest import open_plain
 from synapse_host import split_pattern
 
+MAX_BYTES: Final = 64 * 1024 * 1024
+"""The largest published file (Gemma 3) has 33 MB."""
 MAX_IDS: Final = 2**20
 """Ids are below this; the largest published vocabularies have 262,144."""
 MAX_PIECE: Final = 1024
@@ -367,6 +371,15 @@ class _Kind(Struct):
     merges: Raw | UnsetType = UNSET
     continuing_subword_prefix: Raw | UnsetType = UNSET
     unk_id: Raw | UnsetType = UNSET
+
+
+def read(path: Path) -> bytes:
+    """Return a file's bytes. Raises OSError for one that is no plain file, ValueError for one that is too large."""
+    with open_plain(path) as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"more than {MAX_BYTES} bytes")
+    return data
 
 
 def sanitized(data: bytes) -> bytes:

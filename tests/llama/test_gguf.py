@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import time
@@ -139,7 +140,21 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "five dimensions": (head([ARCHITECTURE], [tensor("t", (1, 1, 1, 1, 1))]), "dimensions"),
     "zero rows": (head([ARCHITECTURE], [tensor("t", (4, 0))]), "shape"),
     "overflowing shape": (head([ARCHITECTURE], [tensor("t", (2**40, 2**40))]), "shape"),
-    "tensor type": (head([ARCHITECTURE], [tensor("t", (4,), kind=99)]), "unknown type 99"),
+    "tensor type": (head([ARCHITECTURE], [tensor("t", (4,), kind=99)]), "the type 99"),
+    **{
+        f"weights in {name}": (head([ARCHITECTURE], [tensor("t", (4,), kind=kind)]) + bytes(64), f"the type {kind}")
+        for kind, name in ((24, "i8"), (25, "i16"), (26, "i32"), (27, "i64"), (28, "f64"))
+    },
+    **{
+        f"{key} {value}": (head([ARCHITECTURE, pair(f"bert.{key}", F32, struct.pack("<f", value))], []), key)
+        for key, value in (
+            ("attention.layer_norm_epsilon", math.nan),
+            ("attention.layer_norm_epsilon", -1e-5),
+            ("attention.layer_norm_rms_epsilon", math.inf),
+            ("rope.freq_base", math.nan),
+            ("rope.freq_base", -math.inf),
+        )
+    },
     "half a block": (head([ARCHITECTURE], [tensor("t", (33,), kind=8)]), "block"),
     "offset": (head([ARCHITECTURE], [tensor("t", (4,), offset=8)]), "multiple"),
     "beyond the end": (head([ARCHITECTURE], [tensor("t", (4096,))]), "truncated"),
