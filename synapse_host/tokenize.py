@@ -202,13 +202,20 @@ class TextTokenizer:
     def template(self, text: str) -> list[int]:
         """Return the ids of text that a chat template wrote: here ``<|im_start|>`` means the special token.
 
-        Of a text with more than ``max_tokens`` not all of them, but more than that.
+        Of a text with more than ``max_tokens`` not all of them, but more than that. SequenceTooLong where that can't be
+        known, since too much of the text was left unread.
         """
-        return self._ids(self._special, text, self.max_tokens)[0]
+        return self._many(self._special, text)
 
     def literal(self, text: str) -> list[int]:
-        """Return the ids of text that a person wrote, without special tokens; of too long a text not all of them."""
-        return self._ids(self._plain, text, self.max_tokens)[0]
+        """Return the ids of text that a person wrote, without special tokens; else as :meth:`template`."""
+        return self._many(self._plain, text)
+
+    def _many(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        ids, whole = self._ids(tokenizer, text, self.max_tokens)
+        if not whole and len(ids) <= self.max_tokens:
+            raise too_long(0, self.max_tokens + 1, self.max_tokens, model=self.model, noun="prompt", at_least=True)
+        return ids
 
     def mentions_special(self, text: str) -> bool:
         """True when reading the text's special-token literals as tokens would change its ids."""
@@ -313,11 +320,11 @@ class TextTokenizer:
 
     def _query(self, query: str, special: int) -> list[int]:
         """Return a query's ids, which leave room for a document."""
-        ids, _ = next(self._encode([query], "query", 0, self.max_tokens))
-        if len(ids) + special >= self.max_tokens:
+        ids, whole = next(self._encode([query], "query", 0, self.max_tokens))
+        if not whole or len(ids) + special >= self.max_tokens:
             raise InvalidRequest(
-                f"the query has {len(ids)} tokens and leaves no room for a document: {self.model} takes "
-                f"{self.max_tokens} for both. Shorten it",
+                f"the query has {'' if whole else 'at least '}{len(ids)} tokens and leaves no room for a document: "
+                f"{self.model} takes {self.max_tokens} for both. Shorten it",
                 details={"tokens": len(ids), "max_tokens": self.max_tokens},
             )
         return ids

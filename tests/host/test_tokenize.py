@@ -292,6 +292,17 @@ def test_a_text_that_can_t_fit_is_refused_unread(tmp_path: Path) -> None:
     assert tokenizer.rows(["a" + " " * tokenizer.max_characters + "b"], truncate=True).truncated == [0]
 
 
+def test_a_prompt_or_a_query_is_never_cut_in_silence(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path, task="rerank"))
+    thin = "a" + " " * tokenizer.max_characters + "b"  # of two tokens, of which one is read
+    for encode in (tokenizer.template, tokenizer.literal):
+        with pytest.raises(SequenceTooLong, match=r"^the prompt has at least 17 tokens"):
+            encode(thin)
+        assert len(encode("a " * 20_000)) > 16
+    with pytest.raises(InvalidRequest, match="the query has at least 1 tokens and leaves no room"):
+        tokenizer.pairs(thin, ["a"])
+
+
 def test_tokenisation_of_all_threads_stays_in_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("synapse_host.tokenize.BUDGET_CHARACTERS", 50_000)
     tokenizer = TextTokenizer(bundle(tmp_path, max_tokens=40_000))
