@@ -26,6 +26,8 @@ MAX_IDS: Final = 2**20
 """Ids are below this; the largest published vocabularies have 262,144."""
 MAX_PIECE: Final = 1024
 """Characters of one token; the longest known are runs of 200 to 600 spaces or dashes."""
+MAX_UNIGRAM_PIECE: Final = 128
+"""The same for Unigram, which tries every length at every character; SentencePiece makes them of 16."""
 MAX_WORD: Final = 256
 """Characters of a word that WordPiece looks up piece by piece, in time that grows with their square; BERT has 100."""
 MAX_PARTS: Final = 16
@@ -307,7 +309,7 @@ class BPE(Part, tag=True):
 class Unigram(Part, tag=True):
     """SentencePiece's unigram model."""
 
-    vocab: list[tuple[Piece, float]]
+    vocab: list[tuple[Annotated[str, Meta(max_length=MAX_UNIGRAM_PIECE)], float]]
     unk_id: Id
     byte_fallback: bool = False
 
