@@ -28,9 +28,9 @@ from synapse_host.matrix import HardwareMatrix
 from synapse_host.matrix import load as load_matrix
 from synapse_host.parts import whole
 from synapse_host.results import EmbedResult, Generation, RerankResult
+from synapse_host.rows import Frame, Rows, compose_ids, special_frame
 from synapse_host.sync import SyncHost
 from synapse_host.template import Renderer
-from synapse_host.tokenize import Frame, Rows, compose_ids, special_frame
 
 if TYPE_CHECKING:
     from synapse_host.parts import FloatArray, IntArray

@@ -12,9 +12,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -25,7 +23,8 @@ from engines.bundle.manifest import Bundle
 from synapse_host import tokenizer_file
 from synapse_host.admission import too_long
 from synapse_host.errors import BundleInvalid, InvalidRequest
-from synapse_host.tokenizer_file import MAX_IDS
+from synapse_host.rows import Frame, Rows, flatten, joined, pair_frame, single_frame
+from synapse_host.tokenizer_schema import MAX_IDS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,27 +64,6 @@ _JUDGE_PREFIX: Final = (
 )
 _JUDGE_SUFFIX: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _JUDGE_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Token rows laid end to end: ``ids`` int32 (tokens,), one length per row, indices of rows that were cut."""
-
-    ids: IntArray
-    lengths: list[int]
-    truncated: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """Special ids around a row, and between the two parts of a pair."""
-
-    prefix: tuple[int, ...] = ()
-    middle: tuple[int, ...] = ()
-    suffix: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.prefix) + len(self.middle) + len(self.suffix)
 
 
 class _Budget:
@@ -136,8 +114,8 @@ class TextTokenizer:
         """A longer text can't fit: it is refused, or cut to this, before it is tokenised."""
         special = manifest.special_ids if manifest.special_ids is not UNSET else {}
         self._instructed = manifest.task == "rerank" and manifest.family == "qwen3"
-        self.single = self._run(lambda: _single_frame(self._plain, manifest.family, manifest.task, special))
-        self.pair = self._run(lambda: _pair_frame(self._plain, special)) if manifest.task == "rerank" else Frame()
+        self.single = self._run(lambda: single_frame(self._plain, manifest.family, manifest.task, special))
+        self.pair = self._run(lambda: pair_frame(self._plain, special)) if manifest.task == "rerank" else Frame()
         for frame in (self.single, self.pair):
             self._check_frame(frame)
         if self._instructed:
@@ -363,7 +341,7 @@ class TextTokenizer:
                 # In steps: joining and freeing a million rows at once would hold up every other thread.
                 blocks.append(flatten(rows))
                 rows = []
-        return Rows(_joined([*blocks, flatten(rows)]), lengths, truncated)
+        return Rows(joined([*blocks, flatten(rows)]), lengths, truncated)
 
     def _check_characters(self, texts: Sequence[str], noun: str, offset: int) -> None:
         """Raise SequenceTooLong for a text that can't fit, however long its tokens are."""
@@ -383,14 +361,6 @@ def _no_tokens(noun: str, index: int) -> InvalidRequest:
     )
 
 
-def flatten(rows: Sequence[Sequence[int]]) -> IntArray:
-    """Return the rows end to end as int32 (tokens,)."""
-    import numpy as np
-
-    total = sum(map(len, rows))
-    return np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=total)
-
-
 def _batches(texts: Sequence[str], longest: int) -> Iterator[list[str]]:
     """Yield the texts in lists of at most BATCH_TEXTS and BATCH_CHARACTERS; one longer than *longest* goes alone."""
     batch: list[str] = []
@@ -404,12 +374,6 @@ def _batches(texts: Sequence[str], longest: int) -> Iterator[list[str]]:
         characters = characters + len(text) if len(text) <= longest else BATCH_CHARACTERS
     if batch:
         yield batch
-
-
-def _joined(blocks: list[IntArray]) -> IntArray:
-    import numpy as np
-
-    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
 def _read(path: Path, digest: str, model: str) -> bytes:
@@ -449,69 +413,3 @@ def _open(data: bytes, name: str, model: str) -> Tokenizer:
         raise BundleInvalid(f"bundle {model}: {name} can't be read as a tokenizer: {exc}. Rebuild the bundle") from exc
     tokenizer.encode_special_tokens = True
     return tokenizer
-
-
-def _single_frame(tokenizer: Tokenizer, family: str, task: str, special: dict[str, int]) -> Frame:
-    frame = _observed(tokenizer, ["a"])
-    if len(frame):
-        return frame
-    # A tokenizer file without a post-processor: the family says what its models were trained with.
-    if family in ("bert", "modernbert") and {"cls", "sep"} <= special.keys():
-        return Frame(prefix=(special["cls"],), suffix=(special["sep"],))
-    if family == "qwen3" and task == "embed" and "eos" in special:
-        # Last-token pooling reads the end-of-text token.
-        return Frame(suffix=(special["eos"],))
-    return Frame()
-
-
-def _pair_frame(tokenizer: Tokenizer, special: dict[str, int]) -> Frame:
-    frame = _observed(tokenizer, ["a", "b"])
-    if frame.middle:
-        return frame
-    if {"cls", "sep"} <= special.keys():
-        return Frame((special["cls"],), (special["sep"],), (special["sep"],))
-    return frame
-
-
-def _observed(tokenizer: Tokenizer, parts: list[str]) -> Frame:
-    """Read the special ids off an encoding of one or two short texts."""
-    encoding = tokenizer.encode(parts[0], parts[1] if len(parts) == 2 else None, add_special_tokens=True)
-    ids, mask, owners = encoding.ids, encoding.special_tokens_mask, encoding.sequence_ids
-    real = [i for i, is_special in enumerate(mask) if not is_special]
-    if not real:
-        return Frame()
-    middle: tuple[int, ...] = ()
-    if len(parts) == 2:
-        first = max((i for i in real if owners[i] == 0), default=real[0])
-        second = min((i for i in real if owners[i] == 1), default=real[-1])
-        middle = tuple(ids[first + 1 : second])
-    return Frame(tuple(ids[: real[0]]), middle, tuple(ids[real[-1] + 1 :]))
-
-
-def special_frame(bundle: Bundle) -> Frame:
-    """Return the special ids of a pair by the manifest, for a bundle without a tokenizer; InvalidRequest."""
-    special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
-    if not {"cls", "sep"} <= special.keys():
-        raise InvalidRequest(
-            f"bundle {bundle.manifest.model_id} has neither a tokenizer nor special_ids cls and sep: "
-            "pairs can't be composed"
-        )
-    return Frame((special["cls"],), (special["sep"],), (special["sep"],))
-
-
-def compose_ids(frame: Frame, query: IntArray, candidates: Rows) -> Rows:
-    """Return composed rows for an owned rerank worker from bare segments of ids."""
-    import numpy as np
-
-    head = np.array([*frame.prefix, *query.tolist(), *frame.middle], np.int32)
-    tail = np.array(frame.suffix, np.int32)
-    lengths = np.array(candidates.lengths, np.int64) + (len(head) + len(tail))
-    ends = np.cumsum(lengths)
-    ids = np.empty(int(ends[-1]) if len(ends) else 0, np.int32)
-    bare = np.ones(len(ids), bool)
-    for part, first in ((head, ends - lengths), (tail, ends - len(tail))):
-        for place, id in enumerate(part):
-            ids[first + place] = id
-            bare[first + place] = False
-    ids[bare] = candidates.ids
-    return Rows(ids, lengths.tolist(), [])

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from engines.bundle.manifest import Bundle, FileRef, read
 from synapse_host.errors import BundleInvalid, InvalidRequest, SequenceTooLong
-from synapse_host.tokenize import Rows, TextTokenizer, compose_ids, special_frame
+from synapse_host.rows import Rows, compose_ids, special_frame
+from synapse_host.tokenize import TextTokenizer
 from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle
 
 A, B, C, QUERY = (WORDS.index(word) for word in ("a", "b", "c", "query"))
