@@ -117,9 +117,15 @@ def compose_ids(frame: Frame, query: IntArray, candidates: Rows) -> Rows:
     ends = np.cumsum(lengths)
     ids = np.empty(int(ends[-1]) if len(ends) else 0, np.int32)
     bare = np.ones(len(ids), bool)
-    for part, first in ((head, ends - lengths), (tail, ends - len(tail))):
-        for place, id in enumerate(part):
-            ids[first + place] = id
-            bare[first + place] = False
+    for part, starts in ((head, ends - lengths), (tail, ends - len(tail))):
+        # One step for each place of the part or for each row, whichever are fewer.
+        if len(part) < len(starts):
+            for place, id in enumerate(part):
+                ids[starts + place] = id
+                bare[starts + place] = False
+        else:
+            for start in starts.tolist():
+                ids[start : start + len(part)] = part
+                bare[start : start + len(part)] = False
     ids[bare] = candidates.ids
     return Rows(ids, lengths.tolist(), [])

@@ -224,6 +224,8 @@ def test_pairs_from_ids_without_a_tokenizer(tmp_path: Path) -> None:
     found = bundle(tmp_path, task="rerank", tokenizer=False, special_ids={"cls": 101, "sep": 102})
     rows = compose_ids(special_frame(found), query, Rows(np.array([8, 9, 9], np.int32), [1, 2], []))
     assert rows_of(rows.ids, rows.lengths) == [[101, 7, 102, 8, 102], [101, 7, 102, 9, 9, 102]]
+    few = compose_ids(special_frame(found), np.array([7, 6], np.int32), Rows(np.array([8] * 9, np.int32), [1] * 9, []))
+    assert rows_of(few.ids, few.lengths) == [[101, 7, 6, 102, 8, 102]] * 9
     bare = bundle(tmp_path / "x", task="rerank", tokenizer=False)
     with pytest.raises(InvalidRequest, match="pairs can't be composed"):
         special_frame(bare)
