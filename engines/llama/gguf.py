@@ -47,6 +47,8 @@ BLOCKS: Final[Mapping[int, tuple[int, int]]] = {
 }  # fmt: skip
 """ggml tensor type -> (elements in a block, bytes of a block). Types that hold weights: in integers (24 to 27) and
 doubles (28) no model is stored, and llama.cpp aborts where it computes with them (seen with 0.3.36)."""
+ROTATED_WHOLE: Final = ("llama", "qwen2", "qwen3")
+"""Architectures that rotate whole heads; others may rotate a part."""
 F32: Final = 0
 F16: Final = 1
 
@@ -361,6 +363,9 @@ def _tensor(cursor: _Cursor, index: int, alignment: int) -> TensorInfo:
     block = BLOCKS.get(kind)
     if block is None:
         refuse(f"{what} has the type {kind}, in which no weights are stored")
+    if dimensions == 1 and kind != F32:
+        # Norms and biases: converters leave them in float32, and llama.cpp adds and multiplies by nothing else.
+        refuse(f"{what} is a vector of the type {kind}, vectors are stored in float32")
     if shape[0] % block[0]:
         refuse(f"{what} has rows of {shape[0]} elements, not a multiple of its block of {block[0]}")
     offset = cursor.u64(what)
@@ -377,10 +382,21 @@ def _check_sizes(header: Header) -> None:
     for key, value in header.metadata.items():
         if isinstance(value, float) and not (math.isfinite(value) and (value >= 0 or not key.endswith("epsilon"))):
             refuse(f"{key} is {value}")
+    _check_rotation(header)
     for key, limit in (("block_count", MAX_LAYERS), ("context_length", 2**31 - 1)):
         name = f"{header.architecture}.{key}"
         if name in header.metadata and not 1 <= (header.integer(key, scoped=True) or 0) <= limit:
             refuse(f"{name} is {header.metadata[name]!r}, 1 to {limit} are accepted")
+
+
+def _check_rotation(header: Header) -> None:
+    """Refuse rotary embeddings of another width than an attention head, where llama.cpp asserts that they are one."""
+    rotated, heads = (header.integer(key, scoped=True) for key in ("rope.dimension_count", "attention.head_count"))
+    width = header.integer("attention.key_length", scoped=True)
+    if width is None and heads:
+        width = (header.integer("embedding_length", scoped=True) or 0) // heads
+    if header.architecture in ROTATED_WHOLE and rotated is not None and width and rotated != width:
+        refuse(f"{header.architecture}.rope.dimension_count is {rotated}, a head has {width} numbers")
 
 
 def _check_split(header: Header) -> None:
