@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from synapse_host import admission
 from synapse_host.errors import InvalidRequest
-from synapse_host.tokenize import Rows
+from synapse_host.rows import Rows
 
 if TYPE_CHECKING:
     from synapse_host.assignment import Assignment

@@ -24,7 +24,7 @@ from engines.bundle.checkpoint import Checkpoint, plain_numbers
 from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Manifest
 from engines.bundle.materialize import sweep
 from engines.bundle.package import profile_of
-from synapse_host import interpreter, places
+from synapse_host import interpreter, places, tokenizer_file
 from synapse_host.errors import BundleInvalid, InvalidRequest, of_os
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -142,6 +142,7 @@ def build(
     try:
         checkpoint = Checkpoint.open(checkpoint_folder.absolute(), task=task)  # type: ignore[arg-type]
         known = facts.of_checkpoint(checkpoint)
+        _check_tokenizer(checkpoint_folder / TOKENIZER)
         with staging(out) as folder:
             artifacts: list[Artifact] = []
             pooling = (overrides or {}).get("pooling")
@@ -300,6 +301,15 @@ def _coreml(out: Path, result: dict[str, Any]) -> Artifact:
         functions=[manifest.Function(**item) for item in result["functions"]],
         files=tree.files,
     )
+
+
+def _check_tokenizer(file: Path) -> None:
+    """Refuse now what a host would refuse at the first text."""
+    if file.exists():
+        try:
+            tokenizer_file.sanitized(tokenizer_file.read(file))
+        except ValueError as exc:
+            raise BundleInvalid(f"{file} can't be read as a tokenizer: {exc}") from exc
 
 
 def verify(bundle: Bundle, progress: Progress = silent) -> list[str]:

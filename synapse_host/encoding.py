@@ -11,7 +11,8 @@ from engines.bundle.manifest import Bundle
 from synapse_host.arguments import check_source
 from synapse_host.background import beside
 from synapse_host.errors import DeadlineExceeded
-from synapse_host.tokenize import FREE_CHARACTERS, Rows, TextTokenizer
+from synapse_host.rows import Rows
+from synapse_host.tokenize import FREE_CHARACTERS, TextTokenizer
 
 CHUNK: Final = 1024
 """Texts tokenised at once; with the next chunk's ids and the current one's vectors that bounds the host's memory."""

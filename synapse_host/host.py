@@ -18,18 +18,19 @@ from engines.bundle.manifest import Bundle
 from synapse_host import admission, embedding, encoding, generation, hardware, memory, reranking
 from synapse_host.arguments import absolute, check_rows, check_texts, id_rows
 from synapse_host.assignment import Assignment
+from synapse_host.background import beside
 from synapse_host.bundles import open_bundles, open_installed
 from synapse_host.config import HostConfig
-from synapse_host.errors import InvalidRequest
+from synapse_host.errors import InvalidRequest, QueueFull
 from synapse_host.lanes import Lanes
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.matrix import HardwareMatrix
 from synapse_host.matrix import load as load_matrix
 from synapse_host.parts import whole
 from synapse_host.results import EmbedResult, Generation, RerankResult
+from synapse_host.rows import Frame, Rows, compose_ids, special_frame
 from synapse_host.sync import SyncHost
 from synapse_host.template import Renderer
-from synapse_host.tokenize import Frame, Rows, compose_ids, special_frame
 
 if TYPE_CHECKING:
     from synapse_host.parts import FloatArray, IntArray
@@ -120,6 +121,16 @@ class Host:
         try:
             await self._lanes.aclose(drain=drain)
         finally:
+            await self._end_renderer()
+
+    async def _end_renderer(self) -> None:
+        """End the process of the chat templates, beside the loop: it is reaped, and a template may be in the middle."""
+        if self._renderer.started:
+            try:
+                await beside(self._renderer.close)
+            except QueueFull:  # no thread for it: at the interpreter's end there is none
+                self._renderer.close()
+        else:
             self._renderer.close()
 
     # --- embeddings --------------------------------------------------------------------------------------------------

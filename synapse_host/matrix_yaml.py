@@ -148,8 +148,10 @@ def _convert(node: yaml.Node, source: Source, path: str, seen: set[int], depth: 
 
 def _check_text(node: yaml.ScalarNode, source: Source, path: str, mark: Mark) -> None:
     # An escape can write half a surrogate pair, which no argument, variable or file name can hold.
-    if any("\ud800" <= char <= "\udfff" for char in str(node.value)):
-        raise source.error(mark, path, "half a surrogate pair is not valid text")
+    try:
+        str(node.value).encode()
+    except UnicodeEncodeError:
+        raise source.error(mark, path, "half a surrogate pair is not valid text") from None
 
 
 def _key(node: yaml.Node, source: Source, path: str, mark: Mark) -> str:

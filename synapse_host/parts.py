@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from synapse_host import admission
-from synapse_host.tokenize import Rows
+from synapse_host.rows import Rows
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from synapse_host.assignment import Assignment
     from synapse_host.lanes import Lanes
     from synapse_host.parts import FloatArray, IntArray
+    from synapse_host.rows import Rows
     from synapse_host.supervisor import Build
-    from synapse_host.tokenize import Rows
 
 
 def request(query: IntArray | None, part: Part) -> Build:

@@ -57,6 +57,11 @@ class Renderer:
         self._closed = False
         self._pid = os.getpid()
 
+    @property
+    def started(self) -> bool:
+        """True while there is a process to end."""
+        return self._child is not None
+
     def render(
         self,
         template: str,

@@ -12,19 +12,19 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec import UNSET
 
 from engines.bundle.digest import same
-from engines.bundle.manifest import Bundle, open_plain
+from engines.bundle.manifest import Bundle
+from synapse_host import tokenizer_file
 from synapse_host.admission import too_long
 from synapse_host.errors import BundleInvalid, InvalidRequest
-from synapse_host.tokenizer_file import MAX_IDS, sanitized
+from synapse_host.rows import Frame, Rows, flatten, joined, pair_frame, single_frame
+from synapse_host.tokenizer_schema import MAX_IDS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int32]
 
 T = TypeVar("T")
-
-MAX_TOKENIZER_BYTES: Final = 64 * 1024 * 1024
-"""The largest published file (Gemma 3) has 33 MB."""
 
 # What the tokenizer makes of a text takes up to 250 bytes a character while it runs. So a text is read in growing
 # pieces from its start, until it has too many tokens or is read whole, and all threads together stay in one budget.
@@ -67,27 +64,6 @@ _JUDGE_PREFIX: Final = (
 )
 _JUDGE_SUFFIX: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _JUDGE_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Token rows laid end to end: ``ids`` int32 (tokens,), one length per row, indices of rows that were cut."""
-
-    ids: IntArray
-    lengths: list[int]
-    truncated: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """Special ids around a row, and between the two parts of a pair."""
-
-    prefix: tuple[int, ...] = ()
-    middle: tuple[int, ...] = ()
-    suffix: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.prefix) + len(self.middle) + len(self.suffix)
 
 
 class _Budget:
@@ -138,8 +114,8 @@ class TextTokenizer:
         """A longer text can't fit: it is refused, or cut to this, before it is tokenised."""
         special = manifest.special_ids if manifest.special_ids is not UNSET else {}
         self._instructed = manifest.task == "rerank" and manifest.family == "qwen3"
-        self.single = self._run(lambda: _single_frame(self._plain, manifest.family, manifest.task, special))
-        self.pair = self._run(lambda: _pair_frame(self._plain, special)) if manifest.task == "rerank" else Frame()
+        self.single = self._run(lambda: single_frame(self._plain, manifest.family, manifest.task, special))
+        self.pair = self._run(lambda: pair_frame(self._plain, special)) if manifest.task == "rerank" else Frame()
         for frame in (self.single, self.pair):
             self._check_frame(frame)
         if self._instructed:
@@ -204,13 +180,20 @@ class TextTokenizer:
     def template(self, text: str) -> list[int]:
         """Return the ids of text that a chat template wrote: here ``<|im_start|>`` means the special token.
 
-        Of a text with more than ``max_tokens`` not all of them, but more than that.
+        Of a text with more than ``max_tokens`` not all of them, but more than that. SequenceTooLong where that can't be
+        known, since too much of the text was left unread.
         """
-        return self._ids(self._special, text, self.max_tokens)[0]
+        return self._many(self._special, text)
 
     def literal(self, text: str) -> list[int]:
-        """Return the ids of text that a person wrote, without special tokens; of too long a text not all of them."""
-        return self._ids(self._plain, text, self.max_tokens)[0]
+        """Return the ids of text that a person wrote, without special tokens; else as :meth:`template`."""
+        return self._many(self._plain, text)
+
+    def _many(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        ids, whole = self._ids(tokenizer, text, self.max_tokens)
+        if not whole and len(ids) <= self.max_tokens:
+            raise too_long(0, self.max_tokens + 1, self.max_tokens, model=self.model, noun="prompt", at_least=True)
+        return ids
 
     def mentions_special(self, text: str) -> bool:
         """True when reading the text's special-token literals as tokens would change its ids."""
@@ -320,11 +303,11 @@ class TextTokenizer:
 
     def _query(self, query: str, special: int) -> list[int]:
         """Return a query's ids, which leave room for a document."""
-        ids, _ = next(self._encode([query], "query", 0, self.max_tokens))
-        if len(ids) + special >= self.max_tokens:
+        ids, whole = next(self._encode([query], "query", 0, self.max_tokens))
+        if not whole or len(ids) + special >= self.max_tokens:
             raise InvalidRequest(
-                f"the query has {len(ids)} tokens and leaves no room for a document: {self.model} takes "
-                f"{self.max_tokens} for both. Shorten it",
+                f"the query has {'' if whole else 'at least '}{len(ids)} tokens and leaves no room for a document: "
+                f"{self.model} takes {self.max_tokens} for both. Shorten it",
                 details={"tokens": len(ids), "max_tokens": self.max_tokens},
             )
         return ids
@@ -363,7 +346,7 @@ class TextTokenizer:
                 # In steps: joining and freeing a million rows at once would hold up every other thread.
                 blocks.append(flatten(rows))
                 rows = []
-        return Rows(_joined([*blocks, flatten(rows)]), lengths, truncated)
+        return Rows(joined([*blocks, flatten(rows)]), lengths, truncated)
 
     def _check_characters(self, texts: Sequence[str], noun: str, offset: int) -> None:
         """Raise SequenceTooLong for a text that can't fit, however long its tokens are."""
@@ -383,14 +366,6 @@ def _no_tokens(noun: str, index: int) -> InvalidRequest:
     )
 
 
-def flatten(rows: Sequence[Sequence[int]]) -> IntArray:
-    """Return the rows end to end as int32 (tokens,)."""
-    import numpy as np
-
-    total = sum(map(len, rows))
-    return np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=total)
-
-
 def _batches(texts: Sequence[str], longest: int) -> Iterator[list[str]]:
     """Yield the texts in lists of at most BATCH_TEXTS and BATCH_CHARACTERS; one longer than *longest* goes alone."""
     batch: list[str] = []
@@ -406,26 +381,19 @@ def _batches(texts: Sequence[str], longest: int) -> Iterator[list[str]]:
         yield batch
 
 
-def _joined(blocks: list[IntArray]) -> IntArray:
-    import numpy as np
-
-    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-
-
 def _read(path: Path, digest: str, model: str) -> bytes:
     """Return a tokenizer file's bytes by their digest, without what isn't accepted.
 
     The digest comes first: another vocabulary would give wrong vectors without any error.
     """
     try:
-        with open_plain(path) as file:
-            data = file.read(MAX_TOKENIZER_BYTES + 1)
+        data = tokenizer_file.read(path)
     except OSError as exc:
         raise BundleInvalid(
             f"bundle {model}: {path.name} can't be read as a tokenizer: {exc.strerror or exc}. Rebuild the bundle"
         ) from exc
-    if len(data) > MAX_TOKENIZER_BYTES:
-        raise BundleInvalid(f"bundle {model}: {path.name} has more than {MAX_TOKENIZER_BYTES} bytes")
+    except ValueError as exc:
+        raise BundleInvalid(f"bundle {model}: {path.name} can't be read as a tokenizer: {exc}") from exc
     actual = hashlib.sha256(data).hexdigest()
     if not same(digest, actual):
         raise BundleInvalid(
@@ -434,7 +402,7 @@ def _read(path: Path, digest: str, model: str) -> bytes:
             details={"file": str(path), "expected": digest, "observed": f"sha256:{actual}"},
         )
     try:
-        return sanitized(data)
+        return tokenizer_file.sanitized(data)
     except ValueError as exc:
         raise BundleInvalid(
             f"bundle {model}: {path.name} can't be read as a tokenizer: {exc}. Rebuild the bundle"
@@ -450,69 +418,3 @@ def _open(data: bytes, name: str, model: str) -> Tokenizer:
         raise BundleInvalid(f"bundle {model}: {name} can't be read as a tokenizer: {exc}. Rebuild the bundle") from exc
     tokenizer.encode_special_tokens = True
     return tokenizer
-
-
-def _single_frame(tokenizer: Tokenizer, family: str, task: str, special: dict[str, int]) -> Frame:
-    frame = _observed(tokenizer, ["a"])
-    if len(frame):
-        return frame
-    # A tokenizer file without a post-processor: the family says what its models were trained with.
-    if family in ("bert", "modernbert") and {"cls", "sep"} <= special.keys():
-        return Frame(prefix=(special["cls"],), suffix=(special["sep"],))
-    if family == "qwen3" and task == "embed" and "eos" in special:
-        # Last-token pooling reads the end-of-text token.
-        return Frame(suffix=(special["eos"],))
-    return Frame()
-
-
-def _pair_frame(tokenizer: Tokenizer, special: dict[str, int]) -> Frame:
-    frame = _observed(tokenizer, ["a", "b"])
-    if frame.middle:
-        return frame
-    if {"cls", "sep"} <= special.keys():
-        return Frame((special["cls"],), (special["sep"],), (special["sep"],))
-    return frame
-
-
-def _observed(tokenizer: Tokenizer, parts: list[str]) -> Frame:
-    """Read the special ids off an encoding of one or two short texts."""
-    encoding = tokenizer.encode(parts[0], parts[1] if len(parts) == 2 else None, add_special_tokens=True)
-    ids, mask, owners = encoding.ids, encoding.special_tokens_mask, encoding.sequence_ids
-    real = [i for i, is_special in enumerate(mask) if not is_special]
-    if not real:
-        return Frame()
-    middle: tuple[int, ...] = ()
-    if len(parts) == 2:
-        first = max((i for i in real if owners[i] == 0), default=real[0])
-        second = min((i for i in real if owners[i] == 1), default=real[-1])
-        middle = tuple(ids[first + 1 : second])
-    return Frame(tuple(ids[: real[0]]), middle, tuple(ids[real[-1] + 1 :]))
-
-
-def special_frame(bundle: Bundle) -> Frame:
-    """Return the special ids of a pair by the manifest, for a bundle without a tokenizer; InvalidRequest."""
-    special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
-    if not {"cls", "sep"} <= special.keys():
-        raise InvalidRequest(
-            f"bundle {bundle.manifest.model_id} has neither a tokenizer nor special_ids cls and sep: "
-            "pairs can't be composed"
-        )
-    return Frame((special["cls"],), (special["sep"],), (special["sep"],))
-
-
-def compose_ids(frame: Frame, query: IntArray, candidates: Rows) -> Rows:
-    """Return composed rows for an owned rerank worker from bare segments of ids."""
-    import numpy as np
-
-    head = np.array([*frame.prefix, *query.tolist(), *frame.middle], np.int32)
-    tail = np.array(frame.suffix, np.int32)
-    lengths = np.array(candidates.lengths, np.int64) + (len(head) + len(tail))
-    ends = np.cumsum(lengths)
-    ids = np.empty(int(ends[-1]) if len(ends) else 0, np.int32)
-    bare = np.ones(len(ids), bool)
-    for part, first in ((head, ends - lengths), (tail, ends - len(tail))):
-        for place, id in enumerate(part):
-            ids[first + place] = id
-            bare[first + place] = False
-    ids[bare] = candidates.ids
-    return Rows(ids, lengths.tolist(), [])

@@ -7,6 +7,7 @@ reason instead of an abort inside the library.
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -41,10 +42,13 @@ BLOCKS: Final[Mapping[int, tuple[int, int]]] = {
     0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40),
     10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292),
     16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82),
-    23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2),
+    23: (256, 136), 29: (256, 56), 30: (1, 2),
     34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18),
 }  # fmt: skip
-"""ggml tensor type -> (elements in a block, bytes of a block)."""
+"""ggml tensor type -> (elements in a block, bytes of a block). Types that hold weights: in integers (24 to 27) and
+doubles (28) no model is stored, and llama.cpp aborts where it computes with them (seen with 0.3.36)."""
+ROTATED_WHOLE: Final = ("llama", "qwen2", "qwen3")
+"""Architectures that rotate whole heads; others may rotate a part."""
 F32: Final = 0
 F16: Final = 1
 
@@ -367,7 +371,10 @@ def _tensor(cursor: _Cursor, index: int, alignment: int) -> TensorInfo:
     kind = cursor.u32(what)
     block = BLOCKS.get(kind)
     if block is None:
-        refuse(f"{what} has the unknown type {kind}")
+        refuse(f"{what} has the type {kind}, in which no weights are stored")
+    if dimensions == 1 and kind != F32:
+        # Norms and biases: converters leave them in float32, and llama.cpp adds and multiplies by nothing else.
+        refuse(f"{what} is a vector of the type {kind}, vectors are stored in float32")
     if shape[0] % block[0]:
         refuse(f"{what} has rows of {shape[0]} elements, not a multiple of its block of {block[0]}")
     offset = cursor.u64(what)
@@ -380,11 +387,25 @@ def _tensor(cursor: _Cursor, index: int, alignment: int) -> TensorInfo:
 
 
 def _check_sizes(header: Header) -> None:
-    """Refuse sizes on which llama.cpp asserts instead of returning (seen with 0.3.36)."""
+    """Refuse numbers on which llama.cpp asserts instead of returning (seen with 0.3.36)."""
+    for key, value in header.metadata.items():
+        if isinstance(value, float) and not (math.isfinite(value) and (value >= 0 or not key.endswith("epsilon"))):
+            refuse(f"{key} is {value}")
+    _check_rotation(header)
     for key, limit in (("block_count", MAX_LAYERS), ("context_length", 2**31 - 1)):
         name = f"{header.architecture}.{key}"
         if name in header.metadata and not 1 <= (header.integer(key, scoped=True) or 0) <= limit:
             refuse(f"{name} is {header.metadata[name]!r}, 1 to {limit} are accepted")
+
+
+def _check_rotation(header: Header) -> None:
+    """Refuse rotary embeddings of another width than an attention head, where llama.cpp asserts that they are one."""
+    rotated, heads = (header.integer(key, scoped=True) for key in ("rope.dimension_count", "attention.head_count"))
+    width = header.integer("attention.key_length", scoped=True)
+    if width is None and heads:
+        width = (header.integer("embedding_length", scoped=True) or 0) // heads
+    if header.architecture in ROTATED_WHOLE and rotated is not None and width and rotated != width:
+        refuse(f"{header.architecture}.rope.dimension_count is {rotated}, a head has {width} numbers")
 
 
 def _check_split(header: Header) -> None:

@@ -13,7 +13,7 @@ import pytest
 from synapse_host import arguments
 from synapse_host.arguments import check_texts, id_rows
 from synapse_host.errors import InvalidRequest, SequenceTooLong
-from synapse_host.tokenize import Rows
+from synapse_host.rows import Rows
 
 
 def checked(rows: Any) -> Rows:

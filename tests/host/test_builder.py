@@ -209,6 +209,9 @@ def test_what_cannot_be_built_leaves_the_target_untouched(tmp_path: Path) -> Non
         builder.build(checkpoint, tmp_path / "out", formats=["tflite"], dtypes={}, model_id="toy")
     with pytest.raises(BundleInvalid, match="model_id"):
         builder.build(checkpoint, tmp_path / "out", formats=["safetensors-package"], dtypes={}, model_id="no good")
+    (checkpoint / "tokenizer.json").write_text('{"model": {"type": "Neural", "vocab": {}}}')
+    with pytest.raises(BundleInvalid, match=r"tokenizer\.json can't be read as a tokenizer"):
+        builder.build(checkpoint, tmp_path / "out", formats=["safetensors-package"], dtypes={}, model_id="toy")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 

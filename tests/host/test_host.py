@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from synapse_host.errors import (
 )
 from synapse_host.host import Host, SyncHost, open_bundles
 from synapse_host.results import sigmoid
+from tests.conftest import children
 from tests.support.scripted import expected_score, expected_sequence_score, expected_text, expected_vector
 from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle, write_matrix
 
@@ -162,6 +164,26 @@ def test_a_bad_text_deep_in_a_stream_is_told_by_its_own_index(bench: Bench) -> N
         assert caught.value.details == {"index": 1500, "tokens": 32, "max_tokens": 16}
 
     bench.model("toy").run(work)
+
+
+def test_a_chat_is_rendered_in_a_process_that_ends_with_the_host(bench: Bench) -> None:
+    template = "{% for m in messages %}<|im_start|> {{ m.content }} <|im_end|>{% endfor %}"
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    options: dict[str, Any] = {"task": "generate", "frame": False, "max_tokens": 64}
+    bench.model("writer", chat_template=template, **options).model("hostile", chat_template=endless, **options)
+
+    async def work(host: Host) -> None:
+        answer = await host.generate("writer", "a b", chat=True, max_tokens=2)
+        assert answer.n_prompt == 4
+        with pytest.raises(DeadlineExceeded):
+            await host.generate("hostile", "a", chat=True, deadline=0.3)
+        # Its template still runs: closing the host ends it.
+        assert len(children()) >= 2
+
+    before = children()
+    started = time.monotonic()
+    bench.run(work)
+    assert children() == before and time.monotonic() - started < 30
 
 
 def test_rerank_segments_and_the_sigmoid_once(bench: Bench) -> None:

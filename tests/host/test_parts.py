@@ -7,7 +7,7 @@ import pytest
 
 from synapse_host.errors import InvalidRequest
 from synapse_host.parts import AHEAD, Part, collect, cut, whole
-from synapse_host.tokenize import Rows
+from synapse_host.rows import Rows
 
 LENGTHS = [3, 1, 2, 4, 1]
 

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from engines.bundle.manifest import Bundle, FileRef, read
 from synapse_host.errors import BundleInvalid, InvalidRequest, SequenceTooLong
-from synapse_host.tokenize import Rows, TextTokenizer, compose_ids, special_frame
+from synapse_host.rows import Rows, compose_ids, special_frame
+from synapse_host.tokenize import TextTokenizer
 from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle
 
 A, B, C, QUERY = (WORDS.index(word) for word in ("a", "b", "c", "query"))
@@ -223,6 +224,8 @@ def test_pairs_from_ids_without_a_tokenizer(tmp_path: Path) -> None:
     found = bundle(tmp_path, task="rerank", tokenizer=False, special_ids={"cls": 101, "sep": 102})
     rows = compose_ids(special_frame(found), query, Rows(np.array([8, 9, 9], np.int32), [1, 2], []))
     assert rows_of(rows.ids, rows.lengths) == [[101, 7, 102, 8, 102], [101, 7, 102, 9, 9, 102]]
+    few = compose_ids(special_frame(found), np.array([7, 6], np.int32), Rows(np.array([8] * 9, np.int32), [1] * 9, []))
+    assert rows_of(few.ids, few.lengths) == [[101, 7, 6, 102, 8, 102]] * 9
     bare = bundle(tmp_path / "x", task="rerank", tokenizer=False)
     with pytest.raises(InvalidRequest, match="pairs can't be composed"):
         special_frame(bare)
@@ -290,6 +293,17 @@ def test_a_text_that_can_t_fit_is_refused_unread(tmp_path: Path) -> None:
     # Cut, it is one of many tokens; of spaces and nothing behind them in what is read, it has none.
     assert tokenizer.rows([text], truncate=True).lengths == [16]
     assert tokenizer.rows(["a" + " " * tokenizer.max_characters + "b"], truncate=True).truncated == [0]
+
+
+def test_a_prompt_or_a_query_is_never_cut_in_silence(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path, task="rerank"))
+    thin = "a" + " " * tokenizer.max_characters + "b"  # of two tokens, of which one is read
+    for encode in (tokenizer.template, tokenizer.literal):
+        with pytest.raises(SequenceTooLong, match=r"^the prompt has at least 17 tokens"):
+            encode(thin)
+        assert len(encode("a " * 20_000)) > 16
+    with pytest.raises(InvalidRequest, match="the query has at least 1 tokens and leaves no room"):
+        tokenizer.pairs(thin, ["a"])
 
 
 def test_tokenisation_of_all_threads_stays_in_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

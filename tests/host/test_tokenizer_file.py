@@ -183,6 +183,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no unknown word": ({"model": words(unk_token="none")}, "'none' is not in the vocabulary"),
     "no unknown piece": ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}}, "unk_id"),
     "an unknown piece outside": ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 1}}, "unk_id 1"),
+    "a long piece to try everywhere": (
+        {"model": {"type": "Unigram", "vocab": [["a" * 129, 0.0]], "unk_id": 0}}, "length <= 128"),
     "dropout": ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "dropout": 0.1}}, "dropout"),
     "another model": ({"model": {"type": "Neural", "vocab": {}}}, "Neural"),
     "a field that nobody knows": ({"model": words(surprise=1)}, "surprise"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import time
@@ -139,8 +140,39 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "five dimensions": (head([ARCHITECTURE], [tensor("t", (1, 1, 1, 1, 1))]), "dimensions"),
     "zero rows": (head([ARCHITECTURE], [tensor("t", (4, 0))]), "shape"),
     "overflowing shape": (head([ARCHITECTURE], [tensor("t", (2**40, 2**40))]), "shape"),
-    "tensor type": (head([ARCHITECTURE], [tensor("t", (4,), kind=99)]), "unknown type 99"),
-    "half a block": (head([ARCHITECTURE], [tensor("t", (33,), kind=8)]), "block"),
+    "tensor type": (head([ARCHITECTURE], [tensor("t", (4,), kind=99)]), "the type 99"),
+    **{
+        f"weights in {name}": (head([ARCHITECTURE], [tensor("t", (4,), kind=kind)]) + bytes(64), f"the type {kind}, in")
+        for kind, name in ((24, "i8"), (25, "i16"), (26, "i32"), (27, "i64"), (28, "f64"))
+    },
+    **{
+        f"{key} {value}": (head([ARCHITECTURE, pair(f"bert.{key}", F32, struct.pack("<f", value))], []), key)
+        for key, value in (
+            ("attention.layer_norm_epsilon", math.nan),
+            ("attention.layer_norm_epsilon", -1e-5),
+            ("attention.layer_norm_rms_epsilon", math.inf),
+            ("rope.freq_base", math.nan),
+            ("rope.freq_base", -math.inf),
+        )
+    },
+    "half a block": (head([ARCHITECTURE], [tensor("t", (33, 2), kind=8)]), "block"),
+    "a norm in f16": (head([ARCHITECTURE], [tensor("t", (32,), kind=1)]), "stored in float32"),
+    "a norm in q8_0": (head([ARCHITECTURE], [tensor("t", (32,), kind=8)]), "stored in float32"),
+    **{
+        f"rotated by {width}": (
+            head(
+                [
+                    pair("general.architecture", STRING, text("qwen3")),
+                    pair("qwen3.embedding_length", U32, struct.pack("<I", 64)),
+                    pair("qwen3.attention.head_count", U32, struct.pack("<I", 4)),
+                    pair("qwen3.rope.dimension_count", U32, struct.pack("<I", width)),
+                ],
+                [],
+            ),
+            "a head has 16",
+        )
+        for width in (0, 1, 8, 17, 2**32 - 1)
+    },
     "offset": (head([ARCHITECTURE], [tensor("t", (4,), offset=8)]), "multiple"),
     "beyond the end": (head([ARCHITECTURE], [tensor("t", (4096,))]), "truncated"),
     "tensor twice": (head([ARCHITECTURE], [tensor("t", (1,)), tensor("t", (1,))]) + bytes(64), "twice"),
