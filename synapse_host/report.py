@@ -36,7 +36,7 @@ _MEANINGS: Final = {
     "pearson": "correlation with the reference",
     "max_error": "largest difference of one logit",
     "rank_order": "pairs of a query whose order changed although the reference tells them clearly apart",
-    "top1": "best answer or next token the same as the reference's",
+    "top1": "nearest text, best document or next token the same as the reference's",
     "first_token": "prompts whose first token is the reference's",
     "non_finite": "rows that came back as NaN or infinity",
     "batch_single": "a row in a batch, also in another order, against the same row alone",

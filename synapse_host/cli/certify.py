@@ -36,7 +36,7 @@ _WORDS: Final = {
     "order": "misplaced rows",
     "max_error": "max error",
     "rank_order": "changed ranks",
-    "top1": "same best",
+    "top1": "same top 1",
     "first_token": "first token",
     "limits": "wrong edge cases",
     "repeat": "changed repeats",

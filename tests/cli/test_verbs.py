@@ -114,6 +114,8 @@ def test_generate(cli: Command) -> None:
 
 def test_matrix_check_and_explain(cli: Command) -> None:
     assert "ok, 1 hardware classes, 1 engines, 3 lanes" in cli("matrix", "check").out
+    for lane in cli("matrix", "check", "--json").document["lanes"]:
+        assert lane["placement"] is None and lane["considered"][0]["engine"] == "scripted"
     lanes = cli("matrix", "explain", "--json", "--model", "toy").document["lanes"]
     assert lanes[0]["placement"] == "scripted" and lanes[0]["considered"][0]["verdict"] == "yes"
     page = cli("matrix", "explain", "embed", "--model", "toy").out
