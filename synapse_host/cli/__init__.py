@@ -22,9 +22,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, NamedTuple
 
+from synapse_host import release
 from synapse_host.cli.console import Console, printable
 from synapse_host.cli.parser import Parser, UsageError, common_options, nearest
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid, InvalidRequest, SynapseError, of_os
@@ -65,10 +65,7 @@ _GROUPS: Final = {"work": "Work", "host": "A running host", "models": "Models", 
 
 def host_version() -> str:
     """Return the installed version, or ``0+unknown`` in a tree that was never installed."""
-    try:
-        return version("synapse-workers")
-    except PackageNotFoundError:
-        return "0+unknown"
+    return release.LOADED or "0+unknown"
 
 
 def _page() -> str:
