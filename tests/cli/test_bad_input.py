@@ -187,41 +187,42 @@ DEATHS: list[tuple[dict[str, Any], int, list[str]]] = [
 
 
 @pytest.mark.parametrize(("script", "code", "words"), DEATHS, ids=[str(words[0]) for _, _, words in DEATHS])
-def test_a_dead_or_wrong_worker(cli: Command, script: dict[str, Any], code: int, words: list[str]) -> None:
+def test_a_dead_or_wrong_worker(cli: Command, here: Here, script: dict[str, Any], code: int, words: list[str]) -> None:
     cli.setup(script)
-    done = cli("embed", "--model", "toy", "a")
+    done = here("embed", "--model", "toy", "a")
     assert done.code == code, done.err
     assert done.out == "" and done.err.startswith("synapse: ")
     for word in words:
         assert word in done.err
-    error = cli("embed", "--model", "toy", "a", "--json").document["error"]
+    error = here("embed", "--model", "toy", "a", "--json").document["error"]
     assert error["message"] and error["class"] in ("transient", "permanent")
+    cli.check_clean("")
 
 
-def test_a_worker_command_that_does_not_exist(cli: Command) -> None:
+def test_a_worker_command_that_does_not_exist(cli: Command, here: Here) -> None:
     assert cli.matrix is not None
     document = json.loads(cli.matrix.read_text())
     document["engines"]["scripted"]["worker"]["command"] = ["no-such-worker"]
     cli.matrix.write_text(json.dumps(document))
-    done = cli("embed", "--model", "toy", "a")
+    done = here("embed", "--model", "toy", "a")
     assert done.code == 4 and "no-such-worker" in done.err and done.err.startswith("synapse: ")
 
 
-def test_a_deadline(cli: Command) -> None:
+def test_a_deadline(cli: Command, here: Here) -> None:
     cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"sleep": 30}]}]})
-    done = cli("embed", "--model", "toy", "--deadline", "1.5", "a")
+    done = here("embed", "--model", "toy", "--deadline", "1.5", "a")
     assert done.code == 5 and "deadline" in done.err
 
 
-def test_no_engine_fits(cli: Command) -> None:
+def test_no_engine_fits(cli: Command, here: Here) -> None:
     assert cli.matrix is not None
     document = json.loads(cli.matrix.read_text())
     document["hardware"]["any"] = {"cpu_features": ["warp_drive"]}
     cli.matrix.write_text(json.dumps(document))
-    done = cli("embed", "--model", "toy", "a")
+    done = here("embed", "--model", "toy", "a")
     assert done.code == 4
     assert "scripted: hardware any: cpu lacks warp_drive" in done.err and "synapse matrix explain embed" in done.err
-    assert cli("matrix", "explain", "embed", "--model", "toy").code == 4
+    assert here("matrix", "explain", "embed", "--model", "toy").code == 4
 
 
 def test_two_hosts_on_one_explicit_runtime_directory(cli: Command) -> None:
