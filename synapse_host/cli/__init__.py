@@ -222,7 +222,7 @@ def _heed_children() -> None:
 
 
 def _dispatch(arguments: list[str], console: Console) -> int:
-    if len(arguments) > 1 and arguments[0] == "help":
+    if len(arguments) > 1 and arguments[0] == "help" and not arguments[1].startswith("-"):
         arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_page())
