@@ -13,10 +13,11 @@ from typing import Any
 
 from engines.protocol.errors import LocalProtocolError, RemoteProtocolError, VersionMismatch
 from engines.protocol.messages import VERSION, Hello, HelloAck
+from synapse_host import release
 from synapse_host.channel import Channel
 from synapse_host.config import HostConfig
 from synapse_host.errors import BackendMissing, SynapseError
-from synapse_host.handshake import HandshakeFault, Peer, refused_version, verify
+from synapse_host.handshake import HandshakeFault, Peer, refused_release, refused_version, verify
 from synapse_host.lane import LaneSpec
 from synapse_host.listener import Listener, RuntimeDirectory
 from synapse_host.process import Output, WorkerProcess, worker_environment
@@ -85,6 +86,8 @@ class Birth:
 
     def _spawn(self, listener: Listener) -> WorkerProcess:
         spec = self._spec
+        if spec.own_worker and (versions := release.changed()) is not None:
+            raise refused_release(spec, *versions)
         command = [*spec.command, *listener.arguments, "--nonce", self._nonce, "--device", spec.device]
         if spec.owned and spec.manifest_path is not None:
             command += ["--manifest", str(spec.manifest_path)]

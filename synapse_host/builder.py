@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -25,10 +26,13 @@ from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Mani
 from engines.bundle.materialize import sweep
 from engines.bundle.package import profile_of
 from synapse_host import interpreter, places, tokenizer_file
-from synapse_host.errors import BundleInvalid, InvalidRequest, of_os
+from synapse_host.errors import BundleInvalid, InvalidRequest, StorageFull, of_os
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called as ``progress(stage, done, total)``; the unit is bytes of finished work."""
+
+NO_ROOM: Final = re.compile(r"\[Errno (28|122)\]|No space left on device|Disk quota exceeded|Not enough free space")
+"""How a child program says that the disk is full."""
 
 FORMATS: Final = ("gguf", "safetensors-package", "coreml")
 TOKENIZER: Final = "tokenizer.json"
@@ -42,8 +46,8 @@ def silent(stage: str, done: int, total: int) -> None:
 def run_tool(argv: Sequence[str], *, stage: str, progress: Progress = silent) -> dict[str, Any]:
     """Run ``python -m *argv`` and return its result line; paths among *argv* are absolute, for it runs in our folder.
 
-    Raises BundleInvalid with the program's own last line when it fails, BackendMissing where there is no Python to run
-    it. The child is gone when this returns or raises.
+    Raises BundleInvalid or StorageFull with the program's own last line when it fails, BackendMissing where there is no
+    Python to run it. The child is gone when this returns or raises.
     """
     command, surroundings = [*interpreter.module(argv[0]), *argv[1:]], dict(os.environ)
     surroundings.pop("PYTHONPATH", None)
@@ -77,7 +81,8 @@ def run_tool(argv: Sequence[str], *, stage: str, progress: Progress = silent) ->
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - 8192))
         said = [line.strip() for line in errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
     why = said[-1] if said else f"ended with status {status}"
-    raise BundleInvalid(why, details={"stage": stage, "status": status})
+    kind = StorageFull if NO_ROOM.search(why) else BundleInvalid
+    raise kind(why, details={"stage": stage, "status": status})
 
 
 def _parse(raw: bytes) -> dict[str, Any]:

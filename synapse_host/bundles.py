@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engines.bundle.manifest import Bundle, BundleError, read
 from synapse_host.errors import BundleInvalid
+
+_log = logging.getLogger(__name__)
 
 
 def open_bundles(models: Mapping[str, Path | str]) -> dict[str, Bundle]:
@@ -24,8 +27,22 @@ def open_bundles(models: Mapping[str, Path | str]) -> dict[str, Bundle]:
     return bundles
 
 
-def open_installed(models_dir: Path | None) -> dict[str, Bundle]:
-    """Read the manifests of the bundles in the models directory."""
+def open_installed(
+    models_dir: Path | None, *, left_out: Callable[[BundleInvalid], None] | None = None
+) -> dict[str, Bundle]:
+    """Read the manifests of the bundles in the models directory; one that can't be used is left out of what is served.
+
+    *left_out* is told of each; without it a warning is logged.
+    """
     from synapse_host import catalogue
 
-    return open_bundles(dict(catalogue.installed(models_dir)))
+    bundles: dict[str, Bundle] = {}
+    for name, path in catalogue.installed(models_dir).items():
+        try:
+            bundles |= open_bundles({name: path})
+        except BundleInvalid as exc:
+            if left_out is not None:
+                left_out(exc)
+            else:
+                _log.warning("a bundle is left out: %s", exc.message)
+    return bundles

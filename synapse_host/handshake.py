@@ -29,6 +29,15 @@ def refused_version(spec: LaneSpec, mismatch: VersionMismatch) -> LaneRefused:
     return _refusal(spec, "version", mismatch.expected, mismatch.observed)
 
 
+def refused_release(spec: LaneSpec, loaded: str, installed: str) -> LaneRefused:
+    """Return the deployment error of a host whose workers would come from another release than its own."""
+    return LaneRefused(
+        f"lane {spec.lane_id} starts no worker: version {installed} was installed under this host, "
+        f"which runs {loaded}. Restart the host",
+        details={"lane_id": spec.lane_id, "reason": "version", "expected": loaded, "observed": installed},
+    )
+
+
 def verify(
     hello: Hello, *, spec: LaneSpec, nonce: str, peer: Peer, uid: int | None, descends: bool, revision: str | None
 ) -> None:

@@ -190,7 +190,7 @@ THRESHOLDS: Final = Record(
                 {
                     "min_cosine": Field(_SHARE, "smallest cosine of any row against the reference"),
                     "mean_cosine": Field(_SHARE, "mean cosine against the reference"),
-                    "worst_decile": Field(_SHARE, "top-10 rank overlap of the worst tenth of the queries"),
+                    "worst_decile": Field(_SHARE, "share of its nearest tenth that a row keeps, worst tenth"),
                     "batch_single": Field(_SHARE, "smallest cosine of a row in a batch against the row alone"),
                 }
             ),
@@ -218,7 +218,7 @@ THRESHOLDS: Final = Record(
             Record(
                 {
                     "pearson": Field(_SHARE, "Pearson correlation asked of an int8 artifact"),
-                    "top1": Field(_SHARE, "share of queries with the same best document"),
+                    "top1": Field(_SHARE, "share of rows (queries) with the reference's nearest row (document)"),
                 }
             ),
             "gates of artifacts in the precision class 'approximate' (int8)",
@@ -262,7 +262,7 @@ ENGINE: Final = Record(
         "requires": Field(Word(NAME), "a hardware class", required=True),
         "dtype": Field(
             Listing(Word(r"^[a-z0-9_]{1,16}$", example="f16"), bare=True, at_least=1),
-            "artifact dtypes in order of preference; others are not taken (default: any, in manifest order)",
+            "artifact dtypes in order of preference; others are not taken (default: the engine's own order, no int8)",
         ),
         "kernel_revision": Field(Word(r"^\S{1,256}$"), "pin: a worker that reports another one is refused"),
         "pytest_marker": Field(Word(r"^[a-z_]+$", example="cuda"), "marker of this engine's hardware tests"),

@@ -193,9 +193,10 @@ class MetricsServer:
         metrics = cls(host, port)
         try:
             server = await asyncio.start_server(metrics._accept, LOOPBACK, port, limit=MAX_HEAD)
-        except OSError as exc:
+        except (OSError, OverflowError) as exc:  # the latter: no number of a port at all
+            reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
             raise InvalidRequest(
-                f"metrics can't be served on {LOOPBACK}:{port}: {exc.strerror or exc}; choose another port",
+                f"metrics can't be served on {LOOPBACK}:{port}: {reason}; choose another port",
                 details={"reason": "metrics_port", "port": port},
             ) from exc
         metrics.port = server.sockets[0].getsockname()[1]

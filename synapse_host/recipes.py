@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,10 @@ class Recipe:
     def source(self) -> str:
         """What the manifest says about the origin; also how an outdated bundle is noticed."""
         return f"{self.package.pin} recipe {RECIPE}"
+
+    def made(self, source: str) -> bool:
+        """Tell whether a manifest's *source* is one of this recipe's, of any release."""
+        return re.fullmatch(rf"{re.escape(self.package.name)}==\S+ recipe \d+", source) is not None
 
 
 def shipped_fixtures(name: str) -> Path | None:

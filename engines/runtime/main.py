@@ -94,6 +94,10 @@ def run(
     *factory* makes the engine from the options; it must not import a native library (HELLO comes first).
     """
     stdout = _claim_stdout()
+    if hasattr(signal, "SIGCHLD"):
+        with contextlib.suppress(ValueError):  # not the main thread
+            # Ignoring it is inherited, and a probe's child that was killed would look as if it had ended well.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         arguments = parser(program, default_device).parse_args(argv)
         options = WorkerOptions(device=arguments.device, manifest=arguments.manifest, packed=arguments.packed)

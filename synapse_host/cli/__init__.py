@@ -22,9 +22,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, NamedTuple
 
+from synapse_host import release
 from synapse_host.cli.console import Console, printable
 from synapse_host.cli.parser import Parser, UsageError, common_options, nearest
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid, InvalidRequest, SynapseError, of_os
@@ -66,10 +66,7 @@ _GROUPS: Final = {"work": "Work", "host": "A running host", "models": "Models", 
 
 def host_version() -> str:
     """Return the installed version, or ``0+unknown`` in a tree that was never installed."""
-    try:
-        return version("synapse-workers")
-    except PackageNotFoundError:
-        return "0+unknown"
+    return release.LOADED or "0+unknown"
 
 
 def _page() -> str:
@@ -226,7 +223,7 @@ def _heed_children() -> None:
 
 
 def _dispatch(arguments: list[str], console: Console) -> int:
-    if len(arguments) > 1 and arguments[0] == "help":
+    if len(arguments) > 1 and arguments[0] == "help" and not arguments[1].startswith("-"):
         arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_page())

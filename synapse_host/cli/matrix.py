@@ -14,7 +14,7 @@ from synapse_host.cli.session import DEFAULT_MODELS, bundle_of
 from synapse_host.errors import EXIT_HARDWARE, EXIT_OK, BundleInvalid, SynapseError
 from synapse_host.matrix import HardwareMatrix, Lane
 from synapse_host.matrix import load as load_matrix
-from synapse_host.placement import Placement, select
+from synapse_host.placement import Considered, Placement, select
 
 
 def configure(parser: Parser) -> None:
@@ -53,7 +53,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _listed(lane: Lane) -> dict[str, Any]:
-    return {"lane": lane.id, "task": lane.task, "kind": lane.kind, "engines": list(lane.engines), "pin": lane.pin}
+    # The keys of `explain` too: nothing is decided here, for no hardware is looked at.
+    why = "check looks at no hardware; see synapse matrix explain"
+    considered = [Considered(engine, "not_reached", why).to_dict() for engine in lane.engines]
+    facts = {"task": lane.task, "kind": lane.kind, "engines": list(lane.engines), "pin": lane.pin}
+    return {"lane": lane.id, "placement": None, "considered": considered, **facts}
 
 
 def _explain(matrix: HardwareMatrix, lanes: list[Lane], args: argparse.Namespace, console: Console) -> int:

@@ -75,10 +75,11 @@ def _list(args: argparse.Namespace, console: Console) -> int:
     console.document({"models": models, **({"broken": broken} if broken else {}), "available": missing})
     console.line(f"models in {catalogue.models_dir(args.models_dir)}")
     for name, bundle in found:
+        anew = f"  (of another recipe; anew: synapse models install {name})" if catalogue.outdated(name, bundle) else ""
         artifacts = bundle.manifest.artifacts
         size = sum(a.bytes for a in artifacts if a.bytes is not UNSET) / 1e6
         what = ", ".join(f"{a.format} {a.dtype}" for a in artifacts)
-        console.line(f"  {name:<12} {bundle.manifest.task:<9} {bundle.digest[:12]}  {size:>6.1f} MB  {what}")
+        console.line(f"  {name:<12} {bundle.manifest.task:<9} {bundle.digest[:12]}  {size:>6.1f} MB  {what}{anew}")
     for item in broken:
         console.line(f"  {item['name']:<12} broken    {item['error']}")
     for name in missing:

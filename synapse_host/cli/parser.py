@@ -86,8 +86,15 @@ def seconds(text: str) -> float:
 
 def count(text: str) -> int:
     """Parse a positive integer."""
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 2**32 - 1:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:12]) <= 2**32 - 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """Parse the number of a TCP port."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (1 to 65535)")
     return int(text)
 
 

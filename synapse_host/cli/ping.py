@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for lane_id, lane in document["lanes"].items():
         ping = pings.get(lane_id)
         if ping is None:
-            console.line(f"{lane_id}: no worker; start it with: synapse load {lane['model']}")
+            console.line(f"{lane_id}: no worker; start it with: synapse load {lane['model']} --lane {lane_id}")
             code = code if args.lane is None else EXIT_FAILED
         elif "error" in ping:
             console.line(f"{lane_id}: no answer: {revive(ping['error']).message}")

@@ -14,17 +14,18 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from synapse_host import catalogue, metrics
+from synapse_host import metrics
+from synapse_host.bundles import open_installed
 from synapse_host.cli import host_version
 from synapse_host.cli.console import Console
-from synapse_host.cli.parser import Parser, count, seconds
+from synapse_host.cli.parser import Parser, port, seconds
 from synapse_host.cli.ps import loading_line, page
 from synapse_host.cli.remote import runtime_dir
 from synapse_host.cli.session import bundle_of, config_of, model_name
 from synapse_host.control import ControlServer
-from synapse_host.errors import EXIT_INTERRUPTED, EXIT_OK, InvalidRequest, SynapseError
+from synapse_host.errors import EXIT_INTERRUPTED, EXIT_OK, InvalidRequest
 from synapse_host.event_loop import new_event_loop
-from synapse_host.host import Host, open_bundles
+from synapse_host.host import Host
 from synapse_host.matrix import HardwareMatrix, load
 
 DRAIN_S: Final = 30.0
@@ -46,7 +47,7 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "--load", nargs="+", action="extend", default=[], metavar="M", help="bundle name or folder to load at start"
     )
-    parser.add_argument("--metrics", type=count, metavar="PORT", help="serve Prometheus metrics on 127.0.0.1:PORT")
+    parser.add_argument("--metrics", type=port, metavar="PORT", help="serve Prometheus metrics on 127.0.0.1:PORT")
     parser.add_argument(
         "--drain", type=seconds, default=DRAIN_S, metavar="SECONDS",
         help=f"let running requests finish for this long at the end (default: {DRAIN_S:g})",
@@ -74,14 +75,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _models(args: argparse.Namespace, console: Console) -> tuple[dict[str, Path], list[str]]:
     """Return every usable bundle by name, and which names to load; a broken one is left out unless it was named."""
-    models: dict[str, Path] = {}
-    for name, path in catalogue.installed(args.models_dir).items():
-        try:
-            open_bundles({name: path})
-        except SynapseError as exc:
-            console.note(f"left out: {exc.message}")
-        else:
-            models[name] = path
+    installed = open_installed(args.models_dir, left_out=lambda exc: console.note(f"left out: {exc.message}"))
+    models = {name: bundle.root for name, bundle in installed.items()}
     loads: list[str] = []
     for source in args.load:
         name = model_name(source)

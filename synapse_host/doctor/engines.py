@@ -123,7 +123,8 @@ def version_findings(engines: Iterable[EngineReport], host_version: str) -> Iter
     """
     for report in engines:
         words = report.worker.split()
-        if len(words) >= 2 and words[0].startswith(_OURS) and words[1] != host_version:
+        known = len(words) >= 2 and "unknown" not in words[1] + host_version  # a tree that was never installed
+        if known and words[0].startswith(_OURS) and words[1] != host_version:
             yield Finding(
                 f"engine.{report.id}.version",
                 "failure",

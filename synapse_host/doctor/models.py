@@ -23,17 +23,24 @@ def bundle_findings(models_dir: Path) -> Iterator[Finding]:
         yield Finding("models.unreadable", "warning", f"{models_dir}: {exc.strerror or exc}", "pass --models-dir")
         return
     for name, path in installed.items():
-        fix = f"synapse models install {name}" if name in catalogue.DEFAULTS else f"build the bundle again: {path}"
+        fix = f"build the bundle again: {path}"
         try:
             bundle: Bundle = manifest.read(path)
             wrong = builder.verify(bundle)
+            if catalogue.ours(name, bundle):
+                fix = f"synapse models install {name} --force"
         except (BundleError, SynapseError, OSError) as exc:
             wrong = [str(exc)]
+            if name in catalogue.DEFAULTS:
+                fix = f"synapse models install {name} --force   (it replaces {path})"
         for what in wrong:
             yield Finding(f"model.{name}.invalid", "failure", f"model {name}: {what}", fix)
         if not wrong:
             formats = ", ".join(f"{artifact.format} {artifact.dtype}" for artifact in bundle.manifest.artifacts)
             yield Finding(f"model.{name}.ok", "info", f"model {name}: digests match ({formats})")
+            if catalogue.outdated(name, bundle):
+                what = f"model {name}: made by the recipe of another release; it serves as it is"
+                yield Finding(f"model.{name}.outdated", "info", what, f"synapse models install {name}")
 
 
 def certificate_findings(

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from synapse_host.cli import main
 from tests.support.small_bundle import write_bundle, write_matrix
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +102,28 @@ class Command:
             if any(tmp in word for word in line) and "--socket" in line and process.status() != psutil.STATUS_ZOMBIE:
                 orphans.append(line)
         assert not orphans, f"orphans: {orphans}"
+
+
+Here = Callable[..., Done]
+
+
+@pytest.fixture
+def here(cli: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Here:
+    """Return what runs the command's own entry in this process: for what starts no worker and needs no signal."""
+    monkeypatch.chdir(cli.root)
+    (cli.root / "tmp").mkdir(exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(cli.root / "tmp"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cli.root / "cache"))
+    monkeypatch.delenv("SYNAPSE_MATRIX", raising=False)
+
+    def run(*words: str, bare: bool = False) -> Done:
+        code = main(list(words) if bare else cli.arguments(*words)[3:])
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err, said.err
+        assert not [path for path in (cli.root / "tmp").iterdir() if path.name.startswith("synapse-")]
+        return Done(code, said.out, said.err)
+
+    return run
 
 
 @pytest.fixture

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Command
+import synapse_host.cli.models
+from tests.cli.conftest import Command, Here
 
 pytestmark = pytest.mark.process
 
@@ -57,6 +59,8 @@ ONE_LINE: list[tuple[tuple[str, ...], int, str]] = [
     (("generate", "--model", "writer", "--chat", "a"), 2, "no chat template"),
     (("matrix", "chek"), 2, "invalid choice: 'chek'"),
     (("matrix", "explain", "embedd"), 2, "no lane 'embedd'"),
+    (("run", "--metrics", "99999"), 2, "'99999' is not a port (1 to 65535)"),
+    (("run", "--metrics", "0"), 2, "'0' is not a port"),
 ]
 
 
@@ -78,40 +82,79 @@ def full(cli: Command) -> Command:
 
 
 @pytest.mark.parametrize(("words", "code", "line"), ONE_LINE, ids=[" ".join(words)[:48] for words, _, _ in ONE_LINE])
-def test_one_clear_line(full: Command, words: tuple[str, ...], code: int, line: str) -> None:
-    done = full(*words)
+def test_one_clear_line_and_the_same_as_a_document(
+    full: Command, here: Here, words: tuple[str, ...], code: int, line: str
+) -> None:
+    done = here(*words)
     assert done.out == ""
     assert done.err.startswith("synapse: ") and done.err.count("\n") == 1, done.err
     assert line in done.err
     assert done.code == code
-
-
-@pytest.mark.parametrize(
-    "words", [("embed", "--model", "toyy", "a"), ("embd",), ("embed", "--nope"), ("embed", "--model", "toy", "")]
-)
-def test_the_same_as_a_document(full: Command, words: tuple[str, ...]) -> None:
-    done = full(*words, "--json")
-    assert done.err == "" and done.code == 2
-    error = done.document["error"]
+    again = here(*words, "--json")
+    error = again.document["error"]
+    assert (again.err, again.code) == ("", code)
     assert error["class"] == "permanent" and error["safe_to_retry_same_request"] is False
-    assert error["code"] in ("unknown_model", "invalid_request") and error["message"]
+    assert error["message"] == done.err.removeprefix("synapse: ").rstrip("\n") and isinstance(error["details"], dict)
 
 
-@pytest.mark.parametrize(
-    "words", [("embed", "--model", "toy", "a"), ("rerank", "q", "d"), ("matrix", "check"), ("doctor",), ("demo",)]
-)
-def test_a_typo_in_the_matrix(full: Command, words: tuple[str, ...]) -> None:
+def test_a_typo_in_the_matrix_and_one_that_is_not_there(full: Command, here: Here) -> None:
     assert full.matrix is not None
     full.matrix.write_text(full.matrix.read_text().replace('"lanes"', '\n"lains"'))
-    done = full(*words)
-    assert done.code == 2
-    assert "matrix.yaml:2:1: lains: unknown key (did you mean 'lanes'?)" in done.err and done.err.count("\n") == 1
-
-
-def test_a_matrix_that_is_not_there(full: Command) -> None:
+    for words in (("embed", "--model", "toy", "a"), ("rerank", "q", "d"), ("matrix", "check"), ("doctor",), ("demo",)):
+        done = here(*words)
+        assert done.code == 2
+        assert "matrix.yaml:2:1: lains: unknown key (did you mean 'lanes'?)" in done.err and done.err.count("\n") == 1
     full.matrix = full.root / "none.yaml"
-    done = full("embed", "--model", "toy", "a")
+    done = here("embed", "--model", "toy", "a")
     assert done.code == 2 and "none.yaml: can't be read: No such file or directory" in done.err
+
+
+def test_help_of_a_verb(here: Here) -> None:
+    assert here("help", "embed", bare=True).out == here("embed", "--help", bare=True).out != ""
+    assert here("help", bare=True).out == here("--help", bare=True).out
+    assert "no verb 'embd' (did you mean 'embed'?)" in here("help", "embd", bare=True).err
+
+
+class Panic(BaseException):
+    """What a Rust library raises; pyo3's own is no Exception either."""
+
+
+POOL = "The global thread pool has not been initialized.: ThreadPoolBuildError { kind: IOError(Os { code: 11"
+ENDS: list[tuple[Callable[[], None], int, str, str]] = [
+    # (how a verb ends, exit code, the document's code, what the line says)
+    (lambda: _raise(ZeroDivisionError("x")), 1, "internal_error", "internal error: ZeroDivisionError: x"),
+    (lambda: _raise(Panic("two\nlines")), 1, "internal_error", "internal error: Panic: two lines"),
+    (lambda: _raise(Panic(POOL)), 2, "invalid_request", "starts no further thread or process for this user: raise"),
+    (lambda: _raise(RuntimeError("can't start new thread")), 2, "invalid_request", "ulimit -u"),
+    (lambda: _raise(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")), 2, "invalid_request", "ulimit"),
+    (lambda: _raise(OSError(errno.ENOSPC, "No space left on device", "f")), 1, "storage_full", "f: No space left"),
+    (lambda: _raise(PermissionError(errno.EACCES, "Permission denied", "f")), 2, "invalid_request", "f: Permission"),
+    (lambda: _raise(KeyboardInterrupt()), 130, "interrupted", "interrupted"),
+    (lambda: _in_the_midst_of(KeyboardInterrupt()), 130, "interrupted", "interrupted"),
+]
+
+
+def _raise(exc: BaseException) -> None:
+    raise exc
+
+
+def _in_the_midst_of(exc: BaseException) -> None:
+    try:
+        raise exc
+    finally:
+        raise AttributeError("argparse's own, while it puts things back")
+
+
+@pytest.mark.parametrize(("end", "code", "name", "line"), ENDS, ids=[line[:30] for *_, line in ENDS])
+def test_whatever_ends_a_verb_is_one_line_and_a_document(
+    here: Here, monkeypatch: pytest.MonkeyPatch, end: Callable[[], None], code: int, name: str, line: str
+) -> None:
+    monkeypatch.setattr(synapse_host.cli.models, "run", lambda args, console: end())
+    done = here("models")
+    assert (done.code, done.out, done.err.count("\n")) == (code, "", 1)
+    assert done.err.startswith("synapse: ") and line in done.err
+    document = here("models", "--json")
+    assert (document.code, document.document["error"]["code"]) == (code, name)
 
 
 DEATHS: list[tuple[dict[str, Any], int, list[str]]] = [
@@ -144,41 +187,42 @@ DEATHS: list[tuple[dict[str, Any], int, list[str]]] = [
 
 
 @pytest.mark.parametrize(("script", "code", "words"), DEATHS, ids=[str(words[0]) for _, _, words in DEATHS])
-def test_a_dead_or_wrong_worker(cli: Command, script: dict[str, Any], code: int, words: list[str]) -> None:
+def test_a_dead_or_wrong_worker(cli: Command, here: Here, script: dict[str, Any], code: int, words: list[str]) -> None:
     cli.setup(script)
-    done = cli("embed", "--model", "toy", "a")
+    done = here("embed", "--model", "toy", "a")
     assert done.code == code, done.err
     assert done.out == "" and done.err.startswith("synapse: ")
     for word in words:
         assert word in done.err
-    error = cli("embed", "--model", "toy", "a", "--json").document["error"]
+    error = here("embed", "--model", "toy", "a", "--json").document["error"]
     assert error["message"] and error["class"] in ("transient", "permanent")
+    cli.check_clean("")
 
 
-def test_a_worker_command_that_does_not_exist(cli: Command) -> None:
+def test_a_worker_command_that_does_not_exist(cli: Command, here: Here) -> None:
     assert cli.matrix is not None
     document = json.loads(cli.matrix.read_text())
     document["engines"]["scripted"]["worker"]["command"] = ["no-such-worker"]
     cli.matrix.write_text(json.dumps(document))
-    done = cli("embed", "--model", "toy", "a")
+    done = here("embed", "--model", "toy", "a")
     assert done.code == 4 and "no-such-worker" in done.err and done.err.startswith("synapse: ")
 
 
-def test_a_deadline(cli: Command) -> None:
+def test_a_deadline(cli: Command, here: Here) -> None:
     cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"sleep": 30}]}]})
-    done = cli("embed", "--model", "toy", "--deadline", "1.5", "a")
+    done = here("embed", "--model", "toy", "--deadline", "1.5", "a")
     assert done.code == 5 and "deadline" in done.err
 
 
-def test_no_engine_fits(cli: Command) -> None:
+def test_no_engine_fits(cli: Command, here: Here) -> None:
     assert cli.matrix is not None
     document = json.loads(cli.matrix.read_text())
     document["hardware"]["any"] = {"cpu_features": ["warp_drive"]}
     cli.matrix.write_text(json.dumps(document))
-    done = cli("embed", "--model", "toy", "a")
+    done = here("embed", "--model", "toy", "a")
     assert done.code == 4
     assert "scripted: hardware any: cpu lacks warp_drive" in done.err and "synapse matrix explain embed" in done.err
-    assert cli("matrix", "explain", "embed", "--model", "toy").code == 4
+    assert here("matrix", "explain", "embed", "--model", "toy").code == 4
 
 
 def test_two_hosts_on_one_explicit_runtime_directory(cli: Command) -> None:
@@ -203,19 +247,7 @@ def test_two_hosts_on_one_explicit_runtime_directory(cli: Command) -> None:
     assert first.returncode == 0 and json.loads(out)["n"] == 1
 
 
-def test_a_models_folder_that_is_a_file(cli: Command) -> None:
+def test_a_models_folder_that_is_a_file(cli: Command, here: Here) -> None:
     (cli.root / "models2").write_text("")
-    done = cli("embed", "--model", "toy", "--models-dir", str(cli.root / "models2"), "a")
+    done = here("embed", "--model", "toy", "--models-dir", str(cli.root / "models2"), "a")
     assert done.code == 2 and done.err.count("\n") == 1
-
-
-def test_a_bug_of_ours_is_one_line_too(cli: Command) -> None:
-    (cli.root / "sitecustomize.py").write_text(
-        "import synapse_host.cli.session as s\n"
-        "def run_host(*a, **k): raise ZeroDivisionError('x')\n"
-        "s.run_host = run_host\n"
-    )
-    cli.environment["PYTHONPATH"] = f"{cli.root}:{Path(__file__).parents[2]}"
-    done = cli("embed", "--model", "toy", "a")
-    assert done.code == 1 and done.err.startswith("synapse: internal error: ZeroDivisionError: x")
-    assert cli("embed", "--model", "toy", "a", "--json").document["error"]["code"] == "internal_error"

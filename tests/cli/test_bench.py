@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -134,7 +135,8 @@ def test_a_signal_to_the_command_alone_ends_it_with_all_it_started(tmp_path: Pat
         program.send_signal(number)
         out, err = program.communicate(timeout=60)
         assert not any(alive(process) for process in below[:1])
-        assert (program.returncode, out, err.decode()) == (130, b"", "")
+        assert (program.returncode, err.decode()) == (130, "")
+        assert json.loads(out)["error"]["code"] == "interrupted"
     assert gone(below)
     assert not list(tmp_path.iterdir())
 

@@ -181,10 +181,3 @@ def test_models_refuses_in_one_line(
     assert err.count("\n") == 1
     code, found = document(capsys, "models", *arguments, "--models-dir", tmp_path)
     assert found["error"]["code"] in ("unknown_model", "bundle_invalid", "invalid_request")
-
-
-@pytest.mark.parametrize("verb", ["build", "models"])
-def test_help_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, verb, "--help")
-    assert code == 0
-    assert f"synapse {verb} " in out.partition("examples:")[2]

@@ -23,7 +23,7 @@ import pytest
 
 from synapse_host.cli.remote import revive
 from synapse_host.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, SynapseError
-from tests.cli.conftest import Command, Done
+from tests.cli.conftest import Command, Done, Here
 
 pytestmark = pytest.mark.process
 
@@ -240,11 +240,11 @@ def test_a_load_at_start_that_fails_ends_the_command(cli: Command, runtime_dir: 
     [("ps",), ("ping",), ("logs",), ("load", "toy"), ("unload", "toy"), ("probe", "embed")],
     ids=lambda words: words[0],
 )
-def test_no_host(cli: Command, runtime_dir: Path, words: tuple[str, ...]) -> None:
-    done = cli(*words, "--runtime-dir", str(runtime_dir))
+def test_no_host(here: Here, runtime_dir: Path, words: tuple[str, ...]) -> None:
+    done = here(*words, "--runtime-dir", str(runtime_dir))
     assert done.code == 2 and done.out == ""
     assert done.err == f"synapse: no host runs on {runtime_dir}: start it with synapse run\n"
-    error = cli(*words, "--runtime-dir", str(runtime_dir / "none"), "--json").document["error"]
+    error = here(*words, "--runtime-dir", str(runtime_dir / "none"), "--json").document["error"]
     assert error["details"]["reason"] == "no_host"
     assert not (runtime_dir / "none").exists()
 

@@ -195,8 +195,17 @@ def test_an_archive_in_place_of_the_vectors_is_not_resumed(cli: Command) -> None
 # --- outputs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("redirect", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("words", [["embed", "--model", "toy", "a"], ["embed", "--model", "toy"], ["models"]])
+EMBED = ["embed", "--model", "toy", "a"]
+
+
+@pytest.mark.parametrize(
+    ("words", "redirect"),
+    [
+        *((EMBED, redirect) for redirect in ("<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-")),
+        (EMBED[:-1], "<&- >&- 2>&-"),
+        (["models"], ">&-"),
+    ],
+)
 def test_closed_descriptors(cli: Command, words: list[str], redirect: str) -> None:
     done = shell(cli, words, redirect)
     assert done.returncode == (2 if words == ["embed", "--model", "toy"] else 0)

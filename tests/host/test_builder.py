@@ -15,7 +15,7 @@ from engines.bundle import manifest
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import FileRef
 from synapse_host import builder
-from synapse_host.errors import BundleInvalid, InvalidRequest
+from synapse_host.errors import BundleInvalid, InvalidRequest, StorageFull
 from tests.support import toy_models
 
 pytestmark = pytest.mark.process
@@ -34,6 +34,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "say(stage='x', done='many', total=2)\n"
         "if what == 'hang': time.sleep(600)\n"
         "if what == 'fail': sys.exit('toytool: the disk said no\\n')\n"
+        "if what == 'full': sys.exit('toytool: [Errno 28] No space left on device\\n')\n"
         "if what == 'crash': import os; os.abort()\n"
         "if what == 'chatty': sys.stderr.write('warning\\n' * 200000)\n"
         "say(stage='x', done=2, total=2)\n"
@@ -87,6 +88,11 @@ def test_a_failure_is_the_programs_own_last_line(tool: str, what: str, words: st
         builder.run_tool([tool, what], stage="s")
     assert words in str(caught.value)
     assert caught.value.details["stage"] == "s"
+
+
+def test_a_full_disk_is_no_fault_of_the_checkpoint(tool: str) -> None:
+    with pytest.raises(StorageFull, match="No space left"):
+        builder.run_tool([tool, "full"], stage="s")
 
 
 def test_an_interrupted_caller_takes_the_child_with_it(tool: str) -> None:

