@@ -158,7 +158,7 @@ PLACEMENTS = [
     ({"share": 0.85}, {"placement_share"}),
     ({"share": 1.5}, {"placement_share"}),
     ({"functions": []}, {"functions_unreported", "function_share", "cost_share"}),
-    ({"functions": [function(), function("s256", operations={})]}, {"functions_unreported"}),
+    ({"functions": [function(), function("s256", operations={})]}, {"functions_unreported", "function_share"}),
     ({"functions": [function(**BLIND)]}, {"functions_unreported", "function_share"}),
     ({"functions": [function(), function(ane=80, cpu=20)]}, {"function_share", "cpu_operations"}),
     ({"functions": [function(cost={"neuralEngine": 0.9, "cpu": 0.1})]}, {"cost_share"}),
