@@ -250,6 +250,17 @@ def test_a_figure_that_is_missing_or_absurd_is_never_certified(kind: str, data: 
             assert bent(kind, {"inputs": inputs}).verdict == "uncertified"
 
 
+@pytest.mark.parametrize("task", INPUTS)
+def test_no_series_is_recorded_that_no_gate_reads(task: str) -> None:
+    """Wrong throughout, each of them costs the certificate; what was asked together is no measurement."""
+    clean = INPUTS[task]()
+    for name in {*figures.columns(clean)} - {"query"}:
+        value = getattr(clean, name)
+        wrong = list(range(N)) if name == "exchange" else [[1]] * N if isinstance(value[0], list) else [0] * N
+        verdicts = [bent(kind, {name: wrong}).verdict for kind in KINDS if KINDS[kind]["task"] == task]
+        assert "uncertified" in verdicts, name
+
+
 @given(task=st.sampled_from(list(INPUTS)), name=st.data(), value=ABSURD)
 def test_a_threshold_that_is_missing_or_absurd_is_never_met(
     task: str, name: st.DataObject, value: float | None
