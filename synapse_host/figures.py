@@ -22,7 +22,7 @@ from synapse_host.evidence import (
     RerankInputs,
 )
 
-Limits = Mapping[str, float]
+Thresholds = Mapping[str, float]
 Number = TypeVar("Number")
 
 STOP: Final = -1

@@ -28,12 +28,12 @@ from synapse_host.evidence import (
     RerankInputs,
     Verdict,
 )
-from synapse_host.figures import Limits, apart, buckets, finite, mean, measured
+from synapse_host.figures import Thresholds, apart, buckets, finite, mean, measured
 
 if TYPE_CHECKING:
     from synapse_host.matrix import HardwareMatrix
 
-Figure: TypeAlias = Callable[[Evidence, Limits], float | None]
+Figure: TypeAlias = Callable[[Evidence, Thresholds], float | None]
 """What a gate compares, from the document's measurements; thresholds only tell where a difference begins to count."""
 
 
@@ -138,7 +138,7 @@ GROUPS: Final[Mapping[str, Group]] = {
 class Rule(NamedTuple):
     """One gate: ``label`` on the command line, ``meaning`` on the page.
 
-    ``limit``: a threshold of ``BOUNDS`` by its name, or the one number that the figure must be. ``task`` and
+    ``threshold``: one of ``BOUNDS`` by its name, or the one number that the figure must be. ``task`` and
     ``precision``: which runs it judges, None for all. ``when``: and which of those.
     """
 
@@ -147,7 +147,7 @@ class Rule(NamedTuple):
     label: str
     meaning: str
     figure: Figure
-    limit: str | float = 0
+    threshold: str | float = 0
     task: str | None = None
     precision: Precision | None = None
     when: Callable[[Evidence], bool] = lambda run: True
@@ -188,8 +188,8 @@ def _logits(figure: Callable[[list[Any], list[Any]], float | None]) -> Figure:
 
 def _beyond(figure: Callable[[RerankInputs, float], float], key: str) -> Figure:
     """Return a count of logits that differ by more than a threshold of the matrix, never than a measured error."""
-    return lambda run, limits: (
-        figure(run.inputs, limits[key]) if isinstance(run.inputs, RerankInputs) and key in limits else None
+    return lambda run, wanted: (
+        figure(run.inputs, wanted[key]) if isinstance(run.inputs, RerankInputs) and key in wanted else None
     )
 
 
@@ -348,10 +348,10 @@ def thresholds(
     """
     found = {}
     for rule in rules(task, precision, placement=placement):
-        if isinstance(rule.limit, str):
-            bound = BOUNDS[rule.limit]
+        if isinstance(rule.threshold, str):
+            bound = BOUNDS[rule.threshold]
             value = matrix.threshold(engine, bound.section, bound.key) if bound.section and bound.key else None
-            found[rule.limit] = float(bound.default if value is None else value)
+            found[rule.threshold] = float(bound.default if value is None else value)
     if share is not None and placement:
         found["placement_share"] = share
     return found
@@ -371,14 +371,14 @@ def on_ane(evidence: Evidence) -> bool:
     return evidence.engine.device.partition(":")[0] == "ane"
 
 
-def judge(evidence: Evidence, limits: Limits | None = None, *, placement: bool | None = None) -> Evidence:
+def judge(evidence: Evidence, wanted: Thresholds | None = None, *, placement: bool | None = None) -> Evidence:
     """Return the document with gates, reported numbers, reasons and verdict computed from its measurements.
 
-    *limits*: thresholds to judge by instead of the document's own, *placement*: whether the lane must run on the
+    *wanted*: thresholds to judge by instead of the document's own, *placement*: whether the lane must run on the
     Neural Engine; a recheck takes both from the matrix. The kind of run is its model's task and dtype.
     """
     required = on_ane(evidence) if placement is None else placement
-    gates = list(measure(evidence, evidence.thresholds if limits is None else limits, placement=required))
+    gates = list(measure(evidence, evidence.thresholds if wanted is None else wanted, placement=required))
     passed = evidence.inputs is not None and all(gate.passed for gate in gates)
     verdict: Verdict = "certified" if passed else "uncertified"
     reasons = []
@@ -394,7 +394,7 @@ def judge(evidence: Evidence, limits: Limits | None = None, *, placement: bool |
     )
 
 
-def measure(evidence: Evidence, limits: Limits, *, placement: bool) -> Iterator[Gate]:
+def measure(evidence: Evidence, wanted: Thresholds, *, placement: bool) -> Iterator[Gate]:
     """Yield every gate of a run. One that ended early, or had no reference, is judged by what it came to."""
     ended = evidence.inputs is None and (evidence.fault is not None or evidence.fixture is None)
     sound = figures.whole(evidence)
@@ -402,14 +402,14 @@ def measure(evidence: Evidence, limits: Limits, *, placement: bool) -> Iterator[
         if not rule.when(evidence) or (ended and rule not in _OF_RUN):
             continue
         # Series of another length than the probes, or with impossible numbers: nothing is computed from them.
-        value = rule.figure(evidence, limits) if sound or rule.task is None else None
-        if isinstance(rule.limit, str):
+        value = rule.figure(evidence, wanted) if sound or rule.task is None else None
+        if isinstance(rule.threshold, str):
             # A document without a threshold that its kind needs fails there, whatever was measured.
-            known = rule.limit in limits
-            comparison = BOUNDS[rule.limit].comparison
-            yield _gate(rule, value if known else None, comparison, limits.get(rule.limit, 0.0))
+            known = rule.threshold in wanted
+            comparison = BOUNDS[rule.threshold].comparison
+            yield _gate(rule, value if known else None, comparison, wanted.get(rule.threshold, 0.0))
         else:
-            yield _gate(rule, value, "==", rule.limit)
+            yield _gate(rule, value, "==", rule.threshold)
 
 
 def _gate(rule: Rule, value: float | None, comparison: Comparison, threshold: float) -> Gate:
@@ -424,13 +424,13 @@ def _holds(value: float, comparison: Comparison, threshold: float) -> bool:
     return value >= threshold if comparison == ">=" else value <= threshold
 
 
-def qualified_widths(evidence: Evidence, limits: Limits | None = None) -> list[int]:
+def qualified_widths(evidence: Evidence, wanted: Thresholds | None = None) -> list[int]:
     """Return the packed widths that may serve: each row as on its rung, whatever its neighbours, on the right device.
 
     Only where all of that was measured: no trial, a function without placement or one off the Neural Engine, and the
     width stays off.
     """
-    limits = evidence.thresholds if limits is None else limits
+    wanted = evidence.thresholds if wanted is None else wanted
     placement = evidence.placement or figures.UNPLACED
     functions = {one.tokens: one for one in placement.functions if one.kind == "packed"}
 
@@ -439,7 +439,7 @@ def qualified_widths(evidence: Evidence, limits: Limits | None = None) -> list[i
         if function is None or figures.cpu_operations(function, placement.cpu_allowed):
             return False
         shares = ((figures.share_of(function), "placement_share"), (figures.cost_share_of(function), "cost_share"))
-        return all(value is not None and value >= limits.get(key, 1.0) for value, key in shares)
+        return all(value is not None and value >= wanted.get(key, 1.0) for value, key in shares)
 
     trials: Sequence[int] = [one.width for one in evidence.packing if figures.packs(one)]
     return sorted(width for width in trials if placed(width) or not on_ane(evidence))
