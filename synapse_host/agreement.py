@@ -108,6 +108,20 @@ def pearson(one: Array | Sequence[float], other: Array | Sequence[float]) -> flo
     return float(np.clip((a * b).sum() / scale, -1.0, 1.0)) if scale > 0 else 0.0
 
 
+def max_error(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Return the largest difference of two values in the same place, None of nothing."""
+    return max((abs(a - b) for a, b in zip(one, other, strict=True)), default=None)
+
+
+def scale_error(reference: Sequence[float], scores: Sequence[float]) -> float | None:
+    """Return the root mean square error as a share of the reference's standard deviation; None of a constant."""
+    import numpy as np
+
+    theirs, ours = np.asarray(reference, np.float64), np.asarray(scores, np.float64)
+    spread = float(theirs.std()) if len(theirs) else 0.0
+    return float(np.sqrt(((theirs - ours) ** 2).mean())) / spread if spread > 0 else None
+
+
 def order_flips(reference: Sequence[float], scores: Sequence[float], groups: Sequence[int], *, apart: float) -> int:
     """Return how many pairs of one group changed order, of those more than *apart* apart in the reference."""
     import numpy as np
@@ -160,7 +174,7 @@ def batch_error(batch: Sequence[float], single: Sequence[float]) -> float:
 
     Sorting pairs them as well as any order can, so rows that merely changed places don't count here.
     """
-    return max((abs(a - b) for a, b in zip(sorted(batch), sorted(single), strict=True)), default=0.0)
+    return max_error(sorted(batch), sorted(single)) or 0.0
 
 
 def misplaced_scores(batch: Sequence[float], single: Sequence[float], *, apart: float) -> int:

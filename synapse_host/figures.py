@@ -1,15 +1,15 @@
 """From what a run recorded to the figures that gates compare: one number each, or None where it wasn't measured.
 
-Pure: the same document gives the same figures anywhere. Values that are no finite number, or that no such figure can
-have, count as not measured. What the figures mean and how large they may be stands in :mod:`synapse_host.gates`.
+Pure: the same document gives the same figures anywhere. What they mean and how large they may be stands in
+:mod:`synapse_host.gates`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from synapse_host import agreement
 from synapse_host.evidence import (
@@ -20,10 +20,10 @@ from synapse_host.evidence import (
     Packing,
     Placement,
     RerankInputs,
-    Series,
 )
 
-Limits = Mapping[str, float]
+Thresholds = Mapping[str, float]
+Number = TypeVar("Number")
 
 STOP: Final = -1
 """Stands for the end of a continuation where a token id is recorded."""
@@ -37,7 +37,7 @@ CASES: Final = {
 }
 """Edge lengths that every run tries, and what must come of each: only ``max + 1`` is refused, by the host."""
 STAGES: Final = {
-    "embed": ("warm-up", "singles", "batches", "permuted", "repeat", "throughput"),
+    "embed": ("warm-up", "singles", "batches", "permuted", "repeat"),
     "rerank": ("warm-up", "singles", "batches", "permuted", "repeat"),
     "generate": ("warm-up", "continuations", "next tokens", "repeat"),
 }
@@ -53,32 +53,28 @@ PACKED_DIFFERENCE: Final = 1e-3
 """What a packed width must show before it serves (ane.md 3.3); fixed."""
 UNPLACED: Final = Placement(share=None, generation=0)
 """What is known of a run that nothing was measured of."""
-_LARGEST: Final = 1e30
+_MOST: Final = 1e30
+_COUNT: Final = float(2**31)
 
 
-def finite(series: Iterable[float | None]) -> list[float]:
-    """Return the numbers of a series without its gaps."""
-    return [value for value in series if value is not None and math.isfinite(value)]
+def finite(*series: Iterable[float | None]) -> list[float]:
+    """Return the numbers of one or several series without their gaps."""
+    return [value for values in series for value in values if value is not None and math.isfinite(value)]
 
 
-def mean(values: Sequence[float]) -> float | None:
-    """Return the mean, None of nothing."""
-    return sum(values) / len(values) if values else None
+def measured(figure: Callable[[Sequence[Number]], float], values: Sequence[Number]) -> float | None:
+    """Return a figure of values, None where there are none."""
+    return figure(values) if values else None
 
 
-# --- the reference ---------------------------------------------------------------------------------------------------
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of one value or more."""
+    return sum(values) / len(values)
 
 
-def distinct(evidence: Evidence) -> float | None:
-    """Return the share of the probes that are no other probe once more."""
-    fixture = evidence.fixture
-    return fixture.distinct / max(1, fixture.probes) if fixture else None
-
-
-def stale(evidence: Evidence) -> int | None:
-    """Count the probes that the bundle's tokenizer makes otherwise; another file than the manifest's counts as one."""
-    fixture = evidence.fixture
-    return fixture.stale_rows + (fixture.digest != fixture.expected_digest) if fixture else None
+def apart(ratios: Sequence[float]) -> float:
+    """Return the largest distance from 1."""
+    return max(abs(ratio - 1) for ratio in ratios)
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -86,23 +82,22 @@ def stale(evidence: Evidence) -> int | None:
 
 def columns(inputs: EmbedInputs | RerankInputs | GenerateInputs) -> dict[str, tuple[Sequence[Any], float, float]]:
     """Return what has one entry a probe, with the smallest and the largest value that an entry can have."""
-    count = float(2**31)
     match inputs:
         case EmbedInputs():
             cosines = ("cosine", "batch_own", "batch_best", "permuted_own", "permuted_best", "neighbour_pearson")
-            ranges = dict.fromkeys(cosines, (-1.0, 1.0))
-            ranges |= dict.fromkeys(("norm", "batch_norm", "permuted_norm"), (0.0, _LARGEST))
-            ranges |= {"overlap": (0.0, 1.0)} | dict.fromkeys(("neighbour", "reference_neighbour"), (0.0, count))
+            ranges = dict.fromkeys(cosines, (-1.0, 1.0)) | {"overlap": (0.0, 1.0)}
+            ranges |= dict.fromkeys(("norm", "batch_norm", "permuted_norm"), (0.0, _MOST))
+            ranges |= dict.fromkeys(("neighbour", "reference_neighbour"), (0.0, _COUNT))
         case RerankInputs():
-            ranges = dict.fromkeys(("reference", "single", "batch", "permuted"), (-_LARGEST, _LARGEST))
-            ranges |= dict.fromkeys(("query", "exchange"), (0.0, count))
+            ranges = dict.fromkeys(("reference", "single", "batch", "permuted"), (-_MOST, _MOST))
+            ranges |= dict.fromkeys(("query", "exchange"), (0.0, _COUNT))
         case GenerateInputs():
-            lengths = [[len(row) for row in rows] for rows in (inputs.reference, inputs.greedy)]
+            wanted, greedy = ([len(row) for row in rows] for rows in (inputs.reference, inputs.greedy))
             return {
-                "reference": (lengths[0], 1.0, count),
-                "greedy": (lengths[1], 0.0, count),
-                "depth": (inputs.depth, 0.0, float(min(lengths[0], default=0)) - 1),
-                "next": (inputs.next, float(STOP), count),
+                "reference": (wanted, 1.0, _COUNT),
+                "greedy": (greedy, 0.0, _COUNT),
+                "depth": (inputs.depth, 0.0, float(min(wanted, default=0)) - 1),
+                "next": (inputs.next, float(STOP), _COUNT),
             }
     return {name: (getattr(inputs, name), low, high) for name, (low, high) in ranges.items()}
 
@@ -116,32 +111,28 @@ def whole(evidence: Evidence) -> bool:
     )
 
 
-def unmeasured(evidence: Evidence) -> float:
-    """Return how many probes the worst series has no usable number for; more numbers than probes count as well."""
+def unmeasured(evidence: Evidence) -> int:
+    """Return how many probes the worst series has no possible number for; more numbers than probes count as well."""
     probes = evidence.fixture.probes if evidence.fixture else 0
     if evidence.inputs is None:
         return max(probes, 1)
+    series = [*columns(evidence.inputs).values(), (evidence.tokens, 1.0, _MOST)]
+    return max(
+        abs(len(values) - probes) + sum(value is None or not low <= value <= high for value in values)
+        for values, low, high in series
+    )
 
-    def missing(values: Sequence[Any], low: float, high: float) -> int:
-        return abs(len(values) - probes) + sum(value is None or not low <= value <= high for value in values)
 
-    series = [*columns(evidence.inputs).values(), (evidence.tokens, 1.0, _LARGEST)]
-    return max(missing(*one) for one in series)
-
-
-def non_finite(evidence: Evidence) -> float | None:
+def non_finite(evidence: Evidence) -> int | None:
     """Return the rows of first attempts that came back as NaN or infinity; None where a way of asking is missing."""
     counts = evidence.non_finite
-    if any(stage not in counts for stage in STAGES[evidence.model.task]):
-        return None
-    return sum(map(abs, counts.values()))
+    return sum(map(abs, counts.values())) if counts.keys() >= set(STAGES[evidence.model.task]) else None
 
 
 def failed_cases(evidence: Evidence) -> int:
     """Count the edge lengths with another outcome than they must have, and those that weren't tried."""
     failed = sum(case.outcome != CASES.get(case.name) for case in evidence.limits)
-    tried = {case.name for case in evidence.limits}
-    return failed + sum(name not in tried for name in CASES)
+    return failed + len(CASES.keys() - {case.name for case in evidence.limits})
 
 
 def foreign_facts(evidence: Evidence) -> int:
@@ -162,126 +153,62 @@ def foreign_facts(evidence: Evidence) -> int:
 
 def commonest(evidence: Evidence) -> float | None:
     """Return the share of the reference's commonest answer: nearest neighbour, logit or next token."""
-    answers: Sequence[Any]
+    answers: Sequence[Any] = []
     match evidence.inputs if whole(evidence) else None:
         case EmbedInputs() as inputs:
             answers = inputs.reference_neighbour
         case RerankInputs() as inputs:
             answers = inputs.reference
         case GenerateInputs() as inputs:
-            answers = _wanted(inputs)
-        case None:
-            return None
-    return max(Counter(answers).values()) / len(answers) if answers else None
+            answers = wanted_next(inputs)
+    return measured(lambda found: max(Counter(found).values()) / len(found), answers)
 
 
-# --- embedding -------------------------------------------------------------------------------------------------------
-
-
-def norm_error(inputs: EmbedInputs) -> float | None:
-    """Return the largest distance of a single vector's relative length from 1."""
-    return max((abs(norm - 1) for norm in finite(inputs.norm)), default=None)
-
-
-def batch_norm(inputs: EmbedInputs) -> float | None:
-    """Return the largest distance of a batch row's length from its length alone, as a share of that."""
-    return max((abs(norm - 1) for norm in finite([*inputs.batch_norm, *inputs.permuted_norm])), default=None)
-
-
-def batch_single(inputs: EmbedInputs) -> float | None:
-    """Return the smallest best cosine of a batch row with any single answer of its batch."""
-    return min(finite([*inputs.batch_best, *inputs.permuted_best]), default=None)
+# --- embedding and reranking -----------------------------------------------------------------------------------------
 
 
 def same_neighbours(inputs: EmbedInputs) -> float | None:
     """Return the share of rows whose nearest other row is the reference's."""
     pairs = zip(inputs.neighbour, inputs.reference_neighbour, strict=True)
-    return mean([ours == theirs for ours, theirs in pairs if ours is not None])
+    return measured(mean, [ours == theirs for ours, theirs in pairs if ours is not None])
 
 
 def misplaced_rows(inputs: EmbedInputs) -> int:
     """Count the batch rows that carry another row's answer."""
     runs = ((inputs.batch_own, inputs.batch_best), (inputs.permuted_own, inputs.permuted_best))
-    return sum(agreement.misplaced_rows(*_both(own, best)) for own, best in runs)
+    return sum(agreement.misplaced_rows(*_both(*pair)) for pair in runs)
 
 
-def _both(one: Series, other: Series) -> tuple[list[float], list[float]]:
-    kept = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
-    return [a for a, _ in kept], [b for _, b in kept]
+def _both(*series: Sequence[Any]) -> tuple[list[Any], ...]:
+    """Return the entries that every series has."""
+    kept = [entries for entries in zip(*series, strict=True) if None not in entries]
+    return tuple(list(column) for column in zip(*kept, strict=True)) if kept else tuple([] for _ in series)
 
 
-# --- reranking -------------------------------------------------------------------------------------------------------
+def logits(inputs: RerankInputs) -> tuple[list[Any], ...]:
+    """Return reference, single logit and query of the pairs that have an answer."""
+    return _both(inputs.reference, inputs.single, inputs.query)
 
 
-def answered(inputs: RerankInputs) -> tuple[list[float], list[float], list[int]]:
-    """Return reference, single score and query of the pairs that have a score."""
-    kept = [
-        (reference, score, query)
-        for query, reference, score in zip(inputs.query, inputs.reference, inputs.single, strict=True)
-        if score is not None
-    ]
-    return [r for r, _, _ in kept], [s for _, s, _ in kept], [q for _, _, q in kept]
-
-
-def correlation(inputs: RerankInputs) -> float | None:
-    """Return the Pearson correlation of the single logits with the reference."""
-    reference, scores, _ = answered(inputs)
-    return agreement.pearson(reference, scores) if scores else None
-
-
-def max_error(inputs: RerankInputs) -> float | None:
-    """Return the largest difference of a single logit from the reference."""
-    reference, scores, _ = answered(inputs)
-    return max((abs(a - b) for a, b in zip(reference, scores, strict=True)), default=None)
-
-
-def scale_error(inputs: RerankInputs) -> float | None:
-    """Return the root mean square error of the single logits as a share of the reference's standard deviation."""
-    reference, scores, _ = answered(inputs)
-    middle = mean(reference)
-    if middle is None:
-        return None
-    spread = sum((value - middle) ** 2 for value in reference)
-    wrong = sum((a - b) ** 2 for a, b in zip(reference, scores, strict=True))
-    return math.sqrt(wrong / spread) if spread > 0 else None
-
-
-def order_flips(inputs: RerankInputs, apart: float) -> int:
-    """Count the pairs of a query that changed order although the reference has them more than *apart* apart."""
-    reference, scores, query = answered(inputs)
-    return agreement.order_flips(reference, scores, query, apart=apart)
-
-
-def same_best(inputs: RerankInputs) -> float | None:
-    """Return the share of queries whose best document is the reference's."""
-    reference, scores, query = answered(inputs)
-    return agreement.same_best(reference, scores, query)
-
-
-def batch_error(inputs: RerankInputs) -> float | None:
-    """Return the largest difference of a batch's logits from the single ones, whatever their order."""
-    return max((agreement.batch_error(*pair) for pair in _exchanges(inputs) if pair[0]), default=None)
-
-
-def misplaced_scores(inputs: RerankInputs, apart: float) -> int:
-    """Count the batch rows that carry another row's logit."""
-    return sum(agreement.misplaced_scores(*pair, apart=apart) for pair in _exchanges(inputs))
-
-
-def in_company(inputs: RerankInputs) -> float | None:
-    """Return the share of pairs that were asked together with others: a request of one row tries no batch."""
-    sizes = Counter(inputs.exchange)
-    return mean([sizes[exchange] > 1 for exchange in inputs.exchange])
-
-
-def _exchanges(inputs: RerankInputs) -> Iterator[tuple[list[float], list[float]]]:
-    """Yield the scores of every batch exchange with the same rows' single scores."""
+def exchanges(inputs: RerankInputs) -> Iterator[tuple[list[Any], ...]]:
+    """Yield the logits of every batch exchange with the same rows' single ones."""
     members: dict[int, list[int]] = {}
     for row, exchange in enumerate(inputs.exchange):
         members.setdefault(exchange, []).append(row)
     for series in (inputs.batch, inputs.permuted):
         for rows in members.values():
             yield _both([series[i] for i in rows], [inputs.single[i] for i in rows])
+
+
+def batch_error(inputs: RerankInputs) -> float | None:
+    """Return the largest difference of a batch's logits from the single ones, whatever their order."""
+    return max((agreement.batch_error(*pair) for pair in exchanges(inputs) if pair[0]), default=None)
+
+
+def in_company(inputs: RerankInputs) -> float | None:
+    """Return the share of pairs that were asked together with others: a request of one row tries no batch."""
+    sizes = Counter(inputs.exchange)
+    return measured(mean, [sizes[exchange] > 1 for exchange in inputs.exchange])
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
@@ -292,19 +219,20 @@ def first_of(ids: Sequence[int], stops: Sequence[int]) -> int:
     return STOP if not ids or ids[0] in stops else ids[0]
 
 
-def _wanted(inputs: GenerateInputs) -> list[int]:
+def wanted_next(inputs: GenerateInputs) -> list[int]:
+    """Return the reference's next token for each prompt and the first ``depth`` ids after it."""
     return [first_of(ids[depth:], inputs.stops) for ids, depth in zip(inputs.reference, inputs.depth, strict=True)]
+
+
+def same_next(inputs: GenerateInputs) -> float | None:
+    """Return the share of the reference's prefixes whose next token is the reference's."""
+    return measured(mean, [a == b for a, b in zip(wanted_next(inputs), inputs.next, strict=True)])
 
 
 def same_first(inputs: GenerateInputs) -> float | None:
     """Return the share of prompts whose first token is the reference's."""
     pairs = zip(inputs.reference, inputs.greedy, strict=True)
-    return mean([first_of(a, inputs.stops) == first_of(b, inputs.stops) for a, b in pairs])
-
-
-def same_next(inputs: GenerateInputs) -> float | None:
-    """Return the share of the reference's prefixes whose next token is the reference's."""
-    return mean([a == b for a, b in zip(_wanted(inputs), inputs.next, strict=True)])
+    return measured(mean, [first_of(a, inputs.stops) == first_of(b, inputs.stops) for a, b in pairs])
 
 
 def prefix_share(inputs: GenerateInputs) -> float | None:
@@ -313,57 +241,34 @@ def prefix_share(inputs: GenerateInputs) -> float | None:
     for reference, greedy in zip(inputs.reference, inputs.greedy, strict=True):
         stop = next((i for i, id in enumerate(reference) if id in inputs.stops), None)
         wanted = reference if stop is None else reference[:stop]
-        same = agreement.common_prefix(wanted, greedy)
-        entire = same == len(wanted) and (stop is None or len(greedy) == stop)
-        shares.append(1.0 if entire else same / max(1, len(wanted)))
-    return mean(shares)
+        kept = agreement.common_prefix(wanted, greedy)
+        entire = kept == len(wanted) and (stop is None or len(greedy) == stop)
+        shares.append(1.0 if entire else kept / max(1, len(wanted)))
+    return measured(mean, shares)
 
 
 # --- placement -------------------------------------------------------------------------------------------------------
 
 
-def placement_of(evidence: Evidence) -> Placement:
-    """Return what is known of where the lane ran."""
-    return evidence.placement or UNPLACED
-
-
-def buckets(evidence: Evidence) -> list[Function]:
-    """Return the functions that must be placed well. A packed one that isn't stays off by itself."""
-    return [one for one in placement_of(evidence).functions if one.kind == "bucket"]
-
-
-def reported_share(evidence: Evidence) -> float | None:
+def reported_share(placement: Placement, evidence: Evidence) -> float | None:
     """Return PONG's share; None where another worker than the run's answered the PING."""
-    placement = placement_of(evidence)
     foreign = evidence.generations and placement.generation != evidence.generations[-1]
     return None if foreign or not 0 <= (placement.share or 0.0) <= 1 else placement.share
 
 
-def unreported(evidence: Evidence) -> int:
-    """Count the functions whose placement isn't known; no table at all is one."""
-    return [share_of(one) for one in buckets(evidence)].count(None) if buckets(evidence) else 1
+def buckets(placement: Placement) -> list[Function]:
+    """Return the functions that must be placed well. A packed one that isn't stays off by itself."""
+    return [one for one in placement.functions if one.kind == "bucket"]
 
 
-def worst_share(evidence: Evidence) -> float | None:
-    """Return the smallest share of a function that is reported."""
-    return min(finite(map(share_of, buckets(evidence))), default=None)
+def worst(share: Callable[[Function], float | None], functions: Sequence[Function]) -> float | None:
+    """Return the smallest share of any function; None where one reports none."""
+    shares = finite(map(share, functions))
+    return min(shares) if shares and len(shares) == len(functions) else None
 
 
-def worst_cost(evidence: Evidence) -> float | None:
-    """Return the Neural Engine's smallest share of a function's cost; None where one has none."""
-    costs = [cost_share_of(one) for one in buckets(evidence)]
-    return None if None in costs else min(finite(costs), default=None)
-
-
-def on_cpu(evidence: Evidence) -> int:
-    """Count the operators that don't belong where they are."""
-    allowed = placement_of(evidence).cpu_allowed
-    return sum(len(cpu_operations(one, allowed)) for one in buckets(evidence))
-
-
-def speedup(evidence: Evidence) -> float | None:
+def speedup(placement: Placement) -> float | None:
     """Return how many times as fast the lane is as with its engine forced to the CPU, by the medians."""
-    placement = placement_of(evidence)
     forced, native = finite(placement.forced_ms), finite(placement.native_ms)
     if not forced or len(forced) != len(native) or min(native) <= 0:
         return None
@@ -414,11 +319,8 @@ def packs(one: Packing) -> bool:
     )
 
 
-# --- reported, never gated -------------------------------------------------------------------------------------------
-
-
 def reported(evidence: Evidence) -> dict[str, float]:
-    """Return the figures that people read and no gate compares, and a few that gates do."""
+    """Return the figures that people read and that don't decide, at least not in every class of precision."""
     performance, inputs = evidence.performance, evidence.inputs
     took = performance.batch_s if performance.batch_s > 0 else None
     found: dict[str, float | None] = {
@@ -427,17 +329,14 @@ def reported(evidence: Evidence) -> dict[str, float]:
         "tokens_per_s": took and performance.batch_tokens / took,
         "rows_per_s": took and len(evidence.tokens) / took,
     }
-    if whole(evidence):
-        match inputs:
-            case EmbedInputs():
-                cosine = finite(inputs.cosine)
-                found["min_cosine"], found["mean_cosine"] = min(cosine, default=None), mean(cosine)
-                found["batch_single"] = batch_single(inputs)
-            case RerankInputs():
-                found["max_error"], found["top1"] = max_error(inputs), same_best(inputs)
-                found["batch_error"] = batch_error(inputs)
-            case GenerateInputs():
-                found["prefix_share"] = prefix_share(inputs)
-            case None:
-                pass
+    match inputs if whole(evidence) else None:
+        case EmbedInputs() as inputs:
+            found["min_cosine"] = measured(min, finite(inputs.cosine))
+            found["mean_cosine"] = measured(mean, finite(inputs.cosine))
+        case RerankInputs() as inputs:
+            reference, scores, query = logits(inputs)
+            found["max_error"] = agreement.max_error(reference, scores)
+            found["top1"] = agreement.same_best(reference, scores, query)
+        case GenerateInputs() as inputs:
+            found["prefix_share"] = prefix_share(inputs)
     return {name: round(value, 9) for name, value in found.items() if value is not None and math.isfinite(value)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -20,18 +20,20 @@ from synapse_host.evidence import (
     Comparison,
     EmbedInputs,
     Evidence,
+    Fixture,
     Gate,
     GenerateInputs,
+    Placement,
     Precision,
     RerankInputs,
     Verdict,
 )
-from synapse_host.figures import Limits, finite, mean
+from synapse_host.figures import Thresholds, apart, buckets, finite, mean, measured
 
 if TYPE_CHECKING:
     from synapse_host.matrix import HardwareMatrix
 
-Figure: TypeAlias = Callable[[Evidence, Limits], float | None]
+Figure: TypeAlias = Callable[[Evidence, Thresholds], float | None]
 """What a gate compares, from the document's measurements; thresholds only tell where a difference begins to count."""
 
 
@@ -136,7 +138,7 @@ GROUPS: Final[Mapping[str, Group]] = {
 class Rule(NamedTuple):
     """One gate: ``label`` on the command line, ``meaning`` on the page.
 
-    ``limit``: a threshold of ``BOUNDS`` by its name, or the one number that the figure must be. ``task`` and
+    ``threshold``: one of ``BOUNDS`` by its name, or the one number that the figure must be. ``task`` and
     ``precision``: which runs it judges, None for all. ``when``: and which of those.
     """
 
@@ -145,41 +147,70 @@ class Rule(NamedTuple):
     label: str
     meaning: str
     figure: Figure
-    limit: str | float = 0
+    threshold: str | float = 0
     task: str | None = None
     precision: Precision | None = None
     when: Callable[[Evidence], bool] = lambda run: True
-
-
-def _embed(figure: Callable[[EmbedInputs], float | None]) -> Figure:
-    return lambda run, _: figure(run.inputs) if isinstance(run.inputs, EmbedInputs) else None
-
-
-def _rerank(figure: Callable[[RerankInputs], float | None]) -> Figure:
-    return lambda run, _: figure(run.inputs) if isinstance(run.inputs, RerankInputs) else None
-
-
-def _generate(figure: Callable[[GenerateInputs], float | None]) -> Figure:
-    return lambda run, _: figure(run.inputs) if isinstance(run.inputs, GenerateInputs) else None
-
-
-def _apart(figure: Callable[[RerankInputs, float], float | None], key: str) -> Figure:
-    """Return a figure of logits that counts differences above a threshold of the matrix, never above measured ones."""
-    return lambda run, limits: (
-        figure(run.inputs, limits[key]) if isinstance(run.inputs, RerankInputs) and key in limits else None
-    )
 
 
 def _run(figure: Callable[[Evidence], float | None]) -> Figure:
     return lambda run, _: figure(run)
 
 
+def _fixture(figure: Callable[[Fixture], float]) -> Figure:
+    return lambda run, _: None if run.fixture is None else figure(run.fixture)
+
+
+def _embed(figure: Callable[[EmbedInputs], float | None]) -> Figure:
+    return lambda run, _: figure(run.inputs) if isinstance(run.inputs, EmbedInputs) else None
+
+
+def _least(*names: str) -> Figure:
+    return _embed(lambda rows: measured(min, finite(*(getattr(rows, name) for name in names))))
+
+
+def _mean(name: str) -> Figure:
+    return _embed(lambda rows: measured(mean, finite(getattr(rows, name))))
+
+
+def _apart(*names: str) -> Figure:
+    return _embed(lambda rows: measured(apart, finite(*(getattr(rows, name) for name in names))))
+
+
+def _rerank(figure: Callable[[RerankInputs], float | None]) -> Figure:
+    return lambda run, _: figure(run.inputs) if isinstance(run.inputs, RerankInputs) else None
+
+
+def _logits(figure: Callable[[list[Any], list[Any]], float | None]) -> Figure:
+    """Return a figure of the reference's and the lane's single logits of every answered pair."""
+    return _rerank(lambda pairs: figure(*figures.logits(pairs)[:2]) if finite(pairs.single) else None)
+
+
+def _beyond(figure: Callable[[RerankInputs, float], float], key: str) -> Figure:
+    """Return a count of logits that differ by more than a threshold of the matrix, never than a measured error."""
+    return lambda run, wanted: (
+        figure(run.inputs, wanted[key]) if isinstance(run.inputs, RerankInputs) and key in wanted else None
+    )
+
+
+def _flips(pairs: RerankInputs, apart: float) -> int:
+    return agreement.order_flips(*figures.logits(pairs), apart=apart)
+
+
+def _misplaced(pairs: RerankInputs, apart: float) -> int:
+    return sum(agreement.misplaced_scores(*pair, apart=apart) for pair in figures.exchanges(pairs))
+
+
+def _generate(figure: Callable[[GenerateInputs], float | None]) -> Figure:
+    return lambda run, _: figure(run.inputs) if isinstance(run.inputs, GenerateInputs) else None
+
+
+def _placed(figure: Callable[[Placement], float | None]) -> Figure:
+    return lambda run, _: figure(run.placement or figures.UNPLACED)
+
+
 def _unit(run: Evidence) -> bool:
     return isinstance(run.inputs, EmbedInputs) and run.inputs.unit
-
-
-def _served(run: Evidence) -> bool:
-    return bool(run.generations) or run.inputs is not None
 
 
 _PROBES: Final = "probes with a reference in the bundle"
@@ -190,20 +221,21 @@ _OF_RUN: Final = (
     Rule("reference_fixture", "reference", "reference probes", _PROBES,
          _run(lambda run: run.fixture.probes if run.fixture else 0), "reference_probes"),
     Rule("reference_distinct", "reference", "distinct probes", "share of the probes that differ from all others",
-         _run(figures.distinct), "reference_distinct"),
+         _fixture(lambda of: of.distinct / max(1, of.probes)), "reference_distinct"),
     Rule("reference_independent", "reference", "references of ours",
          "references computed by an engine that is to be judged by them",
-         _run(lambda run: not independent(run.fixture.computed_by) if run.fixture else None)),
+         _fixture(lambda of: not independent(of.computed_by))),
     Rule("reference_stale", "reference", "stale probes",
          "fixtures changed since the bundle was made, or made by another tokenizer",
-         _run(figures.stale)),
+         _fixture(lambda of: of.stale_rows + (of.digest != of.expected_digest))),
     Rule("identity", "device", "wrong engine facts", "facts of the handshake that differ from the matrix",
          _run(figures.foreign_facts)),
     Rule("fault", "worker", "faults", "the run ended early",
          _run(lambda run: run.fault is not None and run.fault.code != "lane_refused")),
     Rule("worker_generations", "worker", "worker processes",
          "worker processes that served the run; another one means a crash",
-         _run(lambda run: len(set(run.generations))), 1, when=_served),
+         _run(lambda run: len(set(run.generations))), 1,
+         when=lambda run: bool(run.generations) or run.inputs is not None),
 )  # fmt: skip
 """Judged also where a run ended early."""
 
@@ -215,36 +247,36 @@ _OF_MEASUREMENTS: Final = (
          "share of pairs whose query has other documents too, so that a batch is tried",
          _rerank(figures.in_company), "reference_company", "rerank"),
     Rule("min_cosine", "agreement", "min cosine", "smallest cosine of any row with its reference",
-         _embed(lambda rows: min(finite(rows.cosine), default=None)), "min_cosine", "embed", "exact"),
+         _least("cosine"), "min_cosine", "embed", "exact"),
     Rule("mean_cosine", "agreement", "mean cosine", "mean cosine over all rows",
-         _embed(lambda rows: mean(finite(rows.cosine))), "mean_cosine", "embed", "exact"),
+         _mean("cosine"), "mean_cosine", "embed", "exact"),
     Rule("worst_decile", "agreement", "worst decile", "nearest neighbours kept, in the worst tenth of the rows",
-         _embed(lambda rows: agreement.worst_decile(finite(rows.overlap)) if finite(rows.overlap) else None),
+         _embed(lambda rows: measured(agreement.worst_decile, finite(rows.overlap))),
          "worst_decile", "embed", "exact"),
     Rule("mean_cosine", "agreement", "mean cosine", "mean cosine over all rows",
-         _embed(lambda rows: mean(finite(rows.cosine))), "approximate_cosine", "embed", "approximate"),
+         _mean("cosine"), "approximate_cosine", "embed", "approximate"),
     Rule("pearson", "agreement", "pearson", "correlation of the similarities with the reference's",
-         _embed(lambda rows: mean(finite(rows.neighbour_pearson))), "approximate_pearson", "embed", "approximate"),
+         _mean("neighbour_pearson"), "approximate_pearson", "embed", "approximate"),
     Rule("top1", "agreement", "same best", "rows whose nearest other row is the reference's",
          _embed(figures.same_neighbours), "approximate_top1", "embed", "approximate"),
-    Rule("norm_error", "agreement", "norm error", _LENGTH, _embed(figures.norm_error), "norm_error", "embed",
-         when=_unit),
+    Rule("norm_error", "agreement", "norm error", _LENGTH, _apart("norm"), "norm_error", "embed", when=_unit),
     Rule("length_error", "agreement", "length error", _LENGTH + ", in lengths of the reference's",
-         _embed(figures.norm_error), "length_error", "embed", when=lambda run: not _unit(run)),
+         _apart("norm"), "length_error", "embed", when=lambda run: not _unit(run)),
     Rule("pearson", "agreement", "pearson", "correlation with the reference",
-         _rerank(figures.correlation), "pearson", "rerank", "exact"),
+         _logits(agreement.pearson), "pearson", "rerank", "exact"),
     Rule("max_error", "agreement", "max error", "largest difference of one logit",
-         _rerank(figures.max_error), "max_error", "rerank", "exact"),
+         _logits(agreement.max_error), "max_error", "rerank", "exact"),
     Rule("rank_order", "agreement", "changed ranks",
          "pairs of a query whose order changed although the reference tells them clearly apart",
-         _apart(figures.order_flips, "max_error"), 0, "rerank", "exact"),
+         _beyond(_flips, "max_error"), 0, "rerank", "exact"),
     Rule("pearson", "agreement", "pearson", "correlation with the reference",
-         _rerank(figures.correlation), "approximate_pearson", "rerank", "approximate"),
+         _logits(agreement.pearson), "approximate_pearson", "rerank", "approximate"),
     Rule("top1", "agreement", "same best", "queries whose best document is the reference's",
-         _rerank(figures.same_best), "approximate_top1", "rerank", "approximate"),
+         _rerank(lambda pairs: agreement.same_best(*figures.logits(pairs))),
+         "approximate_top1", "rerank", "approximate"),
     Rule("scale_error", "agreement", "scale error",
          "root mean square difference of the logits, as a share of the reference's spread",
-         _rerank(figures.scale_error), "approximate_scale", "rerank", "approximate"),
+         _logits(agreement.scale_error), "approximate_scale", "rerank", "approximate"),
     Rule("top1", "agreement", "next token", "prefixes of the reference with the same next token",
          _generate(figures.same_next), "top1", "generate"),
     Rule("first_token", "agreement", "first token", "prompts whose first token is the reference's",
@@ -253,9 +285,10 @@ _OF_MEASUREMENTS: Final = (
          _run(figures.unmeasured)),
     Rule("non_finite", "finite", "non-finite",
          "rows whose first answer, alone or with those beside them, held NaN or infinity", _run(figures.non_finite)),
-    Rule("batch_single", "batch", "batch = single", _COMPANY, _embed(figures.batch_single), "batch_single", "embed"),
+    Rule("batch_single", "batch", "batch = single", _COMPANY,
+         _least("batch_best", "permuted_best"), "batch_single", "embed"),
     Rule("batch_norm", "batch", "batch norm", "a row's length in a batch against its length alone",
-         _embed(figures.batch_norm), "batch_norm", "embed"),
+         _apart("batch_norm", "permuted_norm"), "batch_norm", "embed"),
     Rule("batch_single", "batch", "batch = single", _COMPANY,
          _rerank(figures.batch_error), "max_error", "rerank", "exact"),
     Rule("batch_single", "batch", "batch = single", _COMPANY,
@@ -264,26 +297,26 @@ _OF_MEASUREMENTS: Final = (
          _run(lambda run: run.repeat_differs)),
     Rule("order", "order", "misplaced rows", _MOVED, _embed(figures.misplaced_rows), 0, "embed"),
     Rule("order", "order", "misplaced rows", _MOVED,
-         _apart(figures.misplaced_scores, "max_error"), 0, "rerank", "exact"),
+         _beyond(_misplaced, "max_error"), 0, "rerank", "exact"),
     Rule("order", "order", "misplaced rows", _MOVED,
-         _apart(figures.misplaced_scores, "approximate_batch"), 0, "rerank", "approximate"),
+         _beyond(_misplaced, "approximate_batch"), 0, "rerank", "approximate"),
     Rule("limits", "limits", "wrong edge cases", "of 1, 2, max − 1, max, max + 1 (to be refused) and a repeated token",
          _run(figures.failed_cases)),
 )  # fmt: skip
 _OF_PLACEMENT: Final = (
     Rule("placement_share", "placement", "share",
          "operations on the Neural Engine, as the worker reports after the run",
-         _run(figures.reported_share), "placement_share"),
+         lambda run, _: figures.reported_share(run.placement or figures.UNPLACED, run), "placement_share"),
     Rule("functions_unreported", "placement", "unreported functions", "functions whose placement is not known",
-         _run(figures.unreported)),
+         _placed(lambda placed: [*map(figures.share_of, buckets(placed))].count(None) or not buckets(placed))),
     Rule("function_share", "placement", "worst function", "the same share in the worst function",
-         _run(figures.worst_share), "placement_share"),
+         _placed(lambda placed: figures.worst(figures.share_of, buckets(placed))), "placement_share"),
     Rule("cost_share", "placement", "cost share", "estimated cost on the Neural Engine, in the worst function",
-         _run(figures.worst_cost), "cost_share"),
+         _placed(lambda placed: figures.worst(figures.cost_share_of, buckets(placed))), "cost_share"),
     Rule("cpu_operations", "placement", "CPU ops off the list", "operators that don't belong off the Neural Engine",
-         _run(figures.on_cpu)),
+         _placed(lambda placed: sum(len(figures.cpu_operations(one, placed.cpu_allowed)) for one in buckets(placed)))),
     Rule("speedup", "placement", "× CPU-only", "times as fast as with the engine forced to the CPU",
-         _run(figures.speedup), "speedup"),
+         _placed(figures.speedup), "speedup"),
 )  # fmt: skip
 GATES: Final = (*_OF_RUN, *_OF_MEASUREMENTS, *_OF_PLACEMENT)
 
@@ -315,10 +348,10 @@ def thresholds(
     """
     found = {}
     for rule in rules(task, precision, placement=placement):
-        if isinstance(rule.limit, str):
-            bound = BOUNDS[rule.limit]
+        if isinstance(rule.threshold, str):
+            bound = BOUNDS[rule.threshold]
             value = matrix.threshold(engine, bound.section, bound.key) if bound.section and bound.key else None
-            found[rule.limit] = float(bound.default if value is None else value)
+            found[rule.threshold] = float(bound.default if value is None else value)
     if share is not None and placement:
         found["placement_share"] = share
     return found
@@ -338,14 +371,14 @@ def on_ane(evidence: Evidence) -> bool:
     return evidence.engine.device.partition(":")[0] == "ane"
 
 
-def judge(evidence: Evidence, limits: Limits | None = None, *, placement: bool | None = None) -> Evidence:
+def judge(evidence: Evidence, wanted: Thresholds | None = None, *, placement: bool | None = None) -> Evidence:
     """Return the document with gates, reported numbers, reasons and verdict computed from its measurements.
 
-    *limits*: thresholds to judge by instead of the document's own, *placement*: whether the lane must run on the
+    *wanted*: thresholds to judge by instead of the document's own, *placement*: whether the lane must run on the
     Neural Engine; a recheck takes both from the matrix. The kind of run is its model's task and dtype.
     """
     required = on_ane(evidence) if placement is None else placement
-    gates = list(measure(evidence, evidence.thresholds if limits is None else limits, placement=required))
+    gates = list(measure(evidence, evidence.thresholds if wanted is None else wanted, placement=required))
     passed = evidence.inputs is not None and all(gate.passed for gate in gates)
     verdict: Verdict = "certified" if passed else "uncertified"
     reasons = []
@@ -353,7 +386,7 @@ def judge(evidence: Evidence, limits: Limits | None = None, *, placement: bool |
         reasons.append("reference_fixture_missing")
     if evidence.fault is not None:
         reasons.append(evidence.fault.code)
-    if required and figures.placement_of(evidence).share is None:
+    if required and (evidence.placement or figures.UNPLACED).share is None:
         reasons.append("placement_unreported")
     reasons += [gate.name for gate in gates if not gate.passed]
     return msgspec.structs.replace(
@@ -361,7 +394,7 @@ def judge(evidence: Evidence, limits: Limits | None = None, *, placement: bool |
     )
 
 
-def measure(evidence: Evidence, limits: Limits, *, placement: bool) -> Iterator[Gate]:
+def measure(evidence: Evidence, wanted: Thresholds, *, placement: bool) -> Iterator[Gate]:
     """Yield every gate of a run. One that ended early, or had no reference, is judged by what it came to."""
     ended = evidence.inputs is None and (evidence.fault is not None or evidence.fixture is None)
     sound = figures.whole(evidence)
@@ -369,14 +402,14 @@ def measure(evidence: Evidence, limits: Limits, *, placement: bool) -> Iterator[
         if not rule.when(evidence) or (ended and rule not in _OF_RUN):
             continue
         # Series of another length than the probes, or with impossible numbers: nothing is computed from them.
-        value = rule.figure(evidence, limits) if sound or rule.task is None else None
-        if isinstance(rule.limit, str):
+        value = rule.figure(evidence, wanted) if sound or rule.task is None else None
+        if isinstance(rule.threshold, str):
             # A document without a threshold that its kind needs fails there, whatever was measured.
-            known = rule.limit in limits
-            comparison = BOUNDS[rule.limit].comparison
-            yield _gate(rule, value if known else None, comparison, limits.get(rule.limit, 0.0))
+            known = rule.threshold in wanted
+            comparison = BOUNDS[rule.threshold].comparison
+            yield _gate(rule, value if known else None, comparison, wanted.get(rule.threshold, 0.0))
         else:
-            yield _gate(rule, value, "==", rule.limit)
+            yield _gate(rule, value, "==", rule.threshold)
 
 
 def _gate(rule: Rule, value: float | None, comparison: Comparison, threshold: float) -> Gate:
@@ -391,14 +424,14 @@ def _holds(value: float, comparison: Comparison, threshold: float) -> bool:
     return value >= threshold if comparison == ">=" else value <= threshold
 
 
-def qualified_widths(evidence: Evidence, limits: Limits | None = None) -> list[int]:
+def qualified_widths(evidence: Evidence, wanted: Thresholds | None = None) -> list[int]:
     """Return the packed widths that may serve: each row as on its rung, whatever its neighbours, on the right device.
 
     Only where all of that was measured: no trial, a function without placement or one off the Neural Engine, and the
     width stays off.
     """
-    limits = evidence.thresholds if limits is None else limits
-    placement = figures.placement_of(evidence)
+    wanted = evidence.thresholds if wanted is None else wanted
+    placement = evidence.placement or figures.UNPLACED
     functions = {one.tokens: one for one in placement.functions if one.kind == "packed"}
 
     def placed(width: int) -> bool:
@@ -406,7 +439,7 @@ def qualified_widths(evidence: Evidence, limits: Limits | None = None) -> list[i
         if function is None or figures.cpu_operations(function, placement.cpu_allowed):
             return False
         shares = ((figures.share_of(function), "placement_share"), (figures.cost_share_of(function), "cost_share"))
-        return all(value is not None and value >= limits.get(key, 1.0) for value, key in shares)
+        return all(value is not None and value >= wanted.get(key, 1.0) for value, key in shares)
 
     trials: Sequence[int] = [one.width for one in evidence.packing if figures.packs(one)]
     return sorted(width for width in trials if placed(width) or not on_ane(evidence))

@@ -33,30 +33,19 @@ async def measure(trial: Trial, probes: Fixtures) -> EmbedInputs | RerankInputs 
 
 
 async def embed(trial: Trial, probes: Fixtures) -> EmbedInputs:
-    """Measure vectors: singles, batches, the same rows in other company, and everything at once."""
+    """Measure vectors: singles, batches, and everything at once in another order."""
     rows = probes.rows()
     trial.tokens = [len(row) for row in rows]
 
     async def ask(numbers: Sequence[int]) -> Any:
         return await trial.host.embed_ids(trial.model, [rows[n] for n in numbers], lane=trial.lane)
 
-    await trial.edges([
-        (name, len(ids), expected, lambda ids=ids: trial.host.embed_ids(trial.model, [ids], lane=trial.lane))  # type: ignore[misc]
-        for name, ids, expected in probe_set.edge_rows(rows, trial.bundle.manifest.max_tokens)
-    ])  # fmt: skip
-    await trial.warm_up(ask, len(rows))
-    singles = await trial.singles(ask, len(rows))
+    bare = [row[1:-1] for row in rows if len(row) > 2] or rows
+    await trial.edges(bare, lambda ids: trial.host.embed_ids(trial.model, [ids], lane=trial.lane))
     exchanges = _chunks(range(len(rows)))
-    batch = await trial.batches("batches", ask, exchanges)
-    shuffled = np.random.default_rng(SEED).permutation(len(rows)).tolist()
-    mixed = _chunks(shuffled)
-    permuted = await trial.batches("permuted", ask, mixed)
-    await trial.repeat(ask, exchanges, batch)
-    trial.begin("throughput", len(rows))
-    started = time.perf_counter()
-    if await trial.ask(ask, range(len(rows))):
-        # Everything in one call, as bulk work goes; a lane with bad rows can't be timed so.
-        trial.batch_s, trial.batch_tokens = time.perf_counter() - started, sum(trial.tokens)
+    # Everything in one call, as bulk work goes: it is timed, too.
+    mixed = [np.random.default_rng(SEED).permutation(len(rows)).tolist()]
+    singles, batch, permuted = await trial.rows(ask, exchanges, mixed)
     known = sorted(singles)
     reference = probes.vectors
     ours = np.array([singles[n] for n in known]) if known else np.zeros((0, reference.shape[1]))
@@ -102,23 +91,15 @@ async def rerank(trial: Trial, probes: Fixtures) -> RerankInputs:
         rows = [candidates[n] for n in numbers]
         return await trial.host.rerank_ids(trial.model, query.tolist(), rows, raw=True, lane=trial.lane)
 
-    async def pair(query: Any, candidate: Any) -> Any:
+    async def pair(candidate: Sequence[int]) -> Any:
+        query = candidates[0][:1].tolist()
         return await trial.host.rerank_ids(trial.model, query, [candidate], raw=True, lane=trial.lane)
 
-    await trial.edges([
-        (name, len(query) + len(ids) + 3, expected, lambda q=query, c=ids: pair(q, c))  # type: ignore[misc]
-        for name, query, ids, expected in probe_set.edge_pairs(candidates, trial.bundle.manifest.max_tokens)
-    ])  # fmt: skip
-    await trial.warm_up(ask, len(candidates))
-    singles = await trial.singles(ask, len(candidates))
+    await trial.edges(candidates, pair, more=1 + 3)
     exchanges = [part for q in range(len(queries)) for part in _chunks([n for n, query in enumerate(of) if query == q])]
-    started = time.perf_counter()
-    batch = await trial.batches("batches", ask, exchanges)
-    trial.batch_s, trial.batch_tokens = time.perf_counter() - started, sum(trial.tokens)
     random = np.random.default_rng(SEED)
     mixed = [random.permutation(rows).tolist() for rows in exchanges]
-    permuted = await trial.batches("permuted", ask, mixed)
-    await trial.repeat(ask, exchanges, batch)
+    singles, batch, permuted = await trial.rows(ask, exchanges, mixed)
     carried = {n: number for number, rows in enumerate(exchanges) for n in rows}
     return RerankInputs(
         query=of,
@@ -137,22 +118,14 @@ async def generate(trial: Trial, probes: Fixtures) -> GenerateInputs:
     clear: list[list[int]] = probes.arrays["clear"].tolist()
     trial.tokens = [len(row) for row in prompts]
     stops = probe_set.stops(trial.bundle)
-    limit = trial.bundle.manifest.max_tokens
 
     async def ask(ids: Sequence[int], count: int) -> list[int]:
         made = await trial.host.generate_ids(trial.model, ids, count, lane=trial.lane)
         trial.note()
         return list(made.generated_token_ids)
 
-    base = [id for row in prompts for id in row if id not in stops]
     # One token follows each prompt and counts, so a prompt of max - 1 fills the model's context.
-    lengths = (("length 1", 1), ("length 2", 2), ("max - 1", limit - 2), ("max", limit - 1), ("max + 1", limit))
-    cases = [(name, probe_set.repeated(base, length)) for name, length in lengths]
-    cases.append(("repeated token", base[:1] * min(64, limit - 1)))
-    await trial.edges([
-        (name, len(ids), "sequence_too_long" if name == "max + 1" else "ok", lambda ids=ids: ask(ids, 1))  # type: ignore[misc]
-        for name, ids in cases
-    ])  # fmt: skip
+    await trial.edges([[id for id in row if id not in stops] for row in prompts], lambda ids: ask(ids, 1), more=1)
     trial.begin("warm-up", 1)
     await ask(prompts[0], 1)
     trial.begin("continuations", len(prompts))

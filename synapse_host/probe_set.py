@@ -76,32 +76,15 @@ def stops(bundle: Bundle) -> set[int]:
     return found
 
 
-def edge_rows(rows: Sequence[Any], limit: int) -> list[tuple[str, list[int], str]]:
-    """Return rows at the edges of what a model takes, made of ids that occur in the probes."""
-    base = [id for row in rows for id in row.tolist()[1:-1]] or rows[0].tolist()
-    word = base[len(base) // 2]
-    return [
-        ("length 1", base[:1], "ok"),
-        ("length 2", base[:2], "ok"),
-        ("max - 1", repeated(base, limit - 1), "ok"),
-        ("max", repeated(base, limit), "ok"),
-        ("max + 1", repeated(base, limit + 1), "sequence_too_long"),
-        ("repeated token", [word] * min(64, limit), "ok"),
-    ]
+def edge_rows(rows: Sequence[Any], room: int) -> dict[str, list[int]]:
+    """Return rows at the edges of what a model takes, by case: *room* ids are served, one more is too long.
 
-
-def edge_pairs(candidates: Sequence[Any], limit: int) -> list[tuple[str, list[int], list[int], str]]:
-    """Return query and candidate at the edges; ``length`` counts the candidate, ``max`` the pair with its specials."""
-    base = [id for row in candidates for id in row.tolist()]
-    query = base[:1]
-    return [
-        ("length 1", query, base[:1], "ok"),
-        ("length 2", query, base[:2], "ok"),
-        ("max - 1", query, repeated(base, limit - 5), "ok"),
-        ("max", query, repeated(base, limit - 4), "ok"),
-        ("max + 1", query, repeated(base, limit - 3), "sequence_too_long"),
-        ("repeated token", query, [base[len(base) // 2]] * min(64, limit - 4), "ok"),
-    ]
+    They are made of ids that occur in *rows*.
+    """
+    base = [int(id) for row in rows for id in row]
+    lengths = {"length 1": 1, "length 2": 2, "max - 1": room - 1, "max": room, "max + 1": room + 1}
+    found = {name: repeated(base, length) for name, length in lengths.items()}
+    return {**found, "repeated token": [base[len(base) // 2]] * min(64, room)}
 
 
 def repeated(ids: Sequence[int], length: int) -> list[int]:

@@ -90,6 +90,11 @@ def _contradictions(evidence: Evidence) -> Iterator[str]:
     kinds = {"embed": EmbedInputs, "rerank": RerankInputs, "generate": GenerateInputs}
     if evidence.inputs is not None and not isinstance(evidence.inputs, kinds[evidence.model.task]):
         yield f"inputs: not those of a model to {evidence.model.task}"
+    from synapse_host.builder import reference_origin
+
+    fixture = evidence.fixture
+    if fixture is not None and (fixture.origin == "project") != (reference_origin(fixture.digest) == "project"):
+        yield f"fixture.origin: {fixture.origin} for {fixture.digest}"
     if evidence.inputs is not None and evidence.fixture is None:
         yield "fixture: measurements without a reference"
     if evidence.inputs is not None and evidence.fixture is not None and evidence.fixture.probes != len(evidence.tokens):

@@ -18,7 +18,7 @@ import numpy as np
 from engines.bundle import digest as digests
 from engines.bundle.fixtures import Fixtures
 from engines.bundle.manifest import Bundle, FileRef
-from synapse_host import builder, measurement, probe_set, qualification
+from synapse_host import builder, figures, measurement, probe_set, qualification
 from synapse_host.assignment import Assignment
 from synapse_host.errors import SynapseError
 from synapse_host.evidence import (
@@ -39,6 +39,8 @@ TIMED: Final = 16
 ROUNDS: Final = 4
 
 Answer = TypeVar("Answer")
+Answers: TypeAlias = dict[int, Any]
+"""What came back, by probe."""
 Ask: TypeAlias = Callable[[Sequence[int]], Awaitable[Any]]
 """Ask for the probes of these numbers in one exchange."""
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -203,54 +205,59 @@ class Trial:
         finally:
             self.note()
 
-    async def ask(self, call: Ask, rows: Sequence[int]) -> dict[int, Any]:
+    async def ask(self, call: Ask, rows: Sequence[int]) -> Answers:
         """Ask for *rows* at once and return the answers by row; none of them where one was not finite."""
         answers = await self.first(lambda: call(rows), len(rows))
         return {} if answers is None else dict(zip(rows, answers, strict=True))
 
-    async def warm_up(self, call: Ask, count: int) -> None:
-        """Ask for the first probes, untimed: the first requests a worker serves."""
-        self.begin("warm-up", min(3, count))
-        for row in range(min(3, count)):
-            await self.ask(call, [row])
-            self.advance()
-
-    async def singles(self, call: Ask, count: int) -> dict[int, Any]:
-        """Ask row by row, timed."""
-        self.begin("singles", count)
-        answers: dict[int, Any] = {}
-        for row in range(count):
-            started = time.perf_counter()
-            answers |= await self.ask(call, [row])
-            self.single_ms.append((time.perf_counter() - started) * 1000)
-            self.advance()
-        return answers
-
-    async def batches(self, stage: str, call: Ask, exchanges: Sequence[Sequence[int]]) -> dict[int, Any]:
-        """Ask exchange by exchange, in a stage of its own."""
-        self.begin(stage, sum(map(len, exchanges)))
-        answers: dict[int, Any] = {}
+    async def stage(self, name: str, call: Ask, exchanges: Sequence[Sequence[int]]) -> tuple[Answers, list[float]]:
+        """Ask exchange by exchange; return the answers by row, and what each exchange took in milliseconds."""
+        self.begin(name, sum(map(len, exchanges)))
+        answers: Answers = {}
+        times = []
         for rows in exchanges:
+            started = time.perf_counter()
             answers |= await self.ask(call, rows)
+            times.append((time.perf_counter() - started) * 1000)
             self.advance(len(rows))
-        return answers
+        return answers, times
 
-    async def edges(self, cases: Sequence[tuple[str, int, str, Callable[[], Awaitable[Any]]]]) -> None:
-        """Try every edge length; any typed answer is an outcome, only a lost worker ends the run."""
+    async def rows(
+        self, call: Ask, exchanges: Sequence[Sequence[int]], mixed: Sequence[Sequence[int]]
+    ) -> tuple[Answers, Answers, Answers]:
+        """Ask for every row alone, in batches, in other company, and for one batch again.
+
+        Not timed: the first requests that a worker serves.
+        """
+        alone = [[row] for row in range(len(self.tokens))]
+        await self.stage("warm-up", call, alone[:3])
+        singles, self.single_ms = await self.stage("singles", call, alone)
+        batch, _ = await self.stage("batches", call, exchanges)
+        permuted, took = await self.stage("permuted", call, mixed)
+        self.batch_s, self.batch_tokens = sum(took) / 1000, sum(self.tokens)
+        await self.repeat(call, exchanges, batch)
+        return singles, batch, permuted
+
+    async def edges(self, rows: Sequence[Any], call: Ask, *, more: int = 0) -> None:
+        """Try every edge length; any typed answer is an outcome, only a lost worker ends the run.
+
+        *more*: tokens that a row is served with beside its own.
+        """
+        cases = probe_set.edge_rows(rows, self.bundle.manifest.max_tokens - more)
         self.begin("limits", len(cases))
-        for name, tokens, expected, call in cases:
+        for name, ids in cases.items():
             try:
-                await call()
+                await call(ids)
                 outcome = "ok"
             except SynapseError as exc:
                 if exc.code in ("engine_crashed", "lane_refused", "probe_required"):
                     raise
                 outcome = exc.code
-            self.limits.append(Case(name, tokens, expected, outcome))
+            self.limits.append(Case(name, len(ids) + more, figures.CASES[name], outcome))
             self.note()
             self.advance()
 
-    async def repeat(self, call: Ask, exchanges: Sequence[Sequence[int]], before: dict[int, Any]) -> None:
+    async def repeat(self, call: Ask, exchanges: Sequence[Sequence[int]], before: Answers) -> None:
         """Send the first exchange that was answered again, and count the rows that are not the same bits."""
         rows = next((rows for rows in exchanges if all(n in before for n in rows)), [])
         self.begin("repeat", len(rows))

@@ -115,6 +115,7 @@ BAD = embed_inputs(cosine=[0.9, *[0.99999] * 259])
         (lambda plain: plain.update(precision="approximate"), "precision"),
         (lambda plain: plain["reported"].update(tokens_per_s=1.0), "reported"),
         (lambda plain: plain["model"].update(task="rerank"), "inputs"),
+        (lambda plain: plain["fixture"].update(origin="project"), "fixture.origin"),
     ],
 )
 def test_every_edit_is_refused_even_with_a_fitting_digest(change: Change, word: str, tmp_path: Path) -> None:

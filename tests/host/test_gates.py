@@ -158,7 +158,7 @@ PLACEMENTS = [
     ({"share": 0.85}, {"placement_share"}),
     ({"share": 1.5}, {"placement_share"}),
     ({"functions": []}, {"functions_unreported", "function_share", "cost_share"}),
-    ({"functions": [function(), function("s256", operations={})]}, {"functions_unreported"}),
+    ({"functions": [function(), function("s256", operations={})]}, {"functions_unreported", "function_share"}),
     ({"functions": [function(**BLIND)]}, {"functions_unreported", "function_share"}),
     ({"functions": [function(), function(ane=80, cpu=20)]}, {"function_share", "cpu_operations"}),
     ({"functions": [function(cost={"neuralEngine": 0.9, "cpu": 0.1})]}, {"cost_share"}),
@@ -248,6 +248,17 @@ def test_a_figure_that_is_missing_or_absurd_is_never_certified(kind: str, data: 
         with suppress(msgspec.ValidationError):  # a document with this in it can't be read at all
             inputs = msgspec.convert({**plain, name: series}, type(clean))
             assert bent(kind, {"inputs": inputs}).verdict == "uncertified"
+
+
+@pytest.mark.parametrize("task", INPUTS)
+def test_no_series_is_recorded_that_no_gate_reads(task: str) -> None:
+    """Wrong throughout, each of them costs the certificate; what was asked together is no measurement."""
+    clean = INPUTS[task]()
+    for name in {*figures.columns(clean)} - {"query"}:
+        value = getattr(clean, name)
+        wrong = list(range(N)) if name == "exchange" else [[1]] * N if isinstance(value[0], list) else [0] * N
+        verdicts = [bent(kind, {name: wrong}).verdict for kind in KINDS if KINDS[kind]["task"] == task]
+        assert "uncertified" in verdicts, name
 
 
 @given(task=st.sampled_from(list(INPUTS)), name=st.data(), value=ABSURD)

@@ -75,7 +75,7 @@ def generate_inputs(**changes: Any) -> GenerateInputs:
 
 
 def fixture(**changes: Any) -> Fixture:
-    clean = Fixture(DIGEST, DIGEST, REFERENCE, N, 0, N, "project")
+    clean = Fixture(DIGEST, DIGEST, REFERENCE, N, 0, N, "bundle")
     return msgspec.structs.replace(clean, **changes)
 
 

@@ -45,6 +45,7 @@ def _late(model: ForeignModel, out: Any) -> Any:
 
 BENDS: Final[dict[str, Callable[[Any, Any, list[list[int]]], Any]]] = {
     "shuffle": lambda model, out, rows: _shuffled(out),
+    "shuffle in bulk": lambda model, out, rows: _shuffled(out) if len(rows) > 32 else out,
     # A NaN in rows that begin with UNLUCKY; in company only; in bulk only; once, in the sixth request.
     "nan": lambda model, out, rows: np.where(np.array([row[0] for row in rows]) == UNLUCKY, np.nan, out.T).T,
     "nan in company": lambda model, out, rows: _poisoned(out) if len(rows) > 2 else out,

@@ -28,6 +28,7 @@ from engines.runtime.progress import silent
 from synapse_host import Host, certificates
 from synapse_host.config import Windows
 from synapse_host.errors import WORKER_ERRORS, EngineCrashed, InvalidRequest, QueueFull, SequenceTooLong
+from synapse_host.figures import STAGES
 from synapse_host.results import sigmoid
 from tests.faults.reports.trial import ROOT, TREE, run_limited, toy_host
 from tests.host.conftest import EMBED, FAST, KILLS, POISON, crash, embed, on, poison, serve, spawns, until
@@ -92,8 +93,9 @@ async def test_report_40_nan_after_a_thousand_requests(make):
 def test_report_41_nan_on_one_device_only():
     """ollama/ollama#15582: NaN on the GPU, fine on the CPU; each device has its own run, verdict and certificate."""
     assert verdict() == ("certified", [])
-    spoilt = embed_inputs(cosine=[None, *[1.0] * (N - 1)], overlap=[1.0] * (N - 1))
-    assert verdict(inputs=spoilt) == ("uncertified", ["non_finite"])
+    counts = dict.fromkeys(STAGES["embed"], 0) | {"singles": 1}
+    spoilt = embed_inputs(cosine=[None, *[1.0] * (N - 1)])
+    assert verdict(inputs=spoilt, non_finite=counts) == ("uncertified", ["unmeasured", "non_finite"])
     assert certificates.path_of("cpu", "0" * 64) != certificates.path_of("gpu", "0" * 64)
     assert certificates.void_because(BOUND, BOUND) == []
     elsewhere = msgspec.structs.replace(BOUND, device="cuda:1")
