@@ -54,4 +54,11 @@ class CoreML:
             )
         from engines.ane.binding import Handle
 
-        return Handle(source, units)
+        try:
+            return Handle(source, units)
+        except ImportError as exc:
+            raise EngineError(
+                ErrorCode.BACKEND_MISSING,
+                f"PyObjC is installed and can't be imported ({exc}): install the extra 'ane' again, which pins its "
+                "parts to one release",
+            ) from exc

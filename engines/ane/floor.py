@@ -51,7 +51,11 @@ def probe() -> Probe:
     if code == "ok":
         from engines.ane.binding import devices
 
-        found = devices()
-        observed["devices"] = found
-        code = "ok" if any("NeuralEngine" in name for name in found) else "no_neural_engine"
+        try:
+            found = devices()
+        except ImportError as exc:  # parts of different releases, or built for another Python
+            code, observed["bindings"] = "bindings_missing", str(exc)[:300]
+        else:
+            observed["devices"] = found
+            code = "ok" if any("NeuralEngine" in name for name in found) else "no_neural_engine"
     return Probe("ok" if code == "ok" else "refused", code, required, observed)

@@ -113,7 +113,8 @@ class AneModel(Model):
                 self._progress.advance()
                 share, stages = self._placement(name, source, program)
                 self._progress.advance()
-            scan.check(f"function {name}")  # behind the block: only there has everything been read
+            # Behind the block: only there has everything been read.
+            scan.check(f"function {name}", placement=self._settings.placement)
         except BaseException:
             if program is not None:
                 program.close()

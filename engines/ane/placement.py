@@ -98,10 +98,8 @@ def stages(function: Function) -> Iterator[tuple[Operation, str | None]]:
 def _from_inputs(operation: Operation, origins: set[str | None]) -> str | None:
     """Return the stage of an operation by where the values come from that it reads; None for the model's work."""
     operator = _plain(operation)
-    if operation.inputs and operator in _MASK and origins <= {"mask_position"}:
-        return "mask_position"
-    if operator in _LOOKUP and origins == {"mask_position"}:
-        return "token_embedding"
+    if origins == {"mask_position"}:
+        return "mask_position" if operator in _MASK else "token_embedding" if operator in _LOOKUP else None
     if operator in _RESHAPING and origins == {"token_embedding"}:
         return "token_embedding"
     return None

@@ -52,11 +52,17 @@ class StderrScan:
             self._tail += data
             del self._tail[:-KEEP]
 
-    def check(self, what: str) -> None:
-        """Raise EngineError for the first known line: ``ane_resources_exhausted`` or ``invalid_placement``."""
+    def check(self, what: str, *, placement: bool = True) -> None:
+        """Raise EngineError for the first known line: ``ane_resources_exhausted`` or ``invalid_placement``.
+
+        With *placement* False a failed compiler is passed over: the function runs elsewhere, and that isn't judged.
+        """
         for line in bytes(self._tail).splitlines():
             if FAILED.search(line):
                 text = line.decode("utf-8", "replace").strip()[:300]
                 if EXHAUSTED.search(line):
                     raise EngineError(ErrorCode.ANE_RESOURCES_EXHAUSTED, f"{what}: {text}")
-                raise EngineError(ErrorCode.INVALID_PLACEMENT, f"{what}: the Neural Engine's compiler failed: {text}")
+                if placement:
+                    raise EngineError(
+                        ErrorCode.INVALID_PLACEMENT, f"{what}: the Neural Engine's compiler failed: {text}"
+                    )

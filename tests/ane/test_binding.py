@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import engines.ane.binding as binding_module
-from engines.ane import placement
+from engines.ane import floor, placement
 from engines.ane.backend import Source
 from engines.ane.compute_plan import Device
 from engines.ane.coreml import CoreML
@@ -131,6 +131,19 @@ def test_several_functions_a_package_need_macos_15(framework: Framework, monkeyp
     refused = refusal(lambda: backend.open(Source(BUNDLE, "s16", True), units="cpu_and_ne"))
     assert refused.code is ErrorCode.MODEL_UNSUPPORTED and "--target macos14" in refused.msg
     backend.open(Source(BUNDLE, "main", False), units="cpu_and_ne").close()
+
+
+def test_bindings_that_cannot_be_imported_are_missing(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of different releases lie there, are found, and fail to load."""
+    backend = CoreML()
+    monkeypatch.setattr(backend, "require", lambda: None)
+    monkeypatch.setattr("engines.ane.floor.floor", lambda: "ok")
+    assert floor.probe().code == "ok"
+    monkeypatch.setitem(sys.modules, "CoreML", None)
+    refused = refusal(lambda: backend.open(Source(BUNDLE, "main", False), units="cpu_and_ne"))
+    assert refused.code is ErrorCode.BACKEND_MISSING and "one release" in refused.msg
+    told = floor.probe()
+    assert (told.status, told.code) == ("refused", "bindings_missing") and "CoreML" in str(told.observed["bindings"])
 
 
 def test_padded_outputs_are_read_by_their_strides_and_inputs_are_reused(framework: Framework) -> None:

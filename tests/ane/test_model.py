@@ -289,6 +289,11 @@ def test_a_failure_told_on_stderr_only_refuses_the_load(
     assert refusal(lambda: engine(bundle, fake).load(load_request(bundle), progress=silent())) is code
     assert line.decode() in capfd.readouterr().err, "the host's log keeps the line"
     assert fake.closed == ["s16"]
+    unjudged = load_request(bundle, placement="off")
+    if code is ErrorCode.INVALID_PLACEMENT:
+        engine(bundle, fake).load(unjudged, progress=silent()).close()
+    else:
+        assert refusal(lambda: engine(bundle, fake).load(unjudged, progress=silent())) is code
 
 
 @pytest.mark.parametrize("name", ["bert", "cross"])

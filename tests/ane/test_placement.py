@@ -220,6 +220,7 @@ def test_a_value_read_by_the_body_as_well_is_no_read_out() -> None:
 def test_what_a_plan_does_not_trace_is_the_model_s_work() -> None:
     assert "cast" in refused(plan_of((Operation("ios17.cast", CPU),)))
     assert "cast" in refused(plan_of((Operation("ios17.cast", CPU, inputs=("somewhere",)),)))
+    assert "(x)" in refused(traced(("mul", "one", "x"), cpu="x")), "the other factor may be anything"
 
 
 def test_the_gpu_is_never_allowed_and_neither_are_many_small_operations() -> None:
