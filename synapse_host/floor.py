@@ -254,7 +254,8 @@ class FloorCache:
 
     def __init__(self, directory: Path | None, machine: str) -> None:
         self._directory = directory
-        self._surroundings = [machine, sys.executable, *_packages(), *_variables()]
+        python = [sys.executable, os.environ.get(interpreter.VARIABLE)]
+        self._surroundings = [machine, *python, *_packages(), *_variables()]
 
     def _file(self, engine: str, device: str) -> Path | None:
         if self._directory is None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
 from synapse_host import places, remains
-from synapse_host.errors import InvalidRequest
+from synapse_host.errors import InvalidRequest, of_os
 from synapse_host.handshake import Peer
 
 if TYPE_CHECKING:
@@ -59,15 +59,21 @@ class RuntimeDirectory:
         """Return a usable directory. InvalidRequest says why not: another owner, too open a mode, held by whom."""
         if path is None:
             _sweep()
-            directory = cls(Path(tempfile.mkdtemp(prefix=remains.PREFIX, dir=places.temporary())), temporary=True)
+            folder = places.temporary()
+            try:
+                directory = cls(Path(tempfile.mkdtemp(prefix=remains.PREFIX, dir=folder)), temporary=True)
+            except OSError as exc:
+                what = f"{folder} takes no runtime directory: {exc.strerror or exc}; set TMPDIR to another folder"
+                raise of_os(exc, what, otherwise=InvalidRequest, details={"path": str(folder)}) from exc
         else:
             directory = cls(Path(path).resolve(), temporary=False)
         try:
             directory._make()
         except OSError as exc:
             directory.close()
-            what = f"can't be the runtime directory: {exc.strerror or exc}; choose another --runtime-dir"
-            raise _unusable(directory.path, "runtime_dir", what) from exc
+            what = f"{directory.path} can't be the runtime directory: {exc.strerror or exc}; choose another one"
+            details = {"reason": "runtime_dir", "path": str(directory.path)}
+            raise of_os(exc, what, otherwise=InvalidRequest, details=details) from exc
         except BaseException:
             directory.close()
             raise
@@ -135,7 +141,7 @@ class RuntimeDirectory:
     def listen_control(self) -> UnixListener:
         """Bind and listen for operators, in place of a dead host's socket. InvalidRequest as for :meth:`listen`."""
         if not _fits(self.control_path):
-            what = f"is too long for a socket ({SUN_PATH - 1} bytes fit); choose a shorter --runtime-dir"
+            what = f"is too long for a socket ({SUN_PATH - 1} bytes fit); choose a shorter runtime directory"
             raise _unusable(self.control_path, "runtime_dir", what)
         return self._bind(self.control_path)
 
@@ -280,8 +286,12 @@ def _take_lock(path: Path, *, private: bool) -> IO[bytes]:
         handle.close()
         directory = path.parents[1]
         raise InvalidRequest(
-            f"runtime directory {directory} is in use by {whom}. Stop it or pass another --runtime-dir.",
+            f"runtime directory {directory} is in use by {whom}.",
             details={"reason": "runtime_dir_busy", "path": str(directory), "pid": pid},
+            advice={
+                "python": "Stop it or set another HostConfig.runtime_dir.",
+                "command": "Stop it or pass another --runtime-dir.",
+            },
         ) from exc
     handle.truncate(0)
     handle.write(f"{os.getpid()}\n".encode() + (remains.PRIVATE if private else b""))
@@ -297,10 +307,10 @@ def _check_private(path: Path) -> None:
     if not stat.S_ISDIR(entry.st_mode):
         raise _unusable(path, "runtime_dir", "is not a directory")
     if entry.st_uid != os.geteuid():
-        what = f"belongs to uid {entry.st_uid}, not to this user; choose another --runtime-dir"
+        what = f"belongs to uid {entry.st_uid}, not to this user; choose another runtime directory"
         raise _unusable(path, "runtime_dir_owner", what)
     if entry.st_mode & 0o077:
-        what = f"is open to others (mode {stat.S_IMODE(entry.st_mode):04o}); choose another --runtime-dir, or if "
+        what = f"is open to others (mode {stat.S_IMODE(entry.st_mode):04o}); choose another runtime directory, or if "
         raise _unusable(path, "runtime_dir_mode", f"{what}nothing else uses it: chmod 700 {path}")
 
 
@@ -324,6 +334,6 @@ def _clear_stale(path: Path) -> None:
             # EAGAIN: a listener with a full backlog is a live one.
             pass
     raise InvalidRequest(
-        f"another process listens on {path}; stop it or choose another --runtime-dir",
+        f"another process listens on {path}; stop it or choose another runtime directory",
         details={"reason": "path_taken", "path": str(path)},
     )

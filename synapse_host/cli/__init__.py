@@ -155,6 +155,8 @@ def _of_the_system(exc: OSError) -> SynapseError:
         return _no_threads(exc)
     reason = exc.strerror or str(exc)
     place = f"{exc.filename}: " if exc.filename else ""
+    if not place and exc.errno == errno.ENOSPC:
+        place = "what the command writes can't be written: "
     if not place and not _in_a_folder():
         place = "the current folder is gone: "
     return of_os(exc, f"{place}{reason}", otherwise=InvalidRequest)

@@ -279,26 +279,6 @@ def test_a_killed_host_leaves_a_socket_that_the_next_one_replaces(cli: Command, 
         assert host("ps", "--json").document["host"]["pid"] == host.process.pid != first.pid
 
 
-def test_a_file_in_the_socket_s_place(cli: Command, runtime_dir: Path) -> None:
-    (runtime_dir / "synapse").mkdir(mode=0o700)
-    (runtime_dir / "synapse" / "control.sock").write_text("mine")
-    done = cli("run", "--runtime-dir", str(runtime_dir))
-    assert done.code == 2 and "is not a socket" in done.err
-    (runtime_dir / "synapse" / "control.sock").unlink()
-
-
-def test_garbage_from_outside_harms_nobody(cli: Command, runtime_dir: Path) -> None:
-    with running(cli, runtime_dir, "--load", "toy") as host:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wild:
-            wild.settimeout(LIMIT_S)
-            wild.connect(str(host.socket()))
-            wild.sendall(b"\x00\xff garbage\n")
-            assert json.loads(wild.recv(65536))["error"]["code"] == "invalid_request"
-            wild.sendall(b"x" * 70_000)
-            assert json.loads(wild.recv(65536))["error"]["code"] == "invalid_request"
-        assert host("ping", "embed").code == 0
-
-
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 

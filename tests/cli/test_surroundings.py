@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -316,6 +317,21 @@ def test_an_interrupt_while_a_command_only_starts(cli: Command, module: str, jso
         assert done.document["error"]["code"] == "interrupted" and done.err == ""
     else:
         assert (done.out, done.err) == ("", "synapse: interrupted\n")
+
+
+def test_a_parent_that_ignores_the_ends_of_children(cli: Command) -> None:
+    """sudo-project/sudo#98: ignoring SIGCHLD is inherited, and the kernel would keep no status of ours."""
+    cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"signal": "SIGKILL"}]}]})
+    inherited, mark = cli.env()
+    ignore = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ignore, *cli.arguments(*EMBED)],
+        env=inherited, capture_output=True, text=True, timeout=60, check=False, cwd=cli.root,
+    )  # fmt: skip
+    cli.check_clean(mark)
+    assert done.returncode == 1 and "(SIGKILL)" in done.stderr
 
 
 def test_an_ignored_signal_stays_ignored(cli: Command) -> None:

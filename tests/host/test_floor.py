@@ -145,7 +145,10 @@ def test_a_refusal_is_forgotten_once_something_is_installed_or_set(
     def set_library_path() -> None:
         monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda/lib64")
 
-    for change in (install, install_again, set_library_path):
+    def set_python() -> None:
+        monkeypatch.setenv("SYNAPSE_PYTHON", sys.executable)
+
+    for change in (install, install_again, set_library_path, set_python):
         FloorCache(tmp_path / "c", "boot").put("cuda", "cuda", refused)
         assert kept()
         monkeypatch.setenv("EDITOR", change.__name__)  # what no probe sees changes nothing

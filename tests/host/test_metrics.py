@@ -253,12 +253,13 @@ def test_a_connection_that_says_nothing_ends_with_the_server(on_host: Any) -> No
     on_host(work)
 
 
-def test_a_port_that_is_taken(on_host: Any) -> None:
+def test_a_port_that_is_taken_or_none(on_host: Any) -> None:
     async def work(host: Host) -> None:
         async with MetricsServer.open(host, 0) as server:
-            with pytest.raises(InvalidRequest, match="another port"):
-                async with MetricsServer.open(host, server.port):
-                    pass
+            for port in (server.port, 99_999, -1):
+                with pytest.raises(InvalidRequest, match="another port"):
+                    async with MetricsServer.open(host, port):
+                        pass
 
     on_host(work)
 

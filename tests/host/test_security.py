@@ -61,7 +61,7 @@ def test_every_part_of_the_directory_is_checked(runtime_dir, inner, bits):
         RuntimeDirectory.open(runtime_dir)
     assert caught.value.details["reason"] == "runtime_dir_mode"
     # Not `chmod 700` alone: the folder may be /etc.
-    assert "choose another --runtime-dir, or" in caught.value.message and "chmod 700" in caught.value.message
+    assert "choose another runtime directory, or" in caught.value.message and "chmod 700" in caught.value.message
 
 
 @posix

@@ -171,7 +171,7 @@ def test_segments_refuse_what_is_too_long_as_a_pair(tmp_path: Path) -> None:
 
 def test_a_prompt_has_no_index(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(bundle(tmp_path, task="generate", frame=False, max_tokens=4))
-    with pytest.raises(SequenceTooLong, match=r"^the prompt has 5 tokens, toy takes 4\. Shorten it$"):
+    with pytest.raises(SequenceTooLong, match=r"^the prompt has 5 tokens, toy takes 4\. Shorten it\.$"):
         tokenizer.prompt("a b c d e")
 
 
