@@ -185,8 +185,8 @@ GUARDS: Final[tuple[Guard, ...]] = (
         SESSION + "Session.stop",
         "a planned stop ends in SIGKILL and the reaping",
         (
-            "self._channel.abort()\n        await process.destroy()\n\n    async def buried",
-            "self._channel.abort()\n\n    async def buried",
+            "self._channel.abort()\n        await process.destroy()\n        if (exchange",
+            "self._channel.abort()\n        if (exchange",
         ),
     ),
     _guard(
@@ -244,9 +244,8 @@ GUARDS: Final[tuple[Guard, ...]] = (
             "exchange, self.open = self.open, None\n                float(",
         ),
         (
-            "if self.dead or exchange is None:\n            return\n        now",
-            "if self.dead:\n            return\n        if exchange is None:\n"
-            "            self._fail('silence', 'idle')\n            return\n        now",
+            "if exchange is None:\n            return\n        now",
+            "if exchange is None:\n            self._fail('silence', 'idle')\n            return\n        now",
         ),
     ),
     _guard(
@@ -418,7 +417,7 @@ GUARDS: Final[tuple[Guard, ...]] = (
         SUPERVISOR + "Supervisor._serve",
         "nothing is sent twice",
         (
-            "return await self._begin(session, request, payload, stage, deadline=deadline, permit=permit)",
+            "return await self._begin(session, request, payload, stage, deadline=deadline, permit=permit, lease=lease)",
             "try:\n"
             "            return await self._begin(\n"
             "                session, request, payload, stage, deadline=deadline, permit=permit\n"
