@@ -48,8 +48,6 @@ class Residency:
         self._tick = 0
         self._actions: list[Action] = []
 
-    # --- set-up ------------------------------------------------------------------------------------------------------
-
     def open_worker(self, worker: str, model: Model) -> None:
         """Announce a worker that is down and stays so until somebody waits for it, as after every exit.
 
@@ -130,7 +128,7 @@ class Residency:
         """Nothing was sent, since it isn't ``wanted`` any more."""
         found = self._current(slot, generation, State.ADMITTING)
         if found is not None:
-            self._drop(found)
+            del self.slots[found.id]
             self._drained(found.key.worker)
             self._pump()
 
@@ -147,7 +145,7 @@ class Residency:
         if found.background:
             self._declined.add(found.key)
         if exhausted and (self.workers[found.key.worker].recovering or not self._waited_for(found.key)):
-            self._drop(found)  # refused by a worker that is about to restart: those who wait go on waiting
+            del self.slots[found.id]  # refused by a worker that is about to restart: those who wait go on waiting
         elif exhausted and not found.retried:
             victim = self._victim(None)
             if victim is not None:
@@ -155,7 +153,7 @@ class Residency:
                 self._evict(victim)
             else:
                 self._refuse_waiters(found, Refusal.EXHAUSTED)
-                self._drop(found)
+                del self.slots[found.id]
         else:
             found.state = State.FAILED
             self._refuse_waiters(found, Refusal.EXHAUSTED if exhausted else Refusal.FAILED)
@@ -178,8 +176,6 @@ class Residency:
             self._fail(found)
             self._recover(found.key.worker, now)
             self._pump()
-
-    # --- workers -----------------------------------------------------------------------------------------------------
 
     def fault(self, worker: str, generation: int, now: float) -> None:
         """A channel broke. One fault restarts once: stale generations and faults during recovery do nothing."""
@@ -226,7 +222,7 @@ class Residency:
             return
         found.reviving = False
         for slot in self._of(worker):
-            self._drop(slot)
+            del self.slots[slot.id]
         for ticket in [t for t in self.tickets.values() if t.key.worker == worker and t.slot is None]:
             self._refuse(ticket, Refusal.FAILED)
         self._pump()
@@ -367,16 +363,13 @@ class Residency:
         self._actions.append(Admit(made.id, key, made.generation))
         return made
 
-    def _drop(self, slot: Slot) -> None:
-        del self.slots[slot.id]
-
     def _refund(self, slot: Slot) -> None:
         """Drop what is gone for certain; an admission that waited for it is sent again, if somebody still waits."""
-        self._drop(slot)
+        del self.slots[slot.id]
         for waiting in self._waiting_for(slot):
             waiting.waits_for = None
             if self.workers[waiting.key.worker].recovering or not self._waited_for(waiting.key):
-                self._drop(waiting)
+                del self.slots[waiting.id]
             else:
                 waiting.in_flight = True
                 self._actions.append(Admit(waiting.id, waiting.key, waiting.generation))
@@ -387,7 +380,7 @@ class Residency:
         for waiting in self._waiting_for(slot):
             # Nothing of it is on the wire; waiting for a recovery that waits for it would never end.
             self._refuse_waiters(waiting, Refusal.EXHAUSTED)
-            self._drop(waiting)
+            del self.slots[waiting.id]
 
     def _evict(self, slot: Slot) -> None:
         slot.state, slot.in_flight = State.EVICTING, True

@@ -39,8 +39,9 @@ from synapse_host.watchdog import Watchdog
 if TYPE_CHECKING:
     from synapse_host.supervisor import Supervisor
 
-EXIT_GRACE: Final = 0.1
-"""Seconds between the end of the stream and the exit that explains it, or the other way round."""
+EXIT_GRACE: Final = 0.5
+"""Seconds between the end of the stream and the exit that explains it, or the other way round: on a busy machine a
+worker that dies of an exception needs a while to write its traceback and to be gone."""
 
 _log = logging.getLogger(__name__)
 

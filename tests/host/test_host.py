@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from synapse_host import admission, arguments, encoding
+from synapse_host import admission, arguments, encoding, lanes
 from synapse_host.config import HostConfig
 from synapse_host.errors import (
     BackendMissing,
@@ -555,6 +555,28 @@ def test_the_sync_host_has_every_call_of_the_host() -> None:
     calls = {name for name, value in vars(Host).items() if callable(value) and not name.startswith("_")}
     # Its block closes it, which lane a call uses is told with the result, and its loop is its own business.
     assert calls - set(dir(SyncHost)) == {"aclose", "lane_of", "on_loop"}
+
+
+def test_health_is_read_on_the_loop_from_any_thread_and_after_its_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts: list[Host] = []
+
+    async def work(host: Host) -> None:
+        hosts.append(host)
+        assert not (await asyncio.to_thread(host.health))["closed"]
+        assert await asyncio.to_thread(host.on_loop, threading.current_thread) is threading.current_thread()
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(host.on_loop, lambda: 1 // 0)
+        monkeypatch.setattr(lanes, "READ_S", 0.05)
+        asking = asyncio.ensure_future(asyncio.to_thread(host.health))
+        await asyncio.sleep(0)
+        time.sleep(0.5)  # the loop stands still
+        with pytest.raises(DeadlineExceeded, match="busy"):
+            await asking
+
+    bench.model("toy").run(work)
+    assert hosts[0].health()["closed"]
 
 
 def test_a_lane_that_never_ran_has_the_same_fields(bench: Bench) -> None:
