@@ -1,9 +1,9 @@
 """One bundle through the CUDA lane in this process, on the stub libraries: prints one JSON document.
 
-``python -m tests.rehearsal.probe MANIFEST`` reads ``[steps, config]`` as JSON from stdin (*config*: LOAD's runtime_config).
-A step is ``["load"]`` (first, unless it stands elsewhere), ``["request", rows, name]`` (rows of token ids),
-``["fault", function, skip, times, code, stays]``, ``["heal"]`` and ``["close"]``. The garbage collector is off, so what
-only it would free counts as left.
+``python -m tests.rehearsal.probe MANIFEST`` reads ``[steps, config]`` as JSON from stdin; config is LOAD's
+runtime_config. A step is ``["load"]`` (first, unless it stands elsewhere), ``["request", rows, name]`` (rows of token
+ids), ``["fault", function, skip, times, code, stays]``, ``["heal"]`` or ``["close"]``. The garbage collector is off, so
+what only it would free counts as left.
 """
 
 from __future__ import annotations

@@ -103,6 +103,14 @@ def test_an_error_that_does_not_stay_is_the_requests_alone(bundles: Bundles, reh
     nothing_left(found)
 
 
+def test_a_release_that_fails_keeps_nothing_else(bundles: Bundles, rehearse: Rehearse) -> None:
+    steps = [["fault", "cudaFreeHost", 0, 1, 1, 0], ["close"]]
+    found = rehearse(bundles("bert-mean"), steps)
+    close = found["steps"]["close"]
+    assert (close["ok"], close["code"]) == (False, "inference_failed"), close
+    assert {what: found["left"][what] for what in LEFT if found["left"][what]} == {"pinned_blocks": 1}
+
+
 @pytest.mark.parametrize("tokens", ["1", "7"])
 @pytest.mark.parametrize("name", ["bert-mean", "qwen3-rerank"])
 def test_recorded_shapes_fit_whatever_the_call_budget(
