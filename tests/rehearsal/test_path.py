@@ -60,9 +60,9 @@ def served(step: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "precision", "capability"), cells())
 def test_a_cell(name: str, precision: str, capability: str, bundles: Bundles, rehearse: Rehearse) -> None:
-    rows = case(name).rows()
+    rows = case(name).rows() * 4
     steps = [["request", rows, "first"], ["request", rows, "second"], ["request", [rows[3]], "single"], ["close"]]
-    found = rehearse(bundles(name), steps, precision=precision, settings={"CUDASHIM_CC": capability}, call_tokens="128")
+    found = rehearse(bundles(name), steps, precision=precision, settings={"CUDASHIM_CC": capability}, call_tokens="512")
     assert found["floor"] == "ok"
     assert found["sessions"]
     for session in found["sessions"]:
@@ -78,7 +78,9 @@ def test_a_cell(name: str, precision: str, capability: str, bundles: Bundles, re
     for step in ("first", "second"):
         cost(served(found["steps"][step]))
         assert found["steps"][step]["shape"] == shape
-    assert found["steps"]["second"]["stats"]["order"].count("R") > 3, "several buckets, so that two are in flight"
+    order = found["steps"]["second"]["stats"]["order"]
+    assert order.count("R") > 3, "several buckets, so that two are in flight"
+    assert 0 < order.count("G") < order.count("R"), "recorded launches and ordinary ones"
     assert "cudaMalloc" not in found["steps"]["second"]["stats"]["calls"], "an equal request asks for no memory"
     single = served(found["steps"]["single"])
     cost(single)
