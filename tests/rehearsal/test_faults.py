@@ -146,7 +146,7 @@ def test_weights_lie_on_the_device_once_and_share_one_limit(bundles: Bundles, re
     assert len(found["sessions"]) == 2
     assert load["uploaded_bytes"] < 1.3 * weights, (load["uploaded_bytes"], weights)
     arenas = [int(session["options"]["gpu_mem_limit"]) for session in found["sessions"]]
-    assert sum(arenas) + weights <= limit * 2**20, arenas
+    assert sum(arenas) < limit * 2**20 - 0.9 * weights, arenas
     staging = 2 * 2**20  # slots and recordings
     assert load["device_peak"] < limit * 2**20 + staging, load["device_peak"]
     served(found["steps"]["asked"])
