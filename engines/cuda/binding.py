@@ -209,7 +209,7 @@ class Cuda:
                 self.copy(address, array.ctypes.data, array.nbytes, up=True)
             tensors[name] = ort.OrtValue.from_dlpack(dlpack.capsule(address, array, self.index))  # [P]
             address += size
-        self.settle()
+        self._call(self._rt.cudaStreamSynchronize(self.stream))  # [R]
         return tensors
 
     def event(self) -> Any:
@@ -239,9 +239,11 @@ class Cuda:
     def settle(self) -> None:
         """Wait until nothing is queued. Raises DeviceLost; any other error belongs to a run that has reported it.
 
-        After a failed run: its copies may still read a slot, and neither onnxruntime nor cuBLAS always says of what
-        they report that the device is lost.
+        For use after a failed run: its copies may still read a slot, and neither onnxruntime nor cuBLAS always reports
+        a lost device as such.
         """
+        if not self._owned:  # closed: the stream is gone
+            return
         result = self._rt.cudaStreamSynchronize(self.stream)  # [R]
         if int(result[0]) in STICKY.values():
             self._call(result)

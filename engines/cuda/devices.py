@@ -17,6 +17,7 @@ from engines.cuda.graph import Graph
 from engines.cuda.staging import RESIDENT, Filler, Shape, Slot, layout, slot_bytes
 from engines.machine import bound_to
 from engines.protocol.errors import EngineError
+from engines.runtime.engine import DeviceLost
 
 if TYPE_CHECKING:
     from engines.runtime.batch import FloatArray
@@ -227,6 +228,8 @@ class CudaDevice:
         slot.native["binding"] = binding  # onnxruntime may still read it until the event has fired
         try:
             binding.run({"disable_synchronize_execution_providers": "1", "gpu_graph_id": number})
+        except DeviceLost:
+            raise  # onnxruntime has said it, with the operator's name
         except EngineError:
             self.cuda.settle()  # what was queued still reads the slot, which the caller may fill again; DeviceLost
             raise

@@ -14,8 +14,10 @@ import pytest
 from engines.bundle import manifest
 from synapse_host import certificates, doctor, hardware, remains
 from synapse_host.doctor import engines, machine, models
+from synapse_host.floor import Floor
 from synapse_host.listener import SUN_PATH
 from synapse_host.matrix import load
+from tests.host.test_placement import LINUX
 from tests.support.evidence import evidence
 from tests.support.killed import kill_one
 from tests.support.small_bundle import write_bundle, write_matrix
@@ -131,6 +133,15 @@ def test_a_library_that_is_missing_is_named() -> None:
     (finding,) = engines.engine_findings(load(), [report("failed", floor, id="cuda")])
     assert finding.fix == "pip install 'synapse-workers[cuda,cuda-libraries]'"
     assert list(engines.engine_findings(load(), [report("passed_over", id="cuda"), report("ok", id="onnx-cpu")])) == []
+
+
+@pytest.mark.parametrize(("missing", "status"), [("libcublas.so.13", "failed"), ("onnxruntime-sm_100", "passed_over")])
+def test_only_what_can_be_installed_is_advised(missing: str, status: str) -> None:
+    """No package brings machine code for a GPU's architecture that the runtime wasn't built for."""
+    matrix = load()
+    floor = Floor("refused", f"cuda_runtime_missing:{missing}")
+    report = engines.report_on(matrix, matrix.engines["onnx-cpu"], LINUX, floor, "")
+    assert report.status == status
 
 
 def test_a_worker_of_another_version() -> None:

@@ -74,11 +74,10 @@ def rehearse(environment: Environment) -> Rehearse:
         bundle: Bundle, steps: list[list[Any]], *, precision: str = "f16", settings: dict[str, str] | None = None,
         **config: str,
     ) -> dict[str, Any]:  # fmt: skip
-        arguments = [str(bundle.root / FILE_NAME), json.dumps(steps), json.dumps(config)]
         done = subprocess.run(
-            [sys.executable, "-m", "tests.rehearsal.probe", *arguments],
-            env=environment(precision, **(settings or {})), capture_output=True, text=True, errors="replace",
-            timeout=LIMIT_S, check=False,
+            [sys.executable, "-m", "tests.rehearsal.probe", str(bundle.root / FILE_NAME)],
+            input=json.dumps([steps, config]), env=environment(precision, **(settings or {})), capture_output=True,
+            text=True, errors="replace", timeout=LIMIT_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0 and done.stdout, f"the probe ended with {done.returncode}: {done.stderr[-1500:]}"
         document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -1,9 +1,9 @@
 """One bundle through the CUDA lane in this process, on the stub libraries: prints one JSON document.
 
-``python -m tests.rehearsal.probe MANIFEST STEPS CONFIG``. CONFIG: LOAD's runtime_config, a JSON object. STEPS: a JSON
-list of ``["load"]`` (first, unless it stands elsewhere), ``["request", rows, name]`` (rows of token ids),
-``["fault", function, skip, times, code, stays]``, ``["heal"]`` and ``["close"]``. The garbage collector is off, so what
-only it would free counts as left.
+``python -m tests.rehearsal.probe MANIFEST`` reads ``[steps, config]`` as JSON from stdin; config is LOAD's
+runtime_config. A step is ``["load"]`` (first, unless it stands elsewhere), ``["request", rows, name]`` (rows of token
+ids), ``["fault", function, skip, times, code, stays]``, ``["heal"]`` or ``["close"]``. The garbage collector is off, so
+what only it would free counts as left.
 """
 
 from __future__ import annotations
@@ -121,6 +121,6 @@ def main(path: str, steps: list[list[Any]], config: dict[str, str]) -> dict[str,
 
 
 if __name__ == "__main__":
-    document = main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))
+    document = main(sys.argv[1], *json.load(sys.stdin))
     print(json.dumps(document), flush=True)
     os._exit(0)  # after a fault nothing more may be asked of onnxruntime

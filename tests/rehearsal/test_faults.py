@@ -79,6 +79,8 @@ def test_a_lost_device_is_told_from_a_failed_request(
     found = rehearse(bundles("bert-mean"), steps, cuda_graphs=graphs)
     asked = found["steps"]["asked"]
     assert (asked["ok"], asked["type"], asked["code"]) == (False, "DeviceLost", "inference_failed"), asked
+    if where == "kernel" and graphs == "0":
+        assert "while running" in asked["text"], "onnxruntime gives the error's name and the operator's"
 
 
 def test_a_device_lost_meanwhile_outranks_the_requests_own_error(bundles: Bundles, rehearse: Rehearse) -> None:
@@ -101,6 +103,14 @@ def test_an_error_that_does_not_stay_is_the_requests_alone(bundles: Bundles, reh
     assert (asked["ok"], asked["type"], asked["code"]) == (False, "EngineError", "inference_failed"), asked
     served(found["steps"]["after"])
     nothing_left(found)
+
+
+def test_a_release_that_fails_keeps_nothing_else(bundles: Bundles, rehearse: Rehearse) -> None:
+    steps = [["fault", "cudaFreeHost", 0, 1, 1, 0], ["close"]]
+    found = rehearse(bundles("bert-mean"), steps)
+    close = found["steps"]["close"]
+    assert (close["ok"], close["code"]) == (False, "inference_failed"), close
+    assert {what: found["left"][what] for what in LEFT if found["left"][what]} == {"pinned_blocks": 1}
 
 
 @pytest.mark.parametrize("tokens", ["1", "7"])
@@ -135,6 +145,8 @@ def test_weights_lie_on_the_device_once_and_share_one_limit(bundles: Bundles, re
     load = served(found["steps"]["load"])
     assert len(found["sessions"]) == 2
     assert load["uploaded_bytes"] < 1.3 * weights, (load["uploaded_bytes"], weights)
+    arenas = [int(session["options"]["gpu_mem_limit"]) for session in found["sessions"]]
+    assert sum(arenas) < limit * 2**20 - 0.9 * weights, arenas
     staging = 2 * 2**20  # slots and recordings
     assert load["device_peak"] < limit * 2**20 + staging, load["device_peak"]
     served(found["steps"]["asked"])

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.cuda.cases import Case
 from tests.rehearsal.conftest import Bundles, Rehearse, case
+from tests.support import toy_models
 
 OLDEST, USUAL = "7.5", "9.0"
 CAPABILITIES = (OLDEST, "8.0", "8.6", "8.9", USUAL, "12.0")
@@ -58,9 +60,9 @@ def served(step: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "precision", "capability"), cells())
 def test_a_cell(name: str, precision: str, capability: str, bundles: Bundles, rehearse: Rehearse) -> None:
-    rows = case(name).rows()
+    rows = case(name).rows() * 4
     steps = [["request", rows, "first"], ["request", rows, "second"], ["request", [rows[3]], "single"], ["close"]]
-    found = rehearse(bundles(name), steps, precision=precision, settings={"CUDASHIM_CC": capability}, call_tokens="128")
+    found = rehearse(bundles(name), steps, precision=precision, settings={"CUDASHIM_CC": capability}, call_tokens="512")
     assert found["floor"] == "ok"
     assert found["sessions"]
     for session in found["sessions"]:
@@ -76,7 +78,9 @@ def test_a_cell(name: str, precision: str, capability: str, bundles: Bundles, re
     for step in ("first", "second"):
         cost(served(found["steps"][step]))
         assert found["steps"][step]["shape"] == shape
-    assert found["steps"]["second"]["stats"]["order"].count("R") > 3, "several buckets, so that two are in flight"
+    order = found["steps"]["second"]["stats"]["order"]
+    assert order.count("R") > 3, "several buckets, so that two are in flight"
+    assert 0 < order.count("G") < order.count("R"), "recorded launches and ordinary ones"
     assert "cudaMalloc" not in found["steps"]["second"]["stats"]["calls"], "an equal request asks for no memory"
     single = served(found["steps"]["single"])
     cost(single)
@@ -91,3 +95,52 @@ def test_the_environment_chooses_no_kernel(bundles: Bundles, rehearse: Rehearse)
     variables = {"ORT_DISABLE_FLASH_ATTENTION": "1", "ORT_ENABLE_CUDNN_FLASH_ATTENTION": "1"}
     found = rehearse(bundles("qwen3-last"), [["close"]], settings=variables, warm="0")
     assert any("flash_fwd_kernel" in name for name in served(found["steps"]["load"])["kernels"])
+
+
+LENGTHS = (5, 17, 64, 100, 128, 400, 512)
+SHAPES = (
+    Case(
+        "minilm",
+        toy_models.write_bert,
+        options={"layers": 2, "hidden": 384, "heads": 12, "ffn": 1536, "vocab": 1024, "max_positions": 512},
+        vocab=1024,
+        lengths=LENGTHS * 3,
+    ),
+    Case(
+        "modernbert",
+        toy_models.write_modernbert,
+        options={
+            "layers": 4, "hidden": 768, "heads": 12, "ffn": 1152, "vocab": 1024, "max_positions": 8192,
+            "local_attention": 128,
+        },
+        vocab=1024,
+        lengths=(*LENGTHS, 1000, 8192) * 2,
+    ),
+    Case(
+        "qwen3",
+        toy_models.write_qwen3,
+        options={
+            "layers": 2, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 3072, "vocab": 1024,
+            "max_positions": 8192,
+        },
+        vocab=1024,
+        lengths=(*LENGTHS, 1000, 8192) * 2,
+    ),
+)  # fmt: skip
+"""The served models' widths, heads and lengths, with few layers and a small vocabulary."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("capability", [OLDEST, USUAL, CAPABILITIES[-1]])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_served_widths(shape: Case, capability: str, bundles: Bundles, rehearse: Rehearse) -> None:
+    """Grids and shared memory within the hardware's limits, and machine code for every kernel that is chosen."""
+    rows = toy_models.toy_rows(11, list(shape.lengths), shape.vocab)
+    steps = [["request", rows, "first"], ["request", rows, "second"], ["close"]]
+    found = rehearse(bundles(f"{shape.name}-shape", shape), steps, settings={"CUDASHIM_CC": capability})
+    loaded = served(found["steps"]["load"])
+    assert loaded["captures"] == 16 and loaded["device_peak"] < 24 * 2**30, loaded["device_peak"]
+    for step in ("first", "second"):
+        cost(served(found["steps"][step]))
+    served(found["steps"]["close"])
+    assert not any(found["left"][what] for what in LEFT)
