@@ -116,8 +116,9 @@ class TextTokenizer:
         self._instructed = manifest.task == "rerank" and manifest.family == "qwen3"
         self.single = self._run(lambda: single_frame(self._plain, manifest.family, manifest.task, special))
         self.pair = self._run(lambda: pair_frame(self._plain, special)) if manifest.task == "rerank" else Frame()
+        known = manifest.config.get("vocab_size") if manifest.config is not UNSET else None
         for frame in (self.single, self.pair):
-            self._check_frame(frame)
+            self._check_frame(frame, known if isinstance(known, int) else MAX_IDS)
         if self._instructed:
             _ = self._special  # opened now, where nobody else waits: pairs() may run on the event loop's thread
 
@@ -287,10 +288,12 @@ class TextTokenizer:
                 raise
             raise BundleInvalid(f"bundle {self.model}: {self._name} fails as a tokenizer: {exc}") from exc
 
-    def _check_frame(self, frame: Frame) -> None:
+    def _check_frame(self, frame: Frame, vocabulary: int) -> None:
         ids = (*frame.prefix, *frame.middle, *frame.suffix)
-        if any(not 0 <= id < MAX_IDS for id in ids):
-            raise BundleInvalid(f"bundle {self.model}: a special token has the id {max(ids)}, which no vocabulary has")
+        if any(not 0 <= id < vocabulary for id in ids):
+            raise BundleInvalid(
+                f"bundle {self.model}: a special token has the id {max(ids)}, beyond a vocabulary of {vocabulary}"
+            )
         if len(ids) >= self.max_tokens:
             raise BundleInvalid(
                 f"bundle {self.model}: its {len(ids)} special tokens leave no room in {self.max_tokens} tokens"

@@ -349,7 +349,11 @@ def test_a_panic_of_the_library_is_a_broken_bundle(tmp_path: Path) -> None:
 
 
 def test_special_ids_that_no_vocabulary_has_or_that_leave_no_room(tmp_path: Path) -> None:
-    with pytest.raises(BundleInvalid, match="which no vocabulary has"):
-        TextTokenizer(bundle(tmp_path, frame=False, special_ids={"cls": 2**30, "sep": SEP}))
+    for words, options in (
+        ("id 1073741824, beyond a vocabulary of 1048576", {"special_ids": {"cls": 2**30, "sep": SEP}, "frame": False}),
+        ("id 3, beyond a vocabulary of 3", {"config": {"vocab_size": SEP}}),
+    ):
+        with pytest.raises(BundleInvalid, match=words):
+            TextTokenizer(bundle(tmp_path, **options))
     with pytest.raises(BundleInvalid, match="its 2 special tokens leave no room in 2 tokens"):
         TextTokenizer(bundle(tmp_path / "full", max_tokens=2))
