@@ -218,8 +218,10 @@ def test_closing_ends_a_template_in_the_middle() -> None:
     caller = threading.Thread(target=call)
     caller.start()
     time.sleep(0.1)
+    started = time.monotonic()
     made.close()
     caller.join(10)
+    assert time.monotonic() - started < template_child.CPU_S - 1, "the template was left to run"
     assert not caller.is_alive() and len(failed) == 1 and children() == others
 
 
