@@ -275,16 +275,11 @@ class TextTokenizer:
         return min(BATCH_CHARACTERS, self.max_characters, max(FREE_CHARACTERS, FIRST_PIECE * (room + MARGIN)))
 
     def _run(self, work: Callable[[], T]) -> T:
-        """Run what calls the tokenizers library; whatever it fails with is the bundle's fault.
-
-        It raises bare Exceptions, and its panics are BaseExceptions of a class that can't be imported.
-        """
+        """Run what calls the tokenizers library; whatever it fails with is the bundle's fault."""
         try:
             return work()
-        except MemoryError:
-            raise
         except BaseException as exc:
-            if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
+            if not _from_library(exc):
                 raise
             raise BundleInvalid(f"bundle {self.model}: {self._name} fails as a tokenizer: {exc}") from exc
 
@@ -354,6 +349,13 @@ class TextTokenizer:
                 raise too_long(index, tokens, self.max_tokens, model=self.model, noun=noun, at_least=True)
 
 
+def _from_library(exc: BaseException) -> bool:
+    """True for a failure of the tokenizers library: bare Exceptions, and panics of a class that can't be imported."""
+    if isinstance(exc, Exception):
+        return not isinstance(exc, MemoryError)
+    return type(exc).__name__ == "PanicException"
+
+
 def _named(noun: str, index: int) -> str:
     return f"the {noun}" if noun in _ALONE else f"{noun} {index}"
 
@@ -412,7 +414,9 @@ def _open(data: bytes, name: str, model: str) -> Tokenizer:
 
     try:
         tokenizer = Tokenizer.from_buffer(data)
-    except Exception as exc:  # the library raises a bare Exception for any bad file
+    except BaseException as exc:
+        if not _from_library(exc):
+            raise
         raise BundleInvalid(f"bundle {model}: {name} can't be read as a tokenizer: {exc}. Rebuild the bundle") from exc
     tokenizer.encode_special_tokens = True
     return tokenizer
