@@ -74,7 +74,7 @@ class Renderer:
 
         *tokens*: ``bos_token`` and ``eos_token``. Raises BundleInvalid for a template that can't be read, fails, runs
         too long or writes too much; InvalidRequest where jinja2 is missing or the template refuses the messages;
-        QueueFull where the process can't be started or the host closes.
+        QueueFull where the process can't be started, somebody kills it, or the host closes.
         """
         request = json.dumps(
             {"template": template, "messages": [dict(message) for message in messages], "tokens": dict(tokens or {})}
@@ -110,7 +110,7 @@ class Renderer:
         if self._pid != os.getpid():
             self._child, self._pid = None, os.getpid()
         if self._child is not None and not self._child.running:
-            self._drop()  # It ended between two calls: the kernel's choice where memory ends, say.
+            self._drop()  # It ended between two calls.
         if self._child is None:
             try:
                 self._child = _Child(self._folder)
@@ -119,9 +119,12 @@ class Renderer:
         reply = self._child.exchange(request)
         if isinstance(reply, bytes):
             return reply[:1], reply[1:].decode("utf-8", "replace")
+        killed = self._child.killed_by_another
         self._drop()
         if self._closed:
             raise QueueFull("the host is stopping", details={"reason": "stopping"})
+        if killed:  # not by a limit of ours: the kernel's choice where memory ends, or somebody's
+            raise QueueFull("the process that renders chat templates was killed; the next call starts another")
         return FAILED, reply
 
     def _drop(self) -> None:
@@ -164,7 +167,11 @@ class _Child:
 
     @property
     def running(self) -> bool:
-        return self._popen.poll() is None
+        return self._reader.is_alive() and self._popen.poll() is None
+
+    @property
+    def killed_by_another(self) -> bool:
+        return signal_name(self._popen.poll()) == "SIGKILL"
 
     def exchange(self, request: bytes) -> bytes | str:
         """Return the reply to a request; or why there is none, and then the process is of no more use."""

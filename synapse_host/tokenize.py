@@ -116,8 +116,9 @@ class TextTokenizer:
         self._instructed = manifest.task == "rerank" and manifest.family == "qwen3"
         self.single = self._run(lambda: single_frame(self._plain, manifest.family, manifest.task, special))
         self.pair = self._run(lambda: pair_frame(self._plain, special)) if manifest.task == "rerank" else Frame()
+        known = manifest.config.get("vocab_size") if manifest.config is not UNSET else None
         for frame in (self.single, self.pair):
-            self._check_frame(frame)
+            self._check_frame(frame, known if isinstance(known, int) else MAX_IDS)
         if self._instructed:
             _ = self._special  # opened now, where nobody else waits: pairs() may run on the event loop's thread
 
@@ -279,23 +280,20 @@ class TextTokenizer:
         return min(BATCH_CHARACTERS, self.max_characters, max(FREE_CHARACTERS, FIRST_PIECE * (room + MARGIN)))
 
     def _run(self, work: Callable[[], T]) -> T:
-        """Run what calls the tokenizers library; whatever it fails with is the bundle's fault.
-
-        It raises bare Exceptions, and its panics are BaseExceptions of a class that can't be imported.
-        """
+        """Run what calls the tokenizers library; whatever it fails with is the bundle's fault."""
         try:
             return work()
-        except MemoryError:
-            raise
         except BaseException as exc:
-            if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
+            if not _from_library(exc):
                 raise
             raise BundleInvalid(f"bundle {self.model}: {self._name} fails as a tokenizer: {exc}") from exc
 
-    def _check_frame(self, frame: Frame) -> None:
+    def _check_frame(self, frame: Frame, vocabulary: int) -> None:
         ids = (*frame.prefix, *frame.middle, *frame.suffix)
-        if any(not 0 <= id < MAX_IDS for id in ids):
-            raise BundleInvalid(f"bundle {self.model}: a special token has the id {max(ids)}, which no vocabulary has")
+        if any(not 0 <= id < vocabulary for id in ids):
+            raise BundleInvalid(
+                f"bundle {self.model}: a special token has the id {max(ids)}, beyond a vocabulary of {vocabulary}"
+            )
         if len(ids) >= self.max_tokens:
             raise BundleInvalid(
                 f"bundle {self.model}: its {len(ids)} special tokens leave no room in {self.max_tokens} tokens"
@@ -356,6 +354,13 @@ class TextTokenizer:
                 raise too_long(index, tokens, self.max_tokens, model=self.model, noun=noun, at_least=True)
 
 
+def _from_library(exc: BaseException) -> bool:
+    """True for a failure of the tokenizers library: bare Exceptions, and panics of a class that can't be imported."""
+    if isinstance(exc, Exception):
+        return not isinstance(exc, MemoryError)
+    return type(exc).__name__ == "PanicException"
+
+
 def _named(noun: str, index: int) -> str:
     return f"the {noun}" if noun in _ALONE else f"{noun} {index}"
 
@@ -414,7 +419,9 @@ def _open(data: bytes, name: str, model: str) -> Tokenizer:
 
     try:
         tokenizer = Tokenizer.from_buffer(data)
-    except Exception as exc:  # the library raises a bare Exception for any bad file
+    except BaseException as exc:
+        if not _from_library(exc):
+            raise
         raise BundleInvalid(f"bundle {model}: {name} can't be read as a tokenizer: {exc}. Rebuild the bundle") from exc
     tokenizer.encode_special_tokens = True
     return tokenizer

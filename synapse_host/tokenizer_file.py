@@ -69,7 +69,7 @@ def sanitized(data: bytes) -> bytes:
             if isinstance(part, Replace | Split):
                 part.pattern.check()
             elif isinstance(part, Precompiled):
-                _check_characters(part.precompiled_charsmap or "")
+                _check_characters(part.precompiled_charsmap)
         if growth > MAX_GROWTH:
             raise ValueError(f"its components may lengthen a text more than {MAX_GROWTH} times")
         model.check()
@@ -132,8 +132,6 @@ def _growth(part: Part) -> float:
 
 def _check_characters(text: str) -> None:
     """Check SentencePiece's map: the size of its index (u32), the index, and texts that each end with a zero byte."""
-    if not text:
-        return
     try:
         data = base64.b64decode(text, validate=True)
         size = int.from_bytes(data[:4], "little")

@@ -83,7 +83,7 @@ class Prepend(Part, tag=True):
 class Precompiled(Part, tag=True):
     """SentencePiece's character map."""
 
-    precompiled_charsmap: str | None
+    precompiled_charsmap: Annotated[str, Meta(min_length=1)]
 
 
 class StripAccents(Part, tag=True):

@@ -59,14 +59,15 @@ def test_a_machine_without_threads_refuses_and_hangs_nothing(monkeypatch: pytest
 
     async def body() -> None:
         monkeypatch.setattr(threading.Thread, "start", none_left)
+        ran: list[int] = []
         with pytest.raises(QueueFull, match="no further thread"):
-            beside(lambda: 1)
+            beside(lambda: ran.append(1))
         monkeypatch.setattr(threading.Thread, "start", real)
         first = beside(lambda: go.wait(60))
         monkeypatch.setattr(threading.Thread, "start", none_left)
         second = beside(lambda: 2)  # the thread that runs takes it
         go.set()
-        assert [await first, await second] == [True, 2]
+        assert [await first, await second] == [True, 2] and not ran
         monkeypatch.setattr(threading.Thread, "start", real)
         assert (
             await asyncio.gather(*(beside(lambda: 3) for _ in range(2 * background.LIMIT)))

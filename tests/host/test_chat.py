@@ -161,8 +161,8 @@ def peak() -> int:
 
 @pytest.fixture
 def quick(tmp_path: Path) -> Iterator[Renderer]:
-    """A renderer whose process gets one second."""
-    program = Path(template_child.__file__).read_text().replace("CPU_S: Final = 5", "CPU_S: Final = 1")
+    """A renderer whose process gets one second and no more."""
+    program = Path(template_child.__file__).read_text().replace("CPU_S: Final = 5", "CPU_S: Final = 0")
     (tmp_path / "template_child.py").write_text(program)
     made = Renderer()
     with pytest.MonkeyPatch.context() as patch:
@@ -193,7 +193,7 @@ def test_the_process_is_kept_and_another_takes_its_place(tmp_path: Path) -> None
         made.render("b", [], name="toy")
         assert children() - others == {pid}
         os.kill(pid, signal.SIGKILL)
-        while Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        while len(list(Path(f"/proc/{pid}/task").iterdir())) > 1 or not ended(pid):
             time.sleep(0.01)
         assert made.render("c", [], name="toy") == "c"
         assert pid not in children() and len(children() - others) == 1
@@ -202,6 +202,33 @@ def test_the_process_is_kept_and_another_takes_its_place(tmp_path: Path) -> None
     assert children() == others
     with pytest.raises(InvalidRequest, match="this host is closed"):
         made.render("a", [], name="toy")
+
+
+def ended(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def test_a_process_that_somebody_kills_is_no_fault_of_the_bundle() -> None:
+    others, made = children(), Renderer()
+    failed: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            made.render(HOSTILE["nested loops"], [], name="toy")
+        except QueueFull as exc:
+            failed.append(exc)
+
+    try:
+        made.render("", [], name="toy")
+        caller = threading.Thread(target=call)
+        caller.start()
+        time.sleep(0.1)
+        os.kill(*(children() - others), signal.SIGKILL)
+        caller.join(10)
+        assert len(failed) == 1 and made.render("{{ 2 }}", [], name="toy") == "2"
+    finally:
+        made.close()
 
 
 def test_closing_ends_a_template_in_the_middle() -> None:
@@ -218,8 +245,10 @@ def test_closing_ends_a_template_in_the_middle() -> None:
     caller = threading.Thread(target=call)
     caller.start()
     time.sleep(0.1)
+    started = time.monotonic()
     made.close()
     caller.join(10)
+    assert time.monotonic() - started < template_child.CPU_S - 1, "the template was left to run"
     assert not caller.is_alive() and len(failed) == 1 and children() == others
 
 
@@ -242,7 +271,7 @@ def test_the_process_ends_with_its_host(tmp_path: Path) -> None:
     )
     pid = int(done.stdout)
     until = time.monotonic() + 3
-    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+    while not ended(pid):
         assert time.monotonic() < until, "it outlives its host"
         time.sleep(0.01)
 

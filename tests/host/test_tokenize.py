@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -332,7 +333,7 @@ def test_tokenisation_of_all_threads_stays_in_one_budget(tmp_path: Path, monkeyp
     assert 40_000 <= most <= 100_000  # five texts of one call are more than the budget and go alone
 
 
-def test_a_panic_of_the_library_is_a_broken_bundle(tmp_path: Path) -> None:
+def test_a_panic_of_the_library_is_a_broken_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rust panics are BaseExceptions: left alone they end the host."""
 
     class PanicException(BaseException):
@@ -346,10 +347,19 @@ def test_a_panic_of_the_library_is_a_broken_bundle(tmp_path: Path) -> None:
     tokenizer._plain = Panicking()  # type: ignore[assignment]
     with pytest.raises(BundleInvalid, match=r"bundle toy: tokenizer\.json fails as a tokenizer: index out of bounds"):
         tokenizer.rows(["a"])
+    found = bundle(tmp_path / "open")
+    with monkeypatch.context() as patch:
+        patch.setattr("tokenizers.Tokenizer", SimpleNamespace(from_buffer=Panicking().encode_batch))
+        with pytest.raises(BundleInvalid, match="can't be read as a tokenizer: index out of bounds"):
+            TextTokenizer(found)
 
 
 def test_special_ids_that_no_vocabulary_has_or_that_leave_no_room(tmp_path: Path) -> None:
-    with pytest.raises(BundleInvalid, match="which no vocabulary has"):
-        TextTokenizer(bundle(tmp_path, frame=False, special_ids={"cls": 2**30, "sep": SEP}))
+    for words, options in (
+        ("id 1073741824, beyond a vocabulary of 1048576", {"special_ids": {"cls": 2**30, "sep": SEP}, "frame": False}),
+        ("id 3, beyond a vocabulary of 3", {"config": {"vocab_size": SEP}}),
+    ):
+        with pytest.raises(BundleInvalid, match=words):
+            TextTokenizer(bundle(tmp_path, **options))
     with pytest.raises(BundleInvalid, match="its 2 special tokens leave no room in 2 tokens"):
         TextTokenizer(bundle(tmp_path / "full", max_tokens=2))

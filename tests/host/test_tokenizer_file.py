@@ -129,6 +129,12 @@ def test_the_kinds_of_published_models_give_the_ids_they_gave(make: Callable[[],
     same(make().to_str())
 
 
+def test_the_older_words_of_sentencepiece_s_spaces() -> None:
+    document = json.loads(unigram().to_str())
+    document["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "str_rep": "▁", "add_prefix_space": True}
+    same(json.dumps(document))
+
+
 @pytest.mark.parametrize("make", [bert, byte_level, unigram])
 def test_files_of_before_2021_name_no_type_of_model(make: Callable[[], Tokenizer]) -> None:
     document = json.loads(make().to_str())
@@ -202,6 +208,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"pre_tokenizer": {**SPLIT, "pattern": {"Regex": "a", "String": "a"}}}, "either String or Regex"),
     "many ids in a template": ({"post_processor": template([1] * 1000)}, "length <= 16"),
     "a special id beyond any vocabulary": ({"post_processor": template([2**40])}, "1048575"),
+    "a map that isn't there": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": None}}, "charsmap"),
     "no map of characters": ({"normalizer": charsmap(b"abc")}, "character map is damaged"),
     "a map with an index beyond its end": ({"normalizer": charsmap(b"\xff\xff\xff\x7f" + bytes(8))}, "damaged"),
     "a map that isn't text": ({"normalizer": charsmap(struct.pack("<I", 4) + bytes(4) + b"\xff\xfe")}, "damaged"),
