@@ -8,7 +8,7 @@ still waits. Everything that brings a worker up goes through the books, LOAD's s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +29,7 @@ from engines.protocol.messages import (
 from synapse_host import lane_errors
 from synapse_host.errors import WORKER_ERRORS, EngineCrashed, ModelInUse, SynapseError
 from synapse_host.residency_shell import ResidencyShell
-from synapse_host.rungs import Costs, buckets, charge, parts
+from synapse_host.rungs import Costs, buckets, charge, packed_widths, parts
 from synapse_host.slots import Key, Limits
 from synapse_host.supervisor import Build, Outcome, Supervisor
 
@@ -113,11 +113,14 @@ def _packed(build: Build, width: int) -> Build:
 class RungedLane:
     """Serves a lane's EMBED_BATCH and RERANK_SEQUENCES part by part, with Supervisor's ``submit``.
 
-    Rows come back in request order, whatever functions they ran on. *costs*: what this machine's certificate measured;
-    with them and widths that the worker advertises, packed passes are used where they are cheaper.
+    Rows come back in request order, whatever functions they ran on. *costs* tells what this machine's certificate
+    measured, None for an artifact that can't pack; with them and widths that the worker advertises, packed passes are
+    used where they are cheaper.
     """
 
-    def __init__(self, fleet: AneFleet, exchanges: AneLane, ladder: tuple[int, ...], costs: Costs | None) -> None:
+    def __init__(
+        self, fleet: AneFleet, exchanges: AneLane, ladder: tuple[int, ...], costs: Callable[[], Costs | None] | None
+    ) -> None:
         self._fleet = fleet
         self._exchanges = exchanges
         self.supervisor = exchanges.supervisor
@@ -132,7 +135,8 @@ class RungedLane:
         widths: tuple[int, ...] = ()
         if isinstance(request, EmbedBatch) and len(lengths) > 1 and self._costs is not None:
             widths = await self._widths(deadline)
-        plan = parts(lengths, self._ladder, costs=self._costs, widths=widths)
+        costs = self._costs() if widths and self._costs is not None else None
+        plan = parts(lengths, self._ladder, costs=costs, widths=widths)
         if len(plan) == 1:
             return await self._serve(plan[0].kind, plan[0].tokens, build, deadline, stage)
         import numpy as np
@@ -192,8 +196,6 @@ class RungedLane:
 
     async def _widths(self, deadline: float | None) -> tuple[int, ...]:
         """Return the packed widths that the worker advertises; one that isn't up is brought up to say."""
-        if not self.supervisor.spec.packed_widths:
-            return ()
         if self.supervisor.advertised is None:
             await self._start(deadline)
         return self.supervisor.advertised or ()
@@ -221,18 +223,24 @@ class AneFleet:
         self._tasks: set[asyncio.Task[Outcome]] = set()
 
     def add(
-        self, supervisor: Supervisor, artifact: Artifact, *, bundle: Bundle | None = None, costs: Costs | None = None
+        self,
+        supervisor: Supervisor,
+        artifact: Artifact,
+        *,
+        bundle: Bundle | None = None,
+        costs: Callable[[], Costs | None] | None = None,
     ) -> RungedLane:
         """Take a lane in and return what serves its requests; its worker starts when its first function fits.
 
-        BundleInvalid for an artifact that can't be charged. *costs*: measured on this machine, else nothing is packed.
+        BundleInvalid for an artifact that can't be charged. *costs* tells what was measured on this machine when its
+        worker started; without, nothing is packed.
         """
         lane, exchanges = supervisor.spec.lane_id, AneLane(supervisor)
         self.shell.add(lane, exchanges, charge(artifact, bundle))
         self._supervisors[lane] = supervisor
         # A worker that dies while nobody asks takes its functions with it: the books follow at once.
         supervisor.lost = lambda: self.shell.fault(lane, self.shell.generation(lane))
-        return RungedLane(self, exchanges, buckets(artifact), costs)
+        return RungedLane(self, exchanges, buckets(artifact), costs if packed_widths(artifact) else None)
 
     async def serve(
         self,

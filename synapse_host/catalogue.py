@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from engines.bundle import manifest
@@ -22,7 +22,7 @@ from synapse_host.package import fetch
 from synapse_host.recipes import DEFAULTS
 from synapse_host.remains import lock_exclusive
 
-__all__ = ["DEFAULTS", "install", "installed", "locate", "models_dir", "names", "obtain", "read", "unknown"]
+__all__ = ["DEFAULTS", "install", "installed", "locate", "models_dir", "names", "obtain", "read", "readable", "unknown"]
 
 
 def models_dir(given: Path | None = None) -> Path:
@@ -42,6 +42,16 @@ def installed(folder: Path | None = None) -> dict[str, Path]:
     except FileNotFoundError:
         return {}
     return {name: root / name for name in names if (root / name / manifest.FILE_NAME).exists()}
+
+
+def readable(folder: Path | None = None) -> dict[str, Bundle]:
+    """Return the installed bundles by name, without those whose manifest can't be read."""
+    found = {}
+    with suppress(OSError):
+        for name, path in installed(folder).items():
+            with suppress(BundleError):
+                found[name] = manifest.read(path)
+    return found
 
 
 def names(folder: Path | None = None) -> list[str]:

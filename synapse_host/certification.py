@@ -22,6 +22,7 @@ from synapse_host import floor as floors
 from synapse_host.assignment import Assignment
 from synapse_host.builder import silent
 from synapse_host.config import HostConfig
+from synapse_host.engine_build import build_id
 from synapse_host.errors import InvalidRequest, SynapseError
 from synapse_host.evidence import EngineFacts, Evidence, Machine, Model, Placement
 from synapse_host.hardware import HostProfile
@@ -76,7 +77,7 @@ async def certify(
             lane=order.lane,
             software=_software(),
             model=model,
-            engine=_engine(assignment, engine, run.facts),
+            engine=_engine(assignment, engine, run.facts, only),
             machine=_machine(host.profile, engine),
             precision=precision,
             thresholds=gates.thresholds(
@@ -155,7 +156,7 @@ async def _forced(trial: Trial, matrix: HardwareMatrix, order: Order, config: Ho
 
 
 def _software() -> dict[str, str]:
-    packages = floors.versions(("synapse-workers", "numpy", "tokenizers", "msgspec"))
+    packages = floors.versions((*certificates.SOFTWARE, *certificates.BESIDE))
     return {"python": ".".join(map(str, sys.version_info[:3])), **packages}
 
 
@@ -177,10 +178,11 @@ def _model(assignment: Assignment) -> Model:
         bytes=None if artifact.bytes is UNSET else artifact.bytes,
         tree=None if artifact.tree is UNSET else artifact.tree,
         source=None if manifest.source is UNSET else manifest.source,
+        tokenizer=certificates.tokenizer_of(bundle),
     )
 
 
-def _engine(assignment: Assignment, engine: Engine, facts: dict[str, Any]) -> EngineFacts:
+def _engine(assignment: Assignment, engine: Engine, facts: dict[str, Any], matrix: HardwareMatrix) -> EngineFacts:
     spec = assignment.require()
     return EngineFacts(
         id=spec.engine_id,
@@ -188,7 +190,7 @@ def _engine(assignment: Assignment, engine: Engine, facts: dict[str, Any]) -> En
         # The program's own name only: where it lies on this machine is nobody else's business.
         command=[os.path.basename(word) for word in engine.command] if engine.command else [],  # noqa: PTH119
         runtime_config=dict(spec.load.runtime_config),
-        packages={} if engine.command else floors.installed(engine.engine),
+        packages=certificates.packages_of(engine),
         expected=spec.expected_engine,
         observed=facts.get("worker_engine"),
         version=facts.get("worker_version"),
@@ -196,6 +198,8 @@ def _engine(assignment: Assignment, engine: Engine, facts: dict[str, Any]) -> En
         kernel_revision=facts.get("kernel_revision"),
         packed_widths=list(facts.get("packed_widths") or []),
         buckets=list(facts.get("buckets") or []),
+        env=certificates.environment_of(engine),
+        build=build_id(engine, matrix),
     )
 
 

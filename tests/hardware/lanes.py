@@ -1,4 +1,4 @@
-"""Certification of a default model on the device of a hardware run: host, worker process, probes, gates, report."""
+"""Certification of a default model on the device of a hardware run: what `synapse certify` does, by the same code."""
 
 from __future__ import annotations
 
@@ -8,36 +8,52 @@ from typing import Any
 
 import pytest
 
-from synapse_host import catalogue, certificates, report
-from synapse_host import evidence as documents
-from synapse_host.certification import Order, certify
+from synapse_host import catalogue, gates, orders
+from synapse_host.certification import Order
+from synapse_host.config import HostConfig
 from synapse_host.errors import SynapseError
-from synapse_host.matrix import load
+from synapse_host.matrix import HardwareMatrix, load
+from synapse_host.placements import Plans, plan_tool
 
+EVIDENCE = Path(__file__).parents[2] / "evidence"
 MODELS = {"embed": "minilm", "rerank": "ms-marco", "generate": "smollm2"}
 
 
-def certified(lane: str, engine: str, folder: Path) -> dict[str, Any]:
-    """Certify the lane's default model, write document, page and (where it passes) certificate; return the summary.
+def certified(
+    lane: str,
+    engine: str,
+    *,
+    bundle: Path | None = None,
+    matrix: HardwareMatrix | None = None,
+    out: Path = EVIDENCE,
+    config: HostConfig | None = None,
+    plans: Plans = plan_tool,
+) -> dict[str, Any]:
+    """Certify the lane's default model (or *bundle*) and settle its certificate; return what a run's document keeps.
 
-    Skips where the model is neither here nor to be fetched: `--hw` makes that a failure.
+    Document and page go below *out*, into the folder of the engine and this kind of machine. Skips where the model is
+    neither here nor to be fetched: `--hw` makes that a failure.
     """
-    model = MODELS[lane]
-    try:
-        bundle = catalogue.obtain(model)
-    except SynapseError as exc:
-        pytest.skip(f"{model} is not here: {exc}")
-    evidence = asyncio.run(certify(Order(lane, model, bundle.root, engine), load()))
-    path = folder / f"{lane}-{engine}-{model}-{bundle.digest[:8]}.json"
-    digest = documents.write(path, evidence)
-    report.write(path.with_suffix(".html"), evidence)
-    if evidence.verdict == "certified":
-        certificates.write(certificates.of_evidence(evidence, path=path.absolute(), digest=digest))
+    if bundle is None:
+        try:
+            bundle = catalogue.obtain(MODELS[lane]).root
+        except SynapseError as exc:
+            pytest.skip(f"{MODELS[lane]} is not here: {exc}")
+    order = Order(lane, bundle.name, bundle, engine)
+    done = asyncio.run(orders.carry_out(order, matrix or load(), out, config, by_machine=True, plans=plans))
+    evidence, certificate = done.evidence, done.certificate
     return {
         "verdict": evidence.verdict,
         "reasons": evidence.reasons,
+        "certificate": "none" if certificate is None else "; ".join(certificate.why) or "valid",
         "fault": None if evidence.fault is None else evidence.fault.message,
         "reported": evidence.reported,
         "gates": {gate.name: gate.value for gate in evidence.gates},
-        "evidence": path.name,
+        "packed_widths": gates.qualified_widths(evidence),
+        "evidence": f"{done.document.parent.name}/{done.document.name}",
     }
+
+
+def assert_certified(summary: dict[str, Any]) -> None:
+    """Fail the test unless every gate passed and the certificate is one that a host takes now."""
+    assert (summary["verdict"], summary["certificate"]) == ("certified", "valid"), summary

@@ -1,37 +1,55 @@
-"""What voids a certificate, and what a lane without one answers."""
+"""What a certificate is bound to, what makes one count, and what a lane without one answers."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import json
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from engines.bundle import manifest
-from synapse_host import Host, HostConfig, certificates, hardware
+from engines.bundle.manifest import Bundle
+from synapse_host import Host, HostConfig, certificates, engine_build, hardware, lane_certificates
 from synapse_host.certificates import Binding, Identity
 from synapse_host.errors import LaneRefused, NotCertified
+from synapse_host.evidence import Evidence, Fault
 from synapse_host.floor import Floor
-from synapse_host.matrix import load
+from synapse_host.lane_certificates import MISSING, Certificate
+from synapse_host.matrix import HardwareMatrix, load
+from tests.support.certified import document, grant, toy
 from tests.support.evidence import evidence
-from tests.support.small_bundle import write_bundle, write_matrix
+from tests.support.small_bundle import write_matrix
 
 BOUND = Binding(
+    manifest_digest="b" * 64,
     artifact_digest="sha256:" + "a" * 64,
+    format="safetensors-package",
     dtype="f16",
-    engine="llama.cpp-worker",
-    engine_version="llama-cpp-python-0.3.35",
-    kernel_revision="graph-1",
-    packages={"llama-cpp-python": "0.3.35"},
-    os_build="23F79",
-    driver="cuda 13000",
+    tokenizer="sha256:" + "c" * 64,
     device="cuda",
-    hardware="compute capability 9.0",
+    runtime_config={"attention": "fused"},
+    env={"NVIDIA_TF32_OVERRIDE": "5feceb66ffc86f38"},
+    engine="owned-cuda",
+    engine_version="onnxruntime-1.31.1",
+    kernel_revision="graph-1",
+    build="sha256:" + "d" * 64,
+    packages={"onnxruntime-gpu": "1.31.1", "nvidia-cublas": "13.0.2"},
+    software={"synapse-workers": "0.3.0"},
+    os="linux",
+    os_build="6.8.0",
+    arch="x86_64",
+    cpu="a cpu",
+    cpu_features=["avx2", "fma"],
+    accelerator="NVIDIA H200, compute capability 9.0",
+    driver="cuda 13000, 580.159.03",
 )
+IDENTITY = Identity("llama.cpp-worker", "scripted-1", None)
 
 
 @pytest.mark.parametrize(
@@ -39,19 +57,17 @@ BOUND = Binding(
     [
         ({}, None),
         ({"artifact_digest": "sha256:" + "b" * 64}, "the artifact changed"),
-        ({"packages": {"llama-cpp-python": "0.3.36"}}, "llama-cpp-python changed 0.3.35 → 0.3.36"),
-        ({"packages": {}}, "llama-cpp-python changed 0.3.35 → none"),
-        ({"engine_version": "2"}, "the engine version changed llama-cpp-python-0.3.35 → 2"),
-        ({"kernel_revision": "graph-2"}, "the kernel revision changed graph-1 → graph-2"),
-        ({"os_build": "23G93"}, "the operating system build changed 23F79 → 23G93"),
-        ({"driver": "cuda 13010"}, "the driver changed cuda 13000 → cuda 13010"),
-        ({"driver": None}, "the driver changed cuda 13000 → none"),
-        ({"device": "cpu"}, "the device changed cuda → cpu"),
-        ({"hardware": "compute capability 8.9"}, "the hardware changed"),
-        ({"engine": "owned-cuda"}, "the engine changed"),
-        ({"dtype": "f32"}, "the artifact's dtype changed f16 → f32"),
-        # A worker that doesn't tell is not compared: it is at the handshake.
-        ({"engine_version": None, "kernel_revision": None, "engine": None}, None),
+        ({"packages": {**BOUND.packages, "nvidia-cublas": "13.1.0"}}, "nvidia-cublas changed 13.0.2 → 13.1.0"),
+        ({"packages": {"onnxruntime-gpu": "1.31.1"}}, "nvidia-cublas changed 13.0.2 → none"),
+        ({"runtime_config": {}}, "runtime_config.attention changed fused → none"),
+        ({"env": {}}, "the variable NVIDIA_TF32_OVERRIDE changed"),
+        ({"cpu_features": ["avx2", "amx_tile"]}, "instruction sets changed: without fma, with amx_tile"),
+        ({"os_build": "6.8.1"}, "the operating system build changed 6.8.0 → 6.8.1"),
+        ({"driver": None}, "the driver changed cuda 13000, 580.159.03 → none"),
+        ({"software": {"synapse-workers": "0.4.0"}}, "synapse-workers changed 0.3.0 → 0.4.0"),
+        # A worker that doesn't say who it is may be any.
+        ({"engine": None, "engine_version": None, "kernel_revision": None}, "its worker doesn't say which engine"),
+        ({"build": None}, "the files of the engine's installation can't be found"),
     ],
 )
 def test_what_voids_a_certificate_is_named(change: dict[str, Any], reason: str | None) -> None:
@@ -61,6 +77,24 @@ def test_what_voids_a_certificate_is_named(change: dict[str, Any], reason: str |
     else:
         assert len(reasons) == 1
         assert reason in reasons[0]
+
+
+@pytest.mark.parametrize("field", Binding.__struct_fields__)
+def test_every_field_of_the_binding_voids(field: str) -> None:
+    value = getattr(BOUND, field)
+    others: list[Any] = [None] if not isinstance(value, dict | list) else []
+    others.append(
+        {**value, "another": "1"}
+        if isinstance(value, dict)
+        else [*value, "another"]
+        if isinstance(value, list)
+        else f"{value}x"
+    )
+    if isinstance(value, dict):
+        others += [{}, dict.fromkeys(value, "another")]
+    for other in others:
+        changed = msgspec.structs.replace(BOUND, **{field: other})
+        assert certificates.void_because(BOUND, changed) and certificates.void_because(changed, BOUND)
 
 
 def test_a_gpu_is_bound_to_its_exact_driver_and_model() -> None:
@@ -85,67 +119,206 @@ def test_a_version_line_is_read() -> None:
     assert certificates.identity_of("rubbish") == Identity()
 
 
-def test_certificates_are_stored_by_engine_and_manifest(tmp_path: Path) -> None:
-    found = certificates.of_evidence(evidence(), path=tmp_path / "e.json", digest="sha256:" + "d" * 64)
-    path = certificates.write(found, tmp_path)
-    assert path == tmp_path / "synapse" / "certificates" / "llama-cpu" / f"{'b' * 64}.json"
-    assert certificates.read(path) == found
-    assert list(certificates.stored(tmp_path)) == [(path, found)]
-    moved = path.with_name("c" * 64 + ".json")
-    path.rename(moved)
-    assert certificates.read(moved) is None, "a certificate under another bundle's name is none"
-    moved.write_text("{")
-    assert list(certificates.stored(tmp_path)) == [(moved, None)]
-    for _ in range(2):
-        certificates.remove("llama-cpu", "c" * 64, tmp_path)
-        assert list(certificates.stored(tmp_path)) == []
-    assert list(certificates.stored(tmp_path / "nowhere")) == []
+# --- facts of this machine -------------------------------------------------------------------------------------------
 
 
-def test_an_int8_certificate_says_approximate(tmp_path: Path) -> None:
-    document = evidence("rerank", dtype="int8")
-    found = certificates.of_evidence(document, path=tmp_path / "e.json", digest=document.digest)
-    assert found.precision == "approximate"
+def test_an_environment_is_bound_by_name_and_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = msgspec.structs.replace(load().engines["llama-cpu"], env={"TOKEN": "s3cret"})
+    before = certificates.environment_of(engine)
+    assert "TOKEN" in before and "s3cret" not in str(before)
+    assert not {"PATH", "HOME", "SYNAPSE_WORKER_ID"} & set(before)
+    monkeypatch.setenv("GGML_NO_AVX", "1")
+    now = certificates.environment_of(engine)
+    assert set(now) == {*before, "GGML_NO_AVX"}
+    monkeypatch.setenv("GGML_NO_AVX", "0")
+    assert certificates.environment_of(engine)["GGML_NO_AVX"] != now["GGML_NO_AVX"]
 
 
-@pytest.mark.parametrize(("share", "why"), [(0.89, "placement_share was 0.89, the matrix asks 0.9"), (0.95, None)])
-def test_a_certificate_for_less_than_the_matrix_asks_is_none(share: float, why: str | None, tmp_path: Path) -> None:
-    """``--min-placement-share`` below the matrix's, or a matrix that asks more since."""
-    document = evidence("embed", ane=True)
-    document = msgspec.structs.replace(document, thresholds={**document.thresholds, "placement_share": share})
-    found = certificates.of_evidence(document, path=tmp_path / "e.json", digest=document.digest)
-    found = msgspec.structs.replace(found, engine_id="ane")
-    assert certificates.stricter(found, load()) == ([f"threshold {why}"] if why else [])
-    older = msgspec.structs.replace(found, thresholds={})
-    assert certificates.stricter(older, load()) == []
+def test_a_build_follows_its_files_and_not_only_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library built anew under the same version, one of our sources changed, a distribution without a file list."""
+    site = tmp_path / "site"
+    library = site / "llama_cpp" / "lib" / "libggml.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"built with OpenBLAS 0.3.20")
+    metadata = site / "llama_cpp_python-0.3.36.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: 0.3.36\n")
+    (metadata / "RECORD").write_text("llama_cpp/lib/libggml.so,,\n")
+    sources = tmp_path / "root" / "engines" / "llama"
+    sources.mkdir(parents=True)
+    (sources / "inputs.py").write_text("POOLING = 'builtin'\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(engine_build.floors, "package_root", lambda: tmp_path / "root")
+    matrix = load()
+
+    def build(id: str = "llama-cpu") -> str | None:
+        return engine_build.build_id(matrix.engines[id], matrix, cache_dir=tmp_path / "cache")
+
+    first = build()
+    assert first is not None and first == build()
+    assert build("onnx-cpu") != first, "the other engine's files"
+    stat = library.stat()
+    library.write_bytes(b"built with OpenBLAS 0.3.31")  # the same size, and the times put back
+    os.utime(library, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    second = build()
+    assert second not in (None, first)
+    (sources / "inputs.py").write_text("POOLING = 'own'\n")
+    assert build() not in (None, first, second)
+    (metadata / "RECORD").unlink()
+    assert build() is None
+
+
+def test_a_foreign_command_is_bound_to_the_files_it_names(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text("1")
+    path = write_matrix(tmp_path)
+    matrix = load(path)
+    engine = msgspec.structs.replace(matrix.engines["scripted"], command=(sys.executable, "worker.py", "--fast"))
+
+    def build(*words: str) -> str | None:
+        bent = msgspec.structs.replace(engine, command=words) if words else engine
+        return engine_build.build_id(bent, matrix, cache_dir=tmp_path / "cache")
+
+    first = build()
+    assert first is not None and first == build() and build("nowhere-at-all") is None
+    assert build(sys.executable, "worker.py") != first
+    (tmp_path / "worker.py").write_text("2")
+    assert build() != first
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("processor : 0\nmodel name\t: Intel(R) Xeon(R)\n", "Intel(R) Xeon(R)"),
+        (
+            "processor : 0\nFeatures\t: fp asimd sve\nCPU implementer\t: 0x41\nCPU variant\t: 0x1\nCPU part\t: 0xd40\n",
+            "CPU implementer 0x41, CPU part 0xd40, CPU variant 0x1",
+        ),
+        ("", ""),
+    ],
+)
+def test_a_processor_has_a_name_on_arm_too(text: str, name: str) -> None:
+    assert hardware._cpu_name(text) == name
+
+
+# --- one document, one truth -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Case:
+    """A valid certificate in a folder of its own, and the question whether it still is one."""
+
+    matrix: HardwareMatrix
+    bundle: Bundle
+    data: Path
+    path: Path
+    evidence: Evidence
+
+    def look(self, identity: Identity | None = IDENTITY, **engine: Any) -> Certificate:
+        described = msgspec.structs.replace(self.matrix.engines["scripted"], **engine)
+        matrix = msgspec.structs.replace(self.matrix, engines={"scripted": described})
+        return lane_certificates.look_up(
+            matrix, described, self.bundle, self.bundle.manifest.artifacts[0], hardware.detect(), data_dir=self.data,
+            identity=identity,
+        )  # fmt: skip
+
+    def settle(self, **changes: Any) -> Path | None:
+        changed = msgspec.structs.replace(self.evidence, **changes)
+        return lane_certificates.settle(changed, self.matrix, self.data)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    bundle = toy(tmp_path / "toy", normalize=True)
+    matrix = load(write_matrix(tmp_path))
+    made = document(matrix, "scripted", bundle, identity=IDENTITY)
+    data = tmp_path / "data"
+    path = lane_certificates.settle(made, matrix, data)
+    assert path is not None
+    return Case(matrix, bundle, data, path, made)
+
+
+def test_a_certificate_is_the_document_of_a_run(case: Case) -> None:
+    found = case.look()
+    assert (found.valid, found.why, found.path) == (True, (), case.path)
+    assert case.path.parent == case.data / "synapse" / "certificates" / "scripted"
+    assert found.evidence is not None and found.evidence.gates == case.evidence.gates
+    (listed,) = lane_certificates.listed(
+        case.matrix, {"mine": case.bundle}, hardware.detect(), data_dir=case.data, identities={"scripted": IDENTITY}
+    )
+    assert (listed.certificate.valid, listed.lane, listed.engine, listed.model) == (True, "embed", "scripted", "mine")
+
+
+OLDER = {
+    "format": "synapse-certificate-v1", "engine_id": "scripted", "lane": "embed", "task": "embed", "model_id": "toy",
+    "manifest_digest": "b" * 64, "precision": "exact", "certified_at": "2026-11-29", "evidence": "e.json",
+    "evidence_digest": "sha256:" + "d" * 64, "binding": {}, "thresholds": {},
+}  # fmt: skip
+
+
+def by_hand(path: Path, plain: dict[str, Any]) -> None:
+    path.write_text(json.dumps({**plain, "verdict": "certified", "gates": [], "reasons": []}))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda path, plain: path.unlink(), MISSING),
+        (lambda path, plain: path.write_text("{"), "no evidence document"),
+        (lambda path, plain: path.write_text(json.dumps(OLDER)), "no evidence document"),
+        (by_hand, "digest"),
+        (lambda path, plain: path.write_text(json.dumps({**plain, "thresholds": {}})), "thresholds"),
+    ],
+)
+def test_nothing_hand_written_or_older_counts(change: Callable[..., Any], word: str, case: Case) -> None:
+    change(case.path, json.loads(case.path.read_text()))
+    found = case.look()
+    assert not found.valid and word in "; ".join(found.why)
+
+
+def test_a_run_that_fails_withdraws_and_a_question_changes_nothing(case: Case) -> None:
+    before = case.path.read_bytes()
+    asked = {**case.evidence.thresholds, "min_cosine": 0.5}
+    assert case.settle(thresholds=asked) is None and case.settle(thresholds=asked, verdict="uncertified") is None
+    assert case.settle(verdict="uncertified", fault=Fault("ane_lane_busy", "another host", "load")) is None
+    assert case.path.read_bytes() == before and case.look().valid
+    assert case.settle(verdict="uncertified") is None
+    assert case.look().why == (MISSING,)
+
+
+def test_another_configuration_of_an_engine_has_a_certificate_of_its_own(case: Case) -> None:
+    """Trying an engine by another matrix takes nothing away from the one that serves."""
+    other = msgspec.structs.replace(case.matrix.engines["scripted"], runtime_config={"pooling": "builtin"})
+    matrix = msgspec.structs.replace(case.matrix, engines={"scripted": other})
+    assert (
+        lane_certificates.settle(msgspec.structs.replace(case.evidence, verdict="uncertified"), matrix, case.data)
+        is None
+    )
+    assert case.look().valid and case.look(runtime_config={"pooling": "builtin"}).why == (MISSING,)
+    (listed,) = lane_certificates.listed(matrix, {"toy": case.bundle}, hardware.detect(), data_dir=case.data)
+    assert "configures scripted otherwise" in listed.certificate.why[0] and listed.fix is None
+
+
+def test_threads_that_the_host_divides_are_no_change_and_those_of_the_matrix_are(tmp_path: Path) -> None:
+    document = evidence()
+    engine = load().engines["llama-cpu"]
+    sent = msgspec.structs.replace(document.engine, runtime_config={"threads": "4"})
+    document = msgspec.structs.replace(document, engine=sent)
+    assert certificates.bound(document, engine).runtime_config == {}
+    pinned = msgspec.structs.replace(engine, runtime_config={"threads": "2"})
+    assert certificates.bound(document, pinned).runtime_config == {"threads": "4"}
 
 
 # --- the host asks for one -------------------------------------------------------------------------------------------
 
 
-def grant(tmp_path: Path, bundle: Path, *, engine: str = "llama.cpp-worker", **changes: Any) -> None:
-    """Store a certificate for the scripted engine as this machine would have it."""
-    opened = manifest.read(bundle)
-    profile = hardware.detect()
-    artifact = opened.manifest.artifacts[0]
-    matrix = load(tmp_path / "matrix.yaml")
-    binding = certificates.present(matrix.engines["scripted"], artifact, profile, Identity(engine, "scripted-1", None))
-    found = certificates.of_evidence(evidence(), path=tmp_path / "e.json", digest="sha256:" + "d" * 64)
-    certificates.write(
-        msgspec.structs.replace(
-            found,
-            engine_id="scripted",
-            manifest_digest=opened.digest,
-            binding=msgspec.structs.replace(binding, **changes),
-        ),
-        tmp_path / "data",
-    )
+def serving(folder: Path, bundle: Bundle, **config: Any) -> Any:
+    options = HostConfig(data_dir=folder / "data", runtime_dir=folder / "rt", **config)
+    return Host.open(folder / "matrix.yaml", {"toy": bundle.root}, options)
 
 
-def embed(tmp_path: Path, bundle: Path, **config: Any) -> tuple[int, ...]:
+def embed(folder: Path, bundle: Bundle, **config: Any) -> tuple[int, ...]:
     async def main() -> tuple[int, ...]:
-        options = HostConfig(data_dir=tmp_path / "data", runtime_dir=tmp_path / "rt", **config)
-        async with Host.open(tmp_path / "matrix.yaml", {"toy": bundle}, options) as host:
+        async with serving(folder, bundle, **config) as host:
             return (await host.embed_ids("toy", [[1, 2]])).shape
 
     return asyncio.run(main())
@@ -154,50 +327,83 @@ def embed(tmp_path: Path, bundle: Path, **config: Any) -> tuple[int, ...]:
 @pytest.mark.process
 @pytest.mark.parametrize("where", ["matrix", "config"])
 def test_a_lane_that_needs_a_certificate(where: str, tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path / "toy")
+    bundle = toy(tmp_path / "toy")
     lane = {"task": "embed", "engines": ["scripted"], **({"require_certificate": True} if where == "matrix" else {})}
-    write_matrix(tmp_path, lanes={"embed": lane})
+    matrix = load(write_matrix(tmp_path, lanes={"embed": lane}))
     # False in the configuration can't weaken the matrix.
     config = {"require_certificate": where == "config"}
     with pytest.raises(NotCertified, match="it has none on this machine") as refused:
         embed(tmp_path, bundle, **config)
     assert refused.value.exit_code == 3
     assert "synapse certify embed --model toy --engine scripted" in refused.value.message
-    grant(tmp_path, bundle)
+    path = grant(matrix, "scripted", bundle, tmp_path / "data")
     assert embed(tmp_path, bundle, **config) == (1, 8)
-    grant(tmp_path, bundle, os_build="another")
-    with pytest.raises(NotCertified, match="operating system build changed another"):
-        embed(tmp_path, bundle, **config)
-    grant(tmp_path, bundle, engine_version="scripted-0")
+    grant(matrix, "scripted", bundle, tmp_path / "data", identity=Identity("llama.cpp-worker", "scripted-0"))
     with pytest.raises(NotCertified, match="engine version changed scripted-0 → scripted-1"):
         embed(tmp_path, bundle, **config)
-    certificates.path_of("scripted", manifest.read(bundle).digest, tmp_path / "data").write_text("{}")
-    with pytest.raises(NotCertified, match="can't be read"):
+    path.write_text("{}")
+    with pytest.raises(NotCertified, match="no evidence document"):
         embed(tmp_path, bundle, **config)
 
 
 @pytest.mark.process
 def test_without_the_demand_nothing_is_asked(tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path / "toy")
+    bundle = toy(tmp_path / "toy")
     write_matrix(tmp_path)
     assert embed(tmp_path, bundle) == (1, 8)
 
 
 @pytest.mark.process
+def test_an_upgrade_under_a_running_host_voids_and_certifying_again_helps_at_once(tmp_path: Path) -> None:
+    """A worker that runs is what was certified; its successor is looked at anew, by a host that was never restarted."""
+    bundle = toy(tmp_path / "toy")
+    crash = {"rules": [{"on": "EMBED_BATCH", "first_id": 9, "do": [{"exit": 3}]}]}
+    matrix = load(write_matrix(tmp_path, crash))
+    data = tmp_path / "data"
+
+    async def main() -> None:
+        async with serving(tmp_path, bundle, require_certificate=True) as host:
+            with pytest.raises(NotCertified):
+                await host.embed_ids("toy", [[1, 2]])
+            assert host.health()["lanes"]["embed"]["strikes"] == 0
+            await asyncio.to_thread(grant, matrix, "scripted", bundle, data)
+            assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8)
+            older = Identity("llama.cpp-worker", "scripted-0")
+            await asyncio.to_thread(grant, matrix, "scripted", bundle, data, identity=older)
+            assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8), "its worker is the one that was certified"
+            with pytest.raises(Exception, match="exit"):
+                await host.embed_ids("toy", [[9, 2]])
+            with pytest.raises(NotCertified, match="engine version changed"):
+                await host.embed_ids("toy", [[1, 2]])
+            await asyncio.to_thread(grant, matrix, "scripted", bundle, data)
+            assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8)
+
+    asyncio.run(main())
+
+
+@pytest.mark.process
+def test_a_worker_that_says_nothing_of_itself_is_not_certified(tmp_path: Path) -> None:
+    bundle = toy(tmp_path / "toy")
+    silent = tmp_path / "silent.py"
+    silent.write_text("import sys\nsys.exit(1 if '--version' in sys.argv else 0)\n")
+    matrix = json.loads(write_matrix(tmp_path).read_text())
+    matrix["engines"]["scripted"]["worker"]["command"] = [sys.executable, str(silent)]
+    (tmp_path / "matrix.yaml").write_text(json.dumps(matrix))
+    grant(load(tmp_path / "matrix.yaml"), "scripted", bundle, tmp_path / "data", identity=IDENTITY)
+    with pytest.raises(NotCertified, match="doesn't say which engine"):
+        embed(tmp_path, bundle, require_certificate=True)
+
+
+@pytest.mark.process
 def test_the_certified_kernel_revision_is_pinned_at_the_handshake(tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path / "toy", formats={"safetensors-package": "f32"})
+    bundle = toy(tmp_path / "toy", formats={"safetensors-package": "f32"})
     # --version doesn't come true: only what HELLO says counts then.
     state = tmp_path / "spawns"
     script = {"kernel_revision": "r1", "state": str(state), "generations": [{}, {"kernel_revision": "r2"}]}
-    write_matrix(tmp_path, script, engine="cuda")
-    grant(tmp_path, bundle, engine="owned-cuda", kernel_revision="r1")
+    matrix = load(write_matrix(tmp_path, script, engine="cuda"))
+    identity = Identity("owned-cuda", "scripted-1", "r1")
+    grant(matrix, "scripted", bundle, tmp_path / "data", identity=identity)
     with pytest.raises(LaneRefused) as refused:
         embed(tmp_path, bundle, require_certificate=True)
     assert refused.value.details["reason"] == "kernel_revision"
     assert (refused.value.details["expected"], refused.value.details["observed"]) == ("r1", "r2")
-
-
-def test_a_certificate_file_is_plain_json(tmp_path: Path) -> None:
-    found = certificates.of_evidence(evidence(), path=tmp_path / "e.json", digest="sha256:" + "d" * 64)
-    document = json.loads(certificates.write(found, tmp_path).read_text())
-    assert set(document["binding"]) == set(Binding.__struct_fields__)

@@ -67,7 +67,7 @@ def ane(make: Lanes) -> Callable[..., Any]:
         one = AneFleet(limits)
         make.others.append(one)
         supervisor = make({**ECHO, **(script or {})}, lane_id="ane", packed_widths=widths, config=config, **SPEC)
-        return one, supervisor, one.add(supervisor, ARTIFACT, costs=costs)
+        return one, supervisor, one.add(supervisor, ARTIFACT, costs=lambda: costs)
 
     return start
 
