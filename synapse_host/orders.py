@@ -100,7 +100,7 @@ async def carry_out(
     """
     config = config or HostConfig()
     evidence = await certification.certify(order, matrix, config, progress=progress, plans=plans)
-    path = out / folder_of(evidence) / f"{_stem(evidence)}.json" if by_machine else out / f"{_full_stem(evidence)}.json"
+    path = out / (_by_machine(evidence) if by_machine else f"{_full_stem(evidence)}.json")
     documents.write(path, evidence)
     page = report.write(path.with_suffix(".html"), evidence)
     certificate = None
@@ -120,20 +120,23 @@ def _standing(order: Order, evidence: Evidence, matrix: HardwareMatrix, config: 
     return lane_certificates.look_up(matrix, engine, bundle, artifact, profile, data_dir=config.data_dir)
 
 
-def folder_of(evidence: Evidence) -> str:
+def folder_of(engine_id: str, *, chip: str, os: str, os_version: str) -> str:
     """Return the folder of an engine and a kind of machine, ``<engine>-<chip>-<os>``: nothing names one machine."""
-    machine = evidence.machine
-    system = machine.os if machine.os == "linux" else f"{machine.os}-{machine.os_version}"
-    chip = re.sub(r"\((R|TM|tm|r)\)|\bCPU\b|@.*", " ", machine.accelerator or machine.cpu)
-    return "-".join(_slug(part) for part in (evidence.engine.id, chip, system))
+    # Linux tells the kernel's release there, which says nothing about a kind of machine.
+    system = os if os == "linux" else f"{os}-{os_version}"
+    kind = re.sub(r"\((R|TM)\)|\bCPU\b|@.*", " ", chip, flags=re.IGNORECASE)
+    return "-".join(_slug(part) for part in (engine_id, kind, system))
 
 
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9._]+", "-", text.lower()).strip("-")
 
 
-def _stem(evidence: Evidence) -> str:
-    return f"{evidence.lane}-{_slug(evidence.model.name)}"
+def _by_machine(evidence: Evidence) -> str:
+    machine = evidence.machine
+    chip = machine.accelerator or machine.cpu
+    folder = folder_of(evidence.engine.id, chip=chip, os=machine.os, os_version=machine.os_version)
+    return f"{folder}/{evidence.lane}-{_slug(evidence.model.name)}.json"
 
 
 def _full_stem(evidence: Evidence) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engines.bundle.manifest import Bundle
 from synapse_host import catalogue, gates, orders
 from synapse_host.certification import Order
 from synapse_host.config import HostConfig
@@ -17,6 +18,23 @@ from synapse_host.placements import Plans, plan_tool
 
 EVIDENCE = Path(__file__).parents[2] / "evidence"
 MODELS = {"embed": "minilm", "rerank": "ms-marco", "generate": "smollm2"}
+
+
+def installed(lane: str, *, format: str | None = None) -> Bundle:
+    """Return the lane's default model, made now if it isn't here. Skips, which `--hw` turns into a failure, without it.
+
+    *format*: an artifact that its bundle must have.
+    """
+    name = MODELS[lane]
+    try:
+        found = catalogue.obtain(name)
+    except SynapseError as exc:
+        pytest.skip(f"{name} is not here: {exc}")
+    if format is not None and not found.artifacts(format):
+        pytest.skip(
+            f"{name} has no {format}: install the extra and make it again: synapse models install {name} --force"
+        )
+    return found
 
 
 def certified(
@@ -31,14 +49,9 @@ def certified(
 ) -> dict[str, Any]:
     """Certify the lane's default model (or *bundle*) and settle its certificate; return what a run's document keeps.
 
-    Document and page go below *out*, into the folder of the engine and this kind of machine. Skips where the model is
-    neither here nor to be fetched: `--hw` makes that a failure.
+    Document and page go below *out*, into the folder of the engine and this kind of machine.
     """
-    if bundle is None:
-        try:
-            bundle = catalogue.obtain(MODELS[lane]).root
-        except SynapseError as exc:
-            pytest.skip(f"{MODELS[lane]} is not here: {exc}")
+    bundle = bundle or installed(lane).root
     order = Order(lane, bundle.name, bundle, engine)
     done = asyncio.run(orders.carry_out(order, matrix or load(), out, config, by_machine=True, plans=plans))
     evidence, certificate = done.evidence, done.certificate

@@ -1,29 +1,25 @@
 """The hardware run of the Core ML engine: `make hw-ane` on a Mac. Nothing here has run anywhere until evidence/ says
 so.
 
-It builds MiniLM (or a seeded model of its size), prepares it, and measures through the production binding: parity,
-placement, packing, residency limits, speed-up over the CPU alone, load and compile times, GIL release of every call,
-leaks over 10,000 predictions, coremltools' second opinion, and a certification of the lane. One document,
-evidence/ane-<chip>-<os build>.json, holds what was measured and the gates that follow (tests/hardware/ane_evidence.py);
-a failed gate is written down, too, and then fails the run.
+Each default encoder is certified by the code of `synapse certify`: numbers, placement, packing, speed-up and costs are
+measured and judged there and nowhere else. The other tests look at what a certification doesn't: every function against
+the evaluator through the production binding, residency limits, GIL release of every call, leaks over 10,000
+predictions, coremltools' second opinion. Where placement keeps a lane from loading they still say how far it came;
+figures of theirs that a gate judges are judged by that gate.
+
+evidence/ane-<chip>-<os>/ holds the documents of the certifications and hardware.json: figures and how each test ended,
+also of a run that failed. Without the models nothing is measured and the run fails.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -35,155 +31,115 @@ from engines.ane.artifact import sources
 from engines.ane.backend import HINTS, Source
 from engines.ane.coreml import CoreML
 from engines.ane.engine import AneEngine
-from engines.ane.floor import os_build
 from engines.ane.inputs import InputRules
 from engines.ane.model import AneModel
+from engines.ane.plan import counted
 from engines.ane.prepare import prepare
-from engines.bundle import manifest, preparation
-from engines.bundle.checkpoint import Checkpoint
-from engines.bundle.manifest import Bundle, FileRef
+from engines.bundle import preparation
+from engines.bundle.manifest import Artifact, Bundle, Function
 from engines.protocol.errors import EngineError
 from engines.protocol.messages import Load, Pooling
 from engines.runtime.batch import TokenBatch
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
-from tests.hardware import ane_evidence
-from tests.hardware.ane_evidence import PREDICTIONS, READMISSIONS
-from tests.support import toy_models
-from tests.support.ane_bundle import packed, shape, write_bundle
+from synapse_host import evidence as documents
+from synapse_host import gates, rungs
+from synapse_host.evidence import Evidence, Packing
+from synapse_host.matrix import load as load_matrix
+from synapse_host.qualification import mixes
+from synapse_host.recheck import CPU_ALLOWED
+from tests.hardware import lanes
+from tests.hardware.record import Record
+from tests.support.coreml_plan import from_coremltools
+from tests.support.evidence import evidence, function
 
 pytestmark = [pytest.mark.ane, pytest.mark.timeout(3600)]
 
-EVIDENCE = Path(__file__).parents[2] / "evidence"
-BUCKETS, WIDTHS = (128, 256, 512), (128, 256)
-NAMES = {**{f"s{n}": n for n in BUCKETS}, **{f"packed{n}": n for n in WIDTHS}}
+Prepared: TypeAlias = tuple[Path, Any]
 SOFTWARE = ("coremltools", "pyobjc-core", "pyobjc-framework-CoreML", "numpy", "synapse-workers")
+PREDICTIONS, READMISSIONS = 10_000, 20
+GIL_GAP_S, LEAK_MIB = 0.25, 64.0
+THEIR_SHARE, THEIR_COSINE = 0.02, 0.9999
+"""How far coremltools' plan and predictions may be from ours."""
+LIMITS = gates.thresholds(load_matrix(), engine="ane", task="embed", precision="exact", placement=True)
 
 
-def sysctl(name: str) -> str:
-    found = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
+def judged(**measured: Any) -> Evidence:
+    """Return a document of a Neural Engine lane, clean but for what was *measured*, as certification judges it."""
+    return evidence("embed", ane=True, thresholds=LIMITS, **measured)
 
 
-def installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def failed(document: Evidence, *names: str) -> dict[str, float | None]:
+    """Return the gates of these names that failed, with their values."""
+    return {gate.name: gate.value for gate in document.gates if gate.name in names and not gate.passed}
 
 
-class Document:
-    """The evidence, filled test by test and written at the end whatever happened."""
-
-    def __init__(self) -> None:
-        self.data: dict[str, Any] = {
-            "format": ane_evidence.FORMAT,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "graph_revision": REVISION,
-            "thresholds": ane_evidence.THRESHOLDS,
-            "configuration": {"units": "cpu_and_ne", "hints": HINTS},
-            "software": {"python": platform.python_version()} | {name: installed(name) for name in SOFTWARE},
-            "machine": {
-                "chip": sysctl("machdep.cpu.brand_string"),
-                "model": sysctl("hw.model"),
-                "os": platform.mac_ver()[0],
-                "os_build": os_build(),
-                "memory_gib": round(psutil.virtual_memory().total / 2**30),
-            },
-            "functions": {
-                name: {"kind": "bucket" if name.startswith("s") else "packed", "tokens": tokens}
-                for name, tokens in NAMES.items()
-            },
-        }
-
-    def function(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.data["functions"][name]
-        return found
-
-    def passes(self, *names: str) -> None:
-        """Fail the test where one of these gates fails by now."""
-        known = {gate["name"]: gate for gate in ane_evidence.gates(self.data)}
-        failed = [known[name] for name in names if not known[name]["passed"]]
-        assert not failed, failed
-
-    def write(self) -> Path:
-        EVIDENCE.mkdir(exist_ok=True)
-        chip = "".join(c if c.isalnum() else "-" for c in self.data["machine"]["chip"].lower()).strip("-") or "mac"
-        path = EVIDENCE / f"ane-{chip}-{self.data['machine']['os_build']}.json"
-        judged = {"gates": ane_evidence.gates(self.data), "verdict": ane_evidence.verdict(self.data)}
-        path.write_text(json.dumps(self.data | judged, indent=1) + "\n")
-        return path
+# --- what is measured ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def document() -> Iterator[Document]:
-    found = Document()
+def record(request: pytest.FixtureRequest) -> Iterator[Record]:
+    found = Record("ane", SOFTWARE, graph_revision=REVISION, configuration={"units": "cpu_and_ne", "hints": HINTS})
+    found.expect(request)
     yield found
     print(f"\nevidence: {found.write()}")
 
 
-@pytest.fixture(scope="module")
-def real() -> Bundle | None:
-    """The installed MiniLM bundle, whose weights, tokenizer and fixtures are used."""
-    from synapse_host import catalogue
-
-    folder = catalogue.installed().get("minilm")
-    found = None if folder is None else manifest.read(folder)
-    return found if found is not None and found.artifacts("safetensors-package") else None
+@pytest.fixture(autouse=True)
+def outcome(record: Record, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Write down how each test ended: figures alone don't say that a check failed."""
+    yield
+    record.ended(request)
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, real: Bundle | None, document: Document) -> Bundle:
-    """MiniLM's real weights where they are installed, else seeded weights of its size."""
-    if real is not None:
-        checkpoint = Checkpoint.from_package(
-            real.path(real.artifacts("safetensors-package")[0].path),
-            config=real.manifest.config,  # type: ignore[arg-type]
-            family=real.manifest.family,
-            task=real.manifest.task,
-        )
-    else:
-        out = tmp_path_factory.mktemp("minilm-like")
-        size = {"layers": 6, "hidden": 384, "heads": 12, "ffn": 1536, "vocab": 30522, "max_positions": 512}
-        checkpoint = Checkpoint.open(toy_models.write_bert(out, **size))
-    document.data["weights"] = "minilm" if real is not None else "seeded"
-    started = time.monotonic()
-    built = write_bundle(
-        checkpoint, tmp_path_factory.mktemp("ane") / "bundle", shape(*BUCKETS) + packed(*WIDTHS), model_id="minilm"
-    )
-    document.data["build_s"] = round(time.monotonic() - started, 2)
-    if real is not None:
-        described = built.manifest
-        for ref in (real.manifest.tokenizer, real.manifest.fixtures):
-            if isinstance(ref, FileRef):
-                shutil.copyfile(real.path(ref.path), built.root / ref.path)
-        described = msgspec.structs.replace(
-            described,
-            tokenizer=real.manifest.tokenizer,
-            fixtures=real.manifest.fixtures,
-            max_tokens=min(real.manifest.max_tokens, BUCKETS[-1]),
-        )
-        manifest.write(built.root, described)
-        built = manifest.read(built.root)
-    (artifact,) = built.artifacts("coreml")
-    document.data["manifest_digest"] = built.digest
-    document.data["artifact"] = {"digest": artifact.digest, "tree": artifact.tree, "bytes": artifact.bytes}
-    return built
+def artifact_of(bundle: Bundle) -> Artifact:
+    return bundle.artifacts("coreml")[0]
+
+
+def package_of(bundle: Bundle) -> Path:
+    return bundle.path(artifact_of(bundle).path)
+
+
+def functions_of(bundle: Bundle) -> dict[str, Function]:
+    """Return the artifact's functions by name, buckets first, each kind by its tokens."""
+    functions = artifact_of(bundle).functions
+    assert isinstance(functions, list)
+    ordered = sorted(functions, key=lambda one: (one.bucket is msgspec.UNSET, tokens_of(one)))
+    return {one.name: one for one in ordered}
+
+
+def tokens_of(one: Function) -> int:
+    return one.bucket if one.bucket is not msgspec.UNSET else one.packed_width  # type: ignore[return-value]
+
+
+def width_of(one: Function) -> int | None:
+    return None if one.packed_width is msgspec.UNSET else one.packed_width
+
+
+def rules_of(bundle: Bundle) -> InputRules:
+    return InputRules(vocab=bundle.manifest.config["vocab_size"])  # type: ignore[index]
 
 
 @pytest.fixture(scope="module")
-def prepared(bundle: Bundle, document: Document) -> tuple[Path, Any]:
-    """Compile to the stable path and pay the cold first loads; times go into the document."""
+def bundle() -> Bundle:
+    """The installed MiniLM with its Core ML package."""
+    return lanes.installed("embed", format="coreml")
+
+
+@pytest.fixture(scope="module")
+def prepared(bundle: Bundle, record: Record) -> Prepared:
+    """Compile to the stable path and pay the cold first loads; times go into the record."""
     started = time.monotonic()
     result = prepare(bundle.root)
-    document.data["prepare_s"] = round(time.monotonic() - started, 2)
-    for name, ms in result["prepared"][0]["first_load_ms"].items():
-        document.function(name)["cold_load_ms"] = ms
-    return preparation.find(preparation.default_cache(), bundle.artifacts("coreml")[0].digest)
+    record.note(
+        "prepare", prepare_s=round(time.monotonic() - started, 2), cold_ms=result["prepared"][0]["first_load_ms"]
+    )
+    return preparation.find(preparation.default_cache(), artifact_of(bundle).digest)
 
 
-def load(bundle: Bundle, prepared: tuple[Path, Any], **config: str) -> AneModel:
-    engine = AneEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json"), packed=WIDTHS))
+def load(bundle: Bundle, prepared: Prepared, **config: str) -> AneModel:
+    widths = rungs.packed_widths(artifact_of(bundle))
+    engine = AneEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json"), packed=widths))
     request = Load(
         req_id="hw",
         artifact_path=str(prepared[0]),
@@ -197,11 +153,11 @@ def load(bundle: Bundle, prepared: tuple[Path, Any], **config: str) -> AneModel:
 
 
 @pytest.fixture(scope="module")
-def model(bundle: Bundle, prepared: tuple[Path, Any], document: Document) -> Iterator[AneModel]:
-    """The loaded model, its smallest bucket resident."""
+def model(bundle: Bundle, prepared: Prepared, record: Record) -> Iterator[AneModel]:
+    """The loaded model, its smallest bucket resident. Its placement is judged by a test of its own."""
     started = time.monotonic()
-    found = load(bundle, prepared)
-    document.data["warm_load_ms"] = round((time.monotonic() - started) * 1000, 1)
+    found = load(bundle, prepared, placement="off")
+    record.note("load", warm_load_ms=round((time.monotonic() - started) * 1000, 1))
     yield found
     found.close()
 
@@ -209,24 +165,20 @@ def model(bundle: Bundle, prepared: tuple[Path, Any], document: Document) -> Ite
 class Resident:
     """Admit one function for a block; the smallest bucket always stays."""
 
-    def __init__(self, model: AneModel, name: str, document: Document | None = None) -> None:
-        self._model, self._name, self._document = model, name, document
+    def __init__(self, model: AneModel, one: Function, smallest: int) -> None:
+        self._model, self._width, self._tokens, self._smallest = model, width_of(one), tokens_of(one), smallest
 
     def __enter__(self) -> None:
-        started = time.perf_counter()
-        if self._name.startswith("packed"):
-            self._model.admit_packed(NAMES[self._name], progress=silent())
+        if self._width is not None:
+            self._model.admit_packed(self._width, progress=silent())
         else:
-            self._model.admit_shape(NAMES[self._name], progress=silent())
-        if self._document is not None:
-            took = round((time.perf_counter() - started) * 1000, 1)
-            self._document.function(self._name)["admit_ms"] = took
+            self._model.admit_shape(self._tokens, progress=silent())
 
     def __exit__(self, *exc: object) -> None:
-        if self._name.startswith("packed"):
-            self._model.evict_packed(NAMES[self._name], progress=silent())
-        elif self._name != f"s{BUCKETS[0]}":
-            self._model.evict_shape(NAMES[self._name], progress=silent())
+        if self._width is not None:
+            self._model.evict_packed(self._width, progress=silent())
+        elif self._tokens != self._smallest:
+            self._model.evict_shape(self._tokens, progress=silent())
 
 
 def rows(lengths: list[int], seed: int = 1) -> list[np.ndarray]:
@@ -246,84 +198,84 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a.astype(np.float64) * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
 
 
-def test_parity_with_the_reference_of_every_function(model: AneModel, bundle: Bundle, document: Document) -> None:
-    """Against the evaluator, which the ordinary tests hold to transformers; MiniLM also against its own goldens."""
+# --- function by function --------------------------------------------------------------------------------------------
+
+
+def test_parity_with_the_reference_of_every_function(model: AneModel, bundle: Bundle, record: Record) -> None:
+    """Against the evaluator, which the ordinary tests hold to transformers; the fixtures do it in certification."""
     from tests.support.mil_reference import ReferenceBackend
 
-    reference = ReferenceBackend()
-    package, rules = bundle.root / "model.mlpackage", InputRules(vocab=30522)
+    reference, ladder = ReferenceBackend(), rungs.buckets(artifact_of(bundle))
+    found, worst = {}, 1.0
 
-    def expected(found: list[np.ndarray], bucket: int) -> np.ndarray:
-        program = reference.open(Source(package, f"s{bucket}", True), units="cpu_and_ne")
+    def expected(rows: list[np.ndarray], bucket: int) -> np.ndarray:
+        name = next(name for name, one in functions_of(bundle).items() if one.bucket == bucket)
+        program = reference.open(Source(package_of(bundle), name, True), units="cpu_and_ne")
         means = []
-        for row in found:
-            states = program.run(inputs.single(row, bucket, rules))["last_hidden_state"][0, : len(row)]
+        for row in rows:
+            states = program.run(inputs.single(row, bucket, rules_of(bundle)))["last_hidden_state"][0, : len(row)]
             means.append(states.astype(np.float64).mean(0))
         program.close()
         return np.stack([mean / np.linalg.norm(mean) for mean in means])
 
-    for name, tokens in NAMES.items():
-        below = max((n for n in BUCKETS if n < tokens), default=0) if name.startswith("s") else 0
-        lengths = [n for n in (1, 2, tokens // 2, tokens - 1, tokens) if n > below]
-        found = rows(lengths, seed=tokens)
-        with Resident(model, name, document):
-            got = embed(model, found, tokens if name.startswith("packed") else None)
-        cosine = cosines(got, expected(found, tokens))
-        document.function(name)["quality"] = {
-            "lengths": lengths,
-            "cosine": [round(float(value), 9) for value in cosine],
-            "min_cosine": float(cosine.min()),
-            "non_finite": int((~np.isfinite(got)).sum()),
-        }
-    if document.data["weights"] == "minilm":
-        from tests.ane.make_goldens import GOLDENS
-        from tests.ane.make_goldens import rows as golden_rows
-
-        got = embed(model, [row.astype(np.int32) for row in golden_rows("minilm")])
-        quality = document.function(f"s{BUCKETS[0]}")["quality"]
-        quality["goldens"] = float(cosines(got, np.load(GOLDENS)["minilm"]).min())
-        quality["min_cosine"] = min(quality["min_cosine"], quality["goldens"])
-    document.passes("min_cosine", "non_finite")
+    for name, one in functions_of(bundle).items():
+        tokens, width = tokens_of(one), width_of(one)
+        below = max((n for n in ladder if n < tokens), default=0) if width is None else 0
+        # A packed row is what it is on its own bucket.
+        bucket = next(n for n in ladder if n >= min(tokens, ladder[-1]))
+        lengths = [n for n in (1, 2, tokens // 2, tokens - 1, tokens) if below < n <= ladder[-1]]
+        tried = rows(lengths, seed=tokens)
+        with Resident(model, one, ladder[0]):
+            got = embed(model, tried, width)
+        cosine = cosines(got, expected(tried, bucket))
+        assert np.isfinite(got).all(), name
+        found[name] = {"lengths": lengths, "cosine": [round(float(value), 9) for value in cosine]}
+        worst = min(worst, float(cosine.min()))
+    record.note("parity", functions=found, min_cosine=worst)
+    assert worst >= LIMITS["min_cosine"]
 
 
-def test_placement_of_every_function(prepared: tuple[Path, Any], document: Document) -> None:
-    backend = CoreML()
-    for name, (source, _) in sources(prepared[0], NAMES, backend, prepared[1]).items():
+def test_placement_of_every_function(prepared: Prepared, bundle: Bundle, record: Record) -> None:
+    backend, table, shares, recorded = CoreML(), [], [], {}
+    for name, (source, _) in sources(prepared[0], list(functions_of(bundle)), backend, prepared[1]).items():
+        one = functions_of(bundle)[name]
         handle = backend.open(source, units="cpu_and_ne")
-        started = time.monotonic()
         plan = handle.plan()
-        plan_ms = (time.monotonic() - started) * 1000
         handle.close()
         wanted = source.function if source.multi else None
-        row = None if plan is None else ane_evidence.table(plan, wanted)
-        told: dict[str, Any] = {"plan_ms": round(plan_ms, 1)}
-        if plan is not None and row is not None:
-            told |= row
-            try:
-                told["cpu_stages"] = placement.cpu_stages(plan, wanted)
-            except EngineError as exc:
-                told["refused"] = exc.msg
-            told["recorded_plan"] = msgspec.to_builtins(plan)
-        document.function(name)["placement"] = told
-    document.passes("share", "cost_share", "placement_reported", "cpu_operations")
+        kind = "bucket" if width_of(one) is None else "packed"
+        told = {"name": name, "kind": kind, "tokens": tokens_of(one), **counted(plan, wanted)}
+        table.append(msgspec.convert(told, documents.Function))
+        shares.append(placement.share(plan, wanted))
+        recorded[name] = msgspec.to_builtins(plan)
+    record.note("placement", functions=msgspec.to_builtins(table), shares=shares, recorded_plans=recorded)
+    known = [share for share in shares if share is not None]
+    share = min(known) if known and len(known) == len(shares) else None
+    names = ("placement_share", "functions_unreported", "function_share", "cost_share", "cpu_operations")
+    clean = judged().placement
+    assert clean is not None
+    # Packed functions are judged like buckets here: a certification would only leave them out.
+    functions = [msgspec.structs.replace(one, kind="bucket") for one in table]
+    where = msgspec.structs.replace(clean, share=share, functions=functions, cpu_allowed=sorted(CPU_ALLOWED))
+    assert failed(judged(placement=where), *names) == {}
 
 
-def test_coremltools_second_opinion(prepared: tuple[Path, Any], bundle: Bundle, document: Document) -> None:
+def test_coremltools_second_opinion(prepared: Prepared, bundle: Bundle, record: Record) -> None:
     """The other binding: its plan of the default function, and its predictions of every bucket, on the CPU alone."""
     import coremltools as ct
 
     path = str(next(prepared[0].glob("*.mlmodelc")))
     plan = ct.models.compute_plan.MLComputePlan.load_from_path(path=path, compute_units=ct.ComputeUnit.CPU_AND_NE)
-    default = f"s{BUCKETS[0]}"
-    theirs = placement.share(ane_evidence.from_coremltools(plan), default)
-    ours = document.function(default).get("placement", {}).get("share")
-    report = document.data["coremltools"] = {
-        "share": theirs,
-        "share_difference": None if theirs is None or ours is None else abs(theirs - ours),
-    }
+    buckets = [name for name, one in functions_of(bundle).items() if width_of(one) is None]
     backend, worst = CoreML(), 1.0
-    for name, (source, _) in sources(prepared[0], [f"s{n}" for n in BUCKETS], backend, prepared[1]).items():
-        feeds = inputs.single(rows([NAMES[name] - 3], seed=9)[0], NAMES[name], InputRules(vocab=30522))
+    for number, (name, (source, _)) in enumerate(sources(prepared[0], buckets, backend, prepared[1]).items()):
+        tokens = tokens_of(functions_of(bundle)[name])
+        feeds = inputs.single(rows([tokens - 3], seed=9)[0], tokens, rules_of(bundle))
+        if number == 0:
+            handle = backend.open(source, units="cpu_and_ne")
+            ours = placement.share(handle.plan(), source.function if source.multi else None)
+            handle.close()
+            theirs = placement.share(from_coremltools(plan), name)
         handle = backend.open(source, units="cpu_only")
         mine = handle.run(feeds)["last_hidden_state"]
         handle.close()
@@ -338,35 +290,40 @@ def test_coremltools_second_opinion(prepared: tuple[Path, Any], bundle: Bundle, 
         worst = min(worst, float(cosines(mine[0], output[0]).min()))
         time.sleep(2)
         del kept
-    report["min_cosine"] = worst
-    document.passes("coremltools_share", "coremltools_cosine")
+    record.note("coremltools", share=theirs, ours=ours, min_cosine=worst)
+    assert ours is not None and theirs is not None and abs(theirs - ours) <= THEIR_SHARE
+    assert worst >= THEIR_COSINE
 
 
-def test_packing_qualifies(model: AneModel, document: Document) -> None:
-    """At least 64 rows in 8 length mixes: alone against packed, neighbours, first and last place."""
-    from synapse_host.qualification import mixes
-
-    for width in WIDTHS:
-        plan = [[min(n, BUCKETS[0]) for n in lengths] for lengths in mixes(width)]
-        cosine, difference, bad = 1.0, 0.0, 0
-        with Resident(model, f"packed{width}"):
+def test_packing_qualifies(model: AneModel, bundle: Bundle, record: Record) -> None:
+    """What certification tries through the host, through the binding: also where the lane itself can't be loaded."""
+    smallest = rungs.buckets(artifact_of(bundle))[0]
+    tried = []
+    for one in functions_of(bundle).values():
+        width = width_of(one)
+        if width is None:
+            continue
+        plan = [[min(n, smallest) for n in lengths] for lengths in mixes(width)]
+        cosine: list[float | None] = []
+        alone: list[float | None] = []
+        moved: list[float | None] = []
+        with Resident(model, one, smallest):
             for seed, lengths in enumerate(plan):
                 found = rows(lengths, seed=seed)
                 together = embed(model, found, width)
-                alone = np.concatenate([embed(model, [row], width) for row in found])
+                apart = np.concatenate([embed(model, [row], width) for row in found])
                 turned = embed(model, found[::-1], width)[::-1]
-                cosine = min(cosine, float(cosines(together, embed(model, found)).min()))
-                for other in (alone, turned):
-                    difference = max(difference, float(np.abs(together - other).max()))
-                bad += int((~np.isfinite(together)).sum())
-        document.function(f"packed{width}")["packing"] = {
-            "rows": sum(map(len, plan)),
-            "mixes": len({tuple(mix) for mix in plan}),
-            "min_cosine": cosine,
-            "max_difference": difference,
-            "non_finite": bad,
-        }
-    document.passes("packed_rows", "packed_mixes", "packed_cosine", "neighbour_leak")
+                cosine += cosines(together, embed(model, found)).tolist()
+                alone += np.abs(together - apart).max(1).tolist()
+                moved += np.abs(together - turned).max(1).tolist()
+        tried.append(Packing(width=width, mixes=plan, cosine=cosine, alone=alone, moved=moved))
+    record.note("packing", trials=msgspec.to_builtins(tried))
+    # Where they are placed is another test's question.
+    placed = [function("p", kind="packed", tokens=one.width) for one in tried]
+    clean = judged().placement
+    assert clean is not None
+    where = msgspec.structs.replace(clean, functions=[*clean.functions, *placed])
+    assert gates.qualified_widths(judged(packing=tried, placement=where)) == sorted(one.width for one in tried)
 
 
 def timed(model: AneModel, found: list[np.ndarray], repeats: int = 20, width: int | None = None) -> float:
@@ -380,24 +337,35 @@ def timed(model: AneModel, found: list[np.ndarray], repeats: int = 20, width: in
     return statistics.median(samples)
 
 
-def test_speed_up_over_the_cpu_alone(
-    model: AneModel, bundle: Bundle, prepared: tuple[Path, Any], document: Document
-) -> None:
-    """The only behavioural proof that the Neural Engine really ran; also what the packer needs to know."""
-    alone = load(bundle, prepared, compute_units="cpu_only")
+def test_speed_up_over_the_cpu_alone(model: AneModel, bundle: Bundle, prepared: Prepared, record: Record) -> None:
+    """The only behavioural proof that the Neural Engine really ran, function by function."""
+    alone = load(bundle, prepared, compute_units="cpu_only", placement="off")
+    smallest, figures = rungs.buckets(artifact_of(bundle))[0], {}
     try:
-        for name, tokens in NAMES.items():
-            width = tokens if name.startswith("packed") else None
-            found = rows([tokens // 4] * 4) if width else rows([tokens])
-            for key, one in (("ane_ms", model), ("cpu_ms", alone)):
-                with Resident(one, name):
-                    document.function(name)[key] = round(timed(one, found, width=width), 4)
+        for name, one in functions_of(bundle).items():
+            tokens, width = tokens_of(one), width_of(one)
+            found = rows([max(1, tokens // 4)] * 4) if width else rows([tokens])
+            times = {}
+            for key, which in (("native", model), ("forced", alone)):
+                with Resident(which, one, smallest):
+                    times[key] = round(timed(which, found, width=width), 4)
+            figures[name] = times | {"tokens_per_s": round(1000 * sum(map(len, found)) / times["native"])}
     finally:
         alone.close()
-    document.passes("speedup")
+    record.note("speed", functions=figures)
+    clean = judged().placement
+    assert clean is not None
+    for name, one in functions_of(bundle).items():
+        if width_of(one) is None:
+            times = figures[name]
+            where = msgspec.structs.replace(clean, native_ms=[times["native"]], forced_ms=[times["forced"]])
+            assert failed(judged(placement=where), "speedup") == {}, name
 
 
-def test_every_call_releases_the_gil(bundle: Bundle, prepared: tuple[Path, Any], document: Document) -> None:
+# --- what a certification doesn't look at ----------------------------------------------------------------------------
+
+
+def test_every_call_releases_the_gil(bundle: Bundle, prepared: Prepared, record: Record) -> None:
     """Another thread ticks every 5 ms all the while; the longest silence is what a call took the GIL for."""
     from engines.ane.binding import compile_package
 
@@ -426,82 +394,68 @@ def test_every_call_releases_the_gil(bundle: Bundle, prepared: tuple[Path, Any],
             thread.join()
             gaps[name] = worst[0]
 
-    name = f"s{BUCKETS[-1]}"
-    compiled = watch("compile", lambda: compile_package(bundle.root / "model.mlpackage"))
+    tokens = max(rungs.buckets(artifact_of(bundle)))
+    name = next(name for name, function in functions_of(bundle).items() if function.bucket == tokens)
+    compiled = watch("compile", lambda: compile_package(package_of(bundle)))
     shutil.rmtree(compiled, ignore_errors=True)
     backend = CoreML()
     source, _ = sources(prepared[0], [name], backend, prepared[1])[name]
     handle = watch("load", lambda: backend.open(source, units="cpu_and_ne"))
     watch("signature", handle.signature)
     watch("plan", handle.plan)
-    feeds = inputs.single(rows([BUCKETS[-1]])[0], BUCKETS[-1], InputRules(vocab=30522))
+    feeds = inputs.single(rows([tokens])[0], tokens, rules_of(bundle))
     watch("predict", lambda: [handle.run(feeds) for _ in range(200)])
     watch("close", handle.close)
-    document.data["gil_longest_gap_s"] = gaps
-    document.data["gil_call_s"] = took
-    document.data["compile_ms"] = round(took["compile"] * 1000, 1)
-    document.passes("gil_gap_s")
+    record.note("gil", longest_gap_s=gaps, call_s=took)
+    assert max(gaps.values()) <= GIL_GAP_S, gaps
 
 
-def test_residency_limits(model: AneModel, document: Document) -> None:
-    for bucket in BUCKETS[1:]:
+def test_residency_limits(model: AneModel, bundle: Bundle, record: Record) -> None:
+    ladder, widths = rungs.buckets(artifact_of(bundle)), rungs.packed_widths(artifact_of(bundle))
+    for bucket in ladder[1:]:
         model.admit_shape(bucket, progress=silent())
-    model.admit_packed(WIDTHS[0], progress=silent())
+    model.admit_packed(widths[0], progress=silent())
     with pytest.raises(EngineError) as refused:
-        model.admit_packed(WIDTHS[1], progress=silent())
+        model.admit_packed(widths[1], progress=silent())
     cycle = []
     for _ in range(READMISSIONS):
-        model.evict_shape(BUCKETS[2], progress=silent())
+        model.evict_shape(ladder[-1], progress=silent())
         started = time.perf_counter()
-        model.admit_shape(BUCKETS[2], progress=silent())
+        model.admit_shape(ladder[-1], progress=silent())
         cycle.append((time.perf_counter() - started) * 1000)
-    for bucket in BUCKETS[1:]:
+    for bucket in ladder[1:]:
         model.evict_shape(bucket, progress=silent())
-    model.evict_packed(WIDTHS[0], progress=silent())
-    document.data["residency"] = {
-        "refused": refused.value.code.value,
-        "readmissions": len(cycle),
-        "readmit_ms": {"median": statistics.median(cycle), "max": max(cycle)},
-        "share_after_evictions": model.status().placement_share,
-    }
-    document.passes("residency_limit", "readmissions", "share_after_evictions")
+    model.evict_packed(widths[0], progress=silent())
+    code, share = refused.value.code.value, model.status().placement_share
+    times = {"median": statistics.median(cycle), "max": max(cycle)}
+    record.note("residency", refused=code, readmissions=len(cycle), readmit_ms=times, share_after_evictions=share)
+    assert code == "ane_residency_limit"
+    assert share is None or share >= LIMITS["placement_share"]
 
 
-def test_nothing_leaks_over_10_000_predictions(model: AneModel, document: Document) -> None:
-    process, row = psutil.Process(), rows([BUCKETS[0] // 2])
+def test_nothing_leaks_over_10_000_predictions(model: AneModel, bundle: Bundle, record: Record) -> None:
+    process, row = psutil.Process(), rows([rungs.buckets(artifact_of(bundle))[0] // 2])
     for _ in range(500):
         embed(model, row)
     before, first = process.memory_info().rss, embed(model, row)
     for _ in range(PREDICTIONS):
         embed(model, row)
     grown = (process.memory_info().rss - before) / 2**20
-    document.data["leak"] = {"predictions": PREDICTIONS, "grown_mib": round(grown, 2)}
+    record.note("leak", predictions=PREDICTIONS, grown_mib=round(grown, 2))
     assert np.array_equal(first, embed(model, row)), "the same input gives the same bytes"
-    document.passes("predictions", "leak_mib")
+    assert grown <= LEAK_MIB
 
 
-def test_certification_of_the_lane(real: Bundle | None, bundle: Bundle, model: AneModel, document: Document) -> None:
-    """The whole path: host, worker process, fixtures, placement, packed widths; needs the real model's fixtures."""
-    if real is None:
-        pytest.skip("MiniLM is not installed: `synapse models install minilm`, then run again for a certificate")
-    from synapse_host import certificates, gates
-    from synapse_host import evidence as documents
-    from synapse_host.certification import Order, certify
-    from synapse_host.matrix import load as load_matrix
+# --- the whole way ---------------------------------------------------------------------------------------------------
 
-    assert sys.platform == "darwin"
-    model.close()  # the worker process gets the engine for itself
-    order = Order(lane="embed", model="minilm", bundle=bundle.root, engine="ane")
-    evidence = asyncio.run(certify(order, load_matrix(None)))
-    path = EVIDENCE / f"embed-ane-minilm-{bundle.digest[:8]}.json"
-    digest = documents.write(path, evidence)
-    if evidence.verdict == "certified":
-        certificates.write(certificates.of_evidence(evidence, path=path.absolute(), digest=digest))
-    document.data["certification"] = {
-        "verdict": evidence.verdict,
-        "reasons": evidence.reasons,
-        "packed_widths": gates.qualified_widths(evidence),
-        "cost_ms": evidence.cost_ms,
-        "evidence": path.name,
-    }
-    document.passes("certified")
+
+@pytest.mark.parametrize("lane", ["embed", "rerank"])
+def test_certification(lane: str, record: Record, request: pytest.FixtureRequest) -> None:
+    """Host, worker process, fixtures, placement, packed widths, costs: all that `synapse certify` does."""
+    found = lanes.installed(lane, format="coreml")
+    prepare(found.root)
+    if lane == "embed":
+        request.getfixturevalue("model").close()  # the worker process gets the engine for itself
+    summary = lanes.certified(lane, "ane", bundle=found.root)
+    record.note(f"certification of {lane}", **summary)
+    lanes.assert_certified(summary)
