@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from engines.bundle import manifest
-from engines.bundle.manifest import Bundle, FileRef
+from engines.bundle.manifest import Artifact, Bundle, FileRef, Function
 from synapse_host import certificates, gates, hardware, lane_certificates
+from synapse_host import evidence as documents
 from synapse_host.certificates import Binding, Identity
 from synapse_host.evidence import Evidence
-from synapse_host.matrix import HardwareMatrix
+from synapse_host.hardware import HostProfile
+from synapse_host.matrix import HardwareMatrix, load
 from tests.support.evidence import DIGEST, evidence
-from tests.support.small_bundle import write_bundle
+from tests.support.sabotage import rewrite
+from tests.support.small_bundle import write_bundle, write_matrix
 
 FIXTURES = FileRef("fixtures.npz", DIGEST)
 
@@ -92,3 +98,67 @@ def grant(matrix: HardwareMatrix, engine_id: str, bundle: Bundle, data: Path | N
     path = lane_certificates.settle(document(matrix, engine_id, bundle, **options), matrix, data)
     assert path is not None
     return path
+
+
+@dataclasses.dataclass
+class Case:
+    """A valid certificate in a folder of its own, and what is against it after something was changed."""
+
+    matrix: HardwareMatrix
+    bundle: Bundle
+    data: Path
+    path: Path
+    evidence: Evidence
+    identity: Identity
+    profile: HostProfile
+
+    def why(
+        self, identity: Identity | None = None, profile: HostProfile | None = None, **engine: Any
+    ) -> tuple[str, ...]:
+        """Return what is against the certificate; *engine*: fields of the matrix's engine that are others now."""
+        described = msgspec.structs.replace(self.matrix.engines["scripted"], **engine)
+        return lane_certificates.look_up(
+            msgspec.structs.replace(self.matrix, engines={"scripted": described}),
+            described,
+            self.bundle,
+            self.bundle.artifacts(described.format)[0],
+            profile or self.profile,
+            data_dir=self.data,
+            identity=identity or self.identity,
+        ).why
+
+    def settle(self, matrix: HardwareMatrix | None = None, **changes: Any) -> Path | None:
+        """Let a run end with this document, changed."""
+        return lane_certificates.settle(
+            msgspec.structs.replace(self.evidence, **changes), matrix or self.matrix, self.data
+        )
+
+    def edit(self, change: Callable[[dict[str, Any]], object], *, sign: bool = True) -> None:
+        """Change the stored document; *sign*: with a digest that fits."""
+        plain = json.loads(self.path.read_text())
+        change(plain)
+        if sign:
+            plain["digest"] = documents.digest_of(plain)
+        self.path.write_text(json.dumps(plain))
+
+
+def certified(folder: Path, *, task: str = "embed", on_ane: bool = False, **clean: Any) -> Case:
+    """Store a certificate for the scripted engine, on the CPU or as if it drove a Neural Engine."""
+    bundle, path = toy(folder / "toy", task=task), write_matrix(folder)
+    identity = Identity("ane-coreml-worker" if on_ane else "llama.cpp-worker", "scripted-1", None)
+    if on_ane:
+        digest = "sha256:" + "0" * 64
+        package = Artifact("coreml", "m.mlpackage", digest, "f16", tree=digest, functions=[Function("s16", bucket=16)])
+        rewrite(bundle.root, artifacts=[package])
+        bundle = manifest.read(bundle.root)
+        plain = json.loads(path.read_text())
+        plain["engines"]["scripted"].update(engine="ane", device="ane", format="coreml")
+        plain["lanes"] = {"embed": plain["lanes"]["embed"]}
+        path.write_text(json.dumps(plain))
+    matrix = load(path)
+    made = document(matrix, "scripted", bundle, identity=identity, ane=on_ane, **clean)
+    kept = lane_certificates.settle(made, matrix, folder / "data")
+    assert kept is not None, made.reasons
+    case = Case(matrix, bundle, folder / "data", kept, made, identity, hardware.detect())
+    assert case.why() == ()
+    return case
