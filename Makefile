@@ -4,6 +4,7 @@
 #   make test      set up, lint, and pass every test that this machine can run
 #   make lint      ruff, mypy --strict, import contracts
 #   make doctor    what this machine can run and what is wrong with it
+#   make certify   certify every lane that this machine can run; documents under evidence/, README's table made anew
 #   make faults    the fault campaign R1 to R17 (under six minutes): a table and reports/faults.json
 #   make faults-nightly   the same with the big numbers, the soak and the mutation score
 #   make coverage  branch coverage of the protocol and the host's policy by their own tests: 95 % at least
@@ -23,7 +24,7 @@ endif
 REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
-.PHONY: setup demo test lint doctor faults faults-nightly coverage bench bench-rivals goldens hw-cuda hw-ane hw-metal
+.PHONY: setup demo test lint doctor certify faults faults-nightly coverage bench bench-rivals goldens hw-cuda hw-ane hw-metal
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -41,6 +42,10 @@ lint: setup
 
 doctor: setup
 	@$(BIN)/python -m synapse_host doctor
+
+certify: setup
+	@$(BIN)/python -m synapse_host models install minilm ms-marco smollm2
+	@$(BIN)/python -m synapse_host certify --all; code=$$?; $(BIN)/python scripts/status_table.py --write; exit $$code
 
 faults: setup
 	@$(BIN)/python -m tests.faults.campaign

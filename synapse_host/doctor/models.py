@@ -48,8 +48,8 @@ def certificate_findings(
     for one in lane_certificates.listed(matrix, bundles, profile, data_dir=data_dir, identities=identities):
         found = one.certificate
         if found.evidence is None:
-            id = f"certificate.{found.path.stem[:12]}.unreadable"
-            yield Finding(id, "warning", "; ".join(found.why), f"rm {found.path}")
+            why, name = "; ".join(found.why), found.path.stem[:12]
+            yield Finding(f"certificate.{name}.unreadable", "warning", why, f"rm {found.path}")
             continue
         id, what = f"{one.lane}.{one.engine}.{one.model}", f"certificate {one.lane}/{one.engine}/{one.model}"
         if found.valid:
