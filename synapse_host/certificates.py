@@ -141,7 +141,7 @@ def present(
         artifact_digest=artifact.digest if artifact.tree is UNSET else artifact.tree,
         format=artifact.format,
         dtype=artifact.dtype,
-        tokenizer=tokenizer_of(bundle),
+        tokenizer=bundle.manifest.tokenizer.digest if isinstance(bundle.manifest.tokenizer, FileRef) else None,
         device=engine.device,
         runtime_config=engine.runtime_config,
         env=environment_of(engine),
@@ -206,12 +206,6 @@ def version_line(matrix: HardwareMatrix, engine: Engine) -> str:
     command = engine.command or floors.worker_command(engine.engine)
     cwd = matrix.path.parent if engine.command else floors.package_root()
     return floors.version_line((*command, "--version", "--device", engine.device), cwd=cwd, env=engine.env)
-
-
-def tokenizer_of(bundle: Bundle) -> str | None:
-    """Return the digest of a bundle's tokenizer, None where it has none. The file is checked whenever it is opened."""
-    found = bundle.manifest.tokenizer
-    return found.digest if isinstance(found, FileRef) else None
 
 
 def packages_of(engine: Engine) -> dict[str, str]:

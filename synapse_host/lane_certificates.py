@@ -21,8 +21,8 @@ from synapse_host import certificates, gates, hardware, rungs
 from synapse_host import evidence as documents
 from synapse_host.certificates import Identity
 from synapse_host.errors import InvalidRequest, NotCertified
-from synapse_host.evidence import Evidence
-from synapse_host.recheck import recheck, wanted_thresholds
+from synapse_host.evidence import Evidence, Model
+from synapse_host.recheck import model_of, recheck, thresholds_of
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Artifact, Bundle
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from synapse_host.matrix import Engine, HardwareMatrix
 
 MISSING: Final = "it has none on this machine"
+OTHERWISE: Final = (
+    "the matrix configures its engine otherwise than when it was certified: device, dtype, runtime_config, env, "
+    "worker command or thresholds"
+)
 NOT_RUN: Final = frozenset({"ane_lane_busy"})
 """Faults that end a run before it says anything about the lane: another host of this user holds the device."""
 
@@ -80,24 +84,23 @@ def folder(data_dir: Path | None = None) -> Path:
     return data_dir / "synapse" / "certificates"
 
 
-def path_of(
-    engine: Engine, *, manifest_digest: str, artifact_digest: str, dtype: str, data_dir: Path | None = None
-) -> Path:
-    """Return the certificate file of an engine, a bundle and how the matrix configures the engine.
+def path_of(matrix: HardwareMatrix, engine: Engine, model: Model, data_dir: Path | None = None) -> Path:
+    """Return the certificate file of an engine, a model's artifact and what the matrix says of both.
 
-    The configuration is part of the name: trying an engine with another configuration, by another matrix, then never
-    takes a certificate away from the one that serves.
+    What the matrix says is part of the name. So trying an engine by another matrix, with another configuration or
+    other thresholds, never takes a certificate away from the one that serves.
     """
     told = {
-        "artifact": artifact_digest,
+        "artifact": model.artifact_digest,
         "command": list(engine.command or ()),
         "device": engine.device,
-        "dtype": dtype,
+        "dtype": model.dtype,
         "env": engine.env,
         "runtime_config": engine.runtime_config,
+        "thresholds": thresholds_of(matrix, engine, model),
     }
     key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
-    return folder(data_dir) / engine.id / f"{manifest_digest}-{key}.json"
+    return folder(data_dir) / engine.id / f"{model.manifest_digest}-{key}.json"
 
 
 def settle(evidence: Evidence, matrix: HardwareMatrix, data_dir: Path | None = None) -> Path | None:
@@ -107,16 +110,9 @@ def settle(evidence: Evidence, matrix: HardwareMatrix, data_dir: Path | None = N
     ``--min-placement-share``) and for a run that never got the device.
     """
     engine = matrix.engines[evidence.engine.id]
-    if evidence.thresholds != wanted_thresholds(evidence, matrix):
+    if evidence.thresholds != thresholds_of(matrix, engine, evidence.model):
         return None
-    model = evidence.model
-    path = path_of(
-        engine,
-        manifest_digest=model.manifest_digest,
-        artifact_digest=model.artifact_digest,
-        dtype=model.dtype,
-        data_dir=data_dir,
-    )
+    path = path_of(matrix, engine, evidence.model, data_dir)
     if evidence.verdict == "certified":
         documents.write(path, evidence)
         return path
@@ -144,15 +140,10 @@ def look_up(
     the certificate. *profile* needs the floors of :func:`synapse_host.hardware.floor_keys`. Blocks; reads a file, and
     hashes what changed of the engine's installation.
     """
-    path = path_of(
-        engine,
-        manifest_digest=bundle.digest,
-        artifact_digest=artifact.digest,
-        dtype=artifact.dtype,
-        data_dir=data_dir,
-    )
+    path = path_of(matrix, engine, model_of(bundle, artifact), data_dir)
     if not path.exists():
-        return Certificate(path, None, (MISSING,))
+        other = any(path.parent.glob(f"{bundle.digest}-*.json"))
+        return Certificate(path, None, (OTHERWISE if other else MISSING,))
     try:
         judged = recheck(path, matrix, bundle=bundle)
     except InvalidRequest as exc:
@@ -183,43 +174,31 @@ def listed(
         if path.name.startswith("."):
             continue
         id = path.parent.name
-        engine = matrix.engines.get(id)
         try:
             document, _ = documents.read(path)
         except InvalidRequest as exc:
             yield Listed(Certificate(path, None, (exc.message,)), id)
             continue
-        model = document.model
-        name, bundle = next(
-            ((name, one) for name, one in bundles.items() if one.digest == model.manifest_digest),
-            (model.model_id, None),
-        )
-
-        def against(
-            why: str, path: Path = path, document: Evidence = document, id: str = id, name: str = name
-        ) -> Listed:
-            return Listed(Certificate(path, document, (why,)), id, document.lane, name)
-
+        digest = document.model.manifest_digest
+        name = next((name for name, one in bundles.items() if one.digest == digest), None)
+        engine, artifact = matrix.engines.get(id), None
         if engine is None:
-            yield against(f"the matrix has no engine {id}")
-            continue
-        if bundle is None:
-            yield against("its bundle is not installed here, or was made anew since")
-            continue
-        artifact = next((one for one in bundle.artifacts(engine.format) if one.digest == model.artifact_digest), None)
-        if artifact is None or path != path_of(
-            engine,
-            manifest_digest=bundle.digest,
-            artifact_digest=artifact.digest,
-            dtype=artifact.dtype,
-            data_dir=data_dir,
-        ):
-            yield against(f"the matrix configures {id} otherwise now: device, dtype, runtime_config, env or command")
-            continue
-        if id not in known:
-            known[id] = certificates.identity_of(certificates.version_line(matrix, engine))
-        found = look_up(matrix, engine, bundle, artifact, profile, data_dir=data_dir, identity=known[id])
-        yield Listed(found, id, document.lane, name, f"synapse certify {document.lane} --model {name} --engine {id}")
+            why = f"the matrix has no engine {id}"
+        elif name is None:
+            why = "its bundle is not installed here, or was made anew since"
+        else:
+            of_format, wanted = bundles[name].artifacts(engine.format), document.model.artifact_digest
+            artifact = next((one for one in of_format if one.digest == wanted), None)
+            if artifact is None or path != path_of(matrix, engine, model_of(bundles[name], artifact), data_dir):
+                why = OTHERWISE
+            else:
+                if id not in known:
+                    known[id] = certificates.identity_of(certificates.version_line(matrix, engine))
+                found = look_up(matrix, engine, bundles[name], artifact, profile, data_dir=data_dir, identity=known[id])
+                fix = f"synapse certify {document.lane} --model {name} --engine {id}"
+                yield Listed(found, id, document.lane, name, fix)
+                continue
+        yield Listed(Certificate(path, document, (why,)), id, document.lane, name or document.model.model_id)
 
 
 # --- what it lets a lane do ------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from msgspec import UNSET
 from engines.bundle.manifest import FileRef
 from synapse_host import evidence as documents
 from synapse_host import gates
-from synapse_host.evidence import EmbedInputs, Evidence, GenerateInputs, RerankInputs
+from synapse_host.evidence import EmbedInputs, Evidence, GenerateInputs, Model, RerankInputs
 
 if TYPE_CHECKING:
-    from engines.bundle.manifest import Bundle
-    from synapse_host.matrix import HardwareMatrix
+    from engines.bundle.manifest import Artifact, Bundle
+    from synapse_host.matrix import Engine, HardwareMatrix
 
 REFUSED_CASE: Final = "max + 1"
 """The one edge length that is to be refused, with ``sequence_too_long``; every other one is to be served."""
@@ -71,7 +71,7 @@ def recheck(path: Path, matrix: HardwareMatrix, *, bundle: Bundle | None = None,
     due = _as_due(recorded, matrix, bundle)
     problems += _otherwise(recorded, due)
     problems += _contradictions(due, matrix)
-    wanted = wanted_thresholds(due, matrix, share=share)
+    wanted = thresholds_of(matrix, matrix.engines[due.engine.id], due.model, share)
     for name in gates.weaker(recorded.thresholds, wanted):
         have = recorded.thresholds.get(name)
         problems.append(f"thresholds.{name}: {have} is weaker than {wanted[name]} of {matrix.name}")
@@ -84,14 +84,13 @@ def recheck(path: Path, matrix: HardwareMatrix, *, bundle: Bundle | None = None,
     return Recheck(fresh, problems)
 
 
-def wanted_thresholds(evidence: Evidence, matrix: HardwareMatrix, *, share: float | None = None) -> dict[str, float]:
-    """Return the thresholds that *matrix* has for a document's engine, task and precision class."""
-    engine = matrix.engines[evidence.engine.id]
+def thresholds_of(matrix: HardwareMatrix, engine: Engine, model: Model, share: float | None = None) -> dict[str, float]:
+    """Return the thresholds that *matrix* has for an engine and a model's task and precision class."""
     return gates.thresholds(
         matrix,
         engine=engine.id,
-        task=evidence.model.task,
-        precision=gates.precision_of(evidence.model.dtype),
+        task=model.task,
+        precision=gates.precision_of(model.dtype),
         placement=engine.device_kind == "ane",
         share=share,
     )
@@ -102,7 +101,9 @@ def _as_due(recorded: Evidence, matrix: HardwareMatrix, bundle: Bundle | None) -
     engine = matrix.engines[recorded.engine.id]
     model, fixture, inputs = recorded.model, recorded.fixture, recorded.inputs
     if bundle is not None:
-        model = _model_of(recorded, bundle, engine.format)
+        known = bundle.manifest.artifacts
+        artifact = next((one for one in known if one.digest == model.artifact_digest), known[0])
+        model = model_of(bundle, artifact, model.name)
         if fixture is not None:
             ref = bundle.manifest.fixtures
             expected = ref.digest if isinstance(ref, FileRef) else ""
@@ -125,30 +126,24 @@ def _as_due(recorded: Evidence, matrix: HardwareMatrix, bundle: Bundle | None) -
     )
 
 
-def _model_of(recorded: Evidence, bundle: Bundle, format: str) -> documents.Model:
-    """Return what *bundle* says of the model; the artifact is the one that the document names, if the bundle has it."""
-    manifest, model = bundle.manifest, recorded.model
-    fitting = bundle.artifacts(format)
-    artifact = next((one for one in fitting if one.digest == model.artifact_digest), fitting[0] if fitting else None)
-    known = msgspec.structs.replace(
-        model,
+def model_of(bundle: Bundle, artifact: Artifact, name: str = "") -> Model:
+    """Return what a document says of a bundle's model and the artifact that was loaded."""
+    manifest = bundle.manifest
+    return Model(
+        name=name or manifest.model_id,
         model_id=manifest.model_id,
         family=manifest.family,
         task=manifest.task,
         dims=manifest.dims,
         max_tokens=manifest.max_tokens,
         manifest_digest=bundle.digest,
-        source=None if manifest.source is UNSET else manifest.source,
-        tokenizer=manifest.tokenizer.digest if isinstance(manifest.tokenizer, FileRef) else None,
-    )
-    if artifact is None:
-        return msgspec.structs.replace(known, artifact_digest="")
-    return msgspec.structs.replace(
-        known,
         artifact_digest=artifact.digest,
+        format=artifact.format,
         dtype=artifact.dtype,
         bytes=None if artifact.bytes is UNSET else artifact.bytes,
         tree=None if artifact.tree is UNSET else artifact.tree,
+        source=None if manifest.source is UNSET else manifest.source,
+        tokenizer=manifest.tokenizer.digest if isinstance(manifest.tokenizer, FileRef) else None,
     )
 
 

@@ -22,7 +22,7 @@ from synapse_host.certificates import Binding, Identity
 from synapse_host.errors import EngineCrashed, LaneRefused, NotCertified
 from synapse_host.evidence import Fault
 from synapse_host.floor import Floor
-from synapse_host.lane_certificates import MISSING
+from synapse_host.lane_certificates import MISSING, OTHERWISE
 from synapse_host.matrix import HardwareMatrix, load
 from tests.support.certified import Case, certified, grant, toy
 from tests.support.evidence import N, bounds, embed_inputs, evidence
@@ -369,10 +369,10 @@ def with_variable(name: str) -> Act:
 
 
 CHANGES: dict[str, tuple[int, Act, str]] = {
-    "runtime_config": (6, lambda case: case.why(runtime_config={"pooling_implementation": "builtin"}), MISSING),
-    "env of the matrix": (6, lambda case: case.why(env={"GGML_NO_AVX": "1"}), MISSING),
+    "runtime_config": (6, lambda case: case.why(runtime_config={"pooling_implementation": "builtin"}), OTHERWISE),
+    "env of the matrix": (6, lambda case: case.why(env={"GGML_NO_AVX": "1"}), OTHERWISE),
     "env of the host": (6, with_variable("GGML_NO_AVX"), "the variable GGML_NO_AVX"),
-    "another worker command": (6, lambda case: case.why(command=("worker",)), MISSING),
+    "another worker command": (6, lambda case: case.why(command=("worker",)), OTHERWISE),
     "a library built anew": (6, patched("build_id", lambda *a: "sha256:" + "e" * 64), "the engine's build"),
     "an installation that can't be read": (6, patched("build_id", lambda *a: None), "can't be found or read"),
     "this project upgraded": (6, patched("SOFTWARE", ("numpy", "tokenizers")), "synapse-workers changed"),
@@ -388,7 +388,7 @@ CHANGES: dict[str, tuple[int, Act, str]] = {
     "half a --version": (6, lambda case: case.why(identity=Identity("llama.cpp-worker")), "doesn't say which engine"),
     "another version": (6, lambda case: case.why(identity=Identity("llama.cpp-worker", "2")), "the engine version"),
     "another revision": (6, lambda case: case.why(Identity("llama.cpp-worker", "scripted-1", "r2")), "kernel revision"),
-    "a matrix that asks more": (5, lambda case: case.why(thresholds={"embed": {"min_cosine": 0.99995}}), "is weaker"),
+    "a matrix that asks more": (5, lambda case: case.why(thresholds={"embed": {"min_cosine": 0.99995}}), OTHERWISE),
 }  # fmt: skip
 """What changed since -> its item, the question with that change, the word that voids."""
 
@@ -404,6 +404,12 @@ def by_another_matrix(case: Case) -> HardwareMatrix:
     return msgspec.structs.replace(case.matrix, engines={"scripted": other})
 
 
+def by_lower_thresholds(case: Case, **changes: Any) -> Any:
+    """Certify by a matrix that asks less of the same engine."""
+    matrix = msgspec.structs.replace(case.matrix, thresholds={"embed": {"min_cosine": 0.5}})
+    return case.settle(matrix, thresholds=asked(case), **changes)
+
+
 def asked(case: Case) -> dict[str, float]:
     return {**case.evidence.thresholds, "min_cosine": 0.5}
 
@@ -413,6 +419,8 @@ QUESTIONS: dict[str, Act] = {
     "another threshold, failed": lambda case: case.settle(thresholds=asked(case), **FAILED),
     "another matrix, passed": lambda case: case.settle(by_another_matrix(case), created="now"),
     "another matrix, failed": lambda case: case.settle(by_another_matrix(case), **FAILED),
+    "a matrix that asks less, passed": by_lower_thresholds,
+    "a matrix that asks less, failed": lambda case: by_lower_thresholds(case, **FAILED),
     "the device was busy": lambda case: case.settle(fault=Fault("ane_lane_busy", "another host", "load"), **FAILED),
 }
 """Item 8: what was asked -> the run's end. None of it may touch the certificate that serves."""
@@ -431,7 +439,7 @@ def test_a_run_that_fails_withdraws(case: Case) -> None:
 
 def test_the_list_says_what_this_matrix_no_longer_configures(case: Case) -> None:
     found = listed(case, by_another_matrix(case))
-    assert "configures scripted otherwise" in found.certificate.why[0] and found.fix is None
+    assert found.certificate.why == (OTHERWISE,) and found.fix is None
 
 
 def test_threads_that_the_host_divides_are_no_change_and_those_of_the_matrix_are(tmp_path: Path) -> None:
