@@ -44,6 +44,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _row(one: Listed, now: datetime) -> dict[str, Any]:
     found, evidence = one.certificate, one.certificate.evidence
+    # What can't be read helps nobody. What this matrix has no use for may be another matrix's, so it stays.
+    fix = f"rm {found.path}" if evidence is None else one.fix
     return {
         "lane": one.lane or None,
         "model": one.model or None,
@@ -55,7 +57,7 @@ def _row(one: Listed, now: datetime) -> dict[str, Any]:
         "precision": None if evidence is None else evidence.precision,
         "reference": None if evidence is None or evidence.fixture is None else evidence.fixture.computed_by,
         "path": str(found.path),
-        "fix": None if found.valid else one.fix or f"rm {found.path}",
+        "fix": None if found.valid else fix,
     }
 
 

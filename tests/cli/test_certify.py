@@ -147,6 +147,12 @@ def test_everything_that_runs_here_and_the_list_of_it(certifiable: Command) -> N
         and "the engine version changed scripted-1 → scripted-2" in done.out
     )
     assert "fix: synapse certify embed --model toy --engine scripted" in done.out
+    # By another matrix it is of no use, and not to be removed: the one above still serves by it.
+    plain = json.loads(certifiable.matrix.read_text())  # type: ignore[union-attr]
+    plain["engines"]["scripted"]["runtime_config"] = {"threads": "2"}
+    certifiable.matrix.write_text(json.dumps(plain))  # type: ignore[union-attr]
+    (row,) = certifiable("certificates", "--json").document["certificates"]
+    assert not row["valid"] and "configures its engine otherwise" in row["why"] and row["fix"] is None
 
 
 def test_without_a_model_there_is_nothing_to_certify(cli: Command) -> None:
