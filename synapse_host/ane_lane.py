@@ -135,6 +135,24 @@ class RungedLane:
         widths: tuple[int, ...] = ()
         if isinstance(request, EmbedBatch) and len(lengths) > 1 and self._costs is not None:
             widths = await self._widths(deadline)
+        try:
+            return await self._planned(build, payload, lengths, widths, deadline, stage)
+        except WORKER_ERRORS[ErrorCode.UNSUPPORTED_PACKED_WIDTH]:
+            if not widths:
+                raise
+            # The worker was replaced meanwhile, and what certified its predecessor's widths holds no more.
+            return await self._planned(build, payload, lengths, (), deadline, stage)
+
+    async def _planned(
+        self,
+        build: Build,
+        payload: Any,
+        lengths: Sequence[int],
+        widths: tuple[int, ...],
+        deadline: float | None,
+        stage: str,
+    ) -> Outcome:
+        """Run a request part by part; it packs with these widths where that is cheaper."""
         costs = self._costs() if widths and self._costs is not None else None
         plan = parts(lengths, self._ladder, costs=costs, widths=widths)
         if len(plan) == 1:

@@ -27,6 +27,7 @@ from synapse_host.matrix import HardwareMatrix, load
 from tests.support.certified import Case, certified, grant, toy
 from tests.support.evidence import N, bounds, embed_inputs, evidence
 from tests.support.sabotage import rewrite
+from tests.support.scripted import command
 from tests.support.small_bundle import write_matrix
 
 BOUND = Binding(
@@ -544,6 +545,30 @@ def test_a_worker_that_says_nothing_of_itself_is_not_certified(tmp_path: Path) -
     grant(load(tmp_path / "matrix.yaml"), "scripted", bundle, tmp_path / "data", identity=IDENTITY)
     with pytest.raises(NotCertified, match="doesn't say which engine"):
         embed(tmp_path, bundle, require_certificate=True)
+
+
+@pytest.mark.process
+def test_a_neural_engine_lane_asks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker is brought up for a function of the model, not by the request itself."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # the lock of the one host that drives it
+    case = certified(tmp_path, on_ane=True)
+    plain = json.loads((tmp_path / "matrix.yaml").read_text())
+    script = {"engine": "ane-coreml-worker", "buckets": [16]}
+    plain["engines"]["scripted"]["worker"]["command"] = command(script)
+    (tmp_path / "matrix.yaml").write_text(json.dumps(plain))
+    rewrite(case.bundle.root, artifacts=[msgspec.structs.replace(case.bundle.artifacts("coreml")[0], layers=2)])
+    bundle, data = manifest.read(case.bundle.root), tmp_path / "data"
+    matrix = load(tmp_path / "matrix.yaml")
+
+    async def main() -> None:
+        async with serving(tmp_path, bundle, require_certificate=True) as host:
+            for _ in range(2):
+                with pytest.raises(NotCertified):
+                    await host.embed_ids("toy", [[1, 2]])
+            await asyncio.to_thread(grant, matrix, "scripted", bundle, data, ane=True)
+            assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8)
+
+    asyncio.run(main())
 
 
 @pytest.mark.process
