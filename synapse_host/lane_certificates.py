@@ -205,7 +205,7 @@ def listed(
 
 
 class LaneCertificates:
-    """Asked before every start of a worker: may it serve, and which packed widths may it use?
+    """Asked before every start of a worker: may it serve, and what does a Neural Engine's get of what was measured?
 
     *qualifying*: Neural Engine workers advertise every packed width of their manifest, whatever a certificate says.
     """
@@ -224,12 +224,12 @@ class LaneCertificates:
         and ``synapse certify`` helps at the next request.
         """
         artifact = assignment.placement.artifact
-        widths = rungs.packed_widths(artifact) if artifact is not None and spec.device_kind == "ane" else ()
-        if self._qualifying:
-            return replace(spec, packed_widths=widths)
+        on_ane = spec.device_kind == "ane"
+        if self._qualifying and on_ane and artifact is not None:
+            return replace(spec, packed_widths=rungs.packed_widths(artifact))
         self._held.pop(assignment.lane_id, None)
         needed = self._config.require_certificate or self._matrix.lanes[assignment.lane].require_certificate
-        if artifact is None or not (needed or widths):
+        if self._qualifying or artifact is None or not (needed or on_ane):
             return spec
         found = await asyncio.to_thread(self._look_up, assignment, spec.engine_id, artifact)
         if found.evidence is None or found.why:
@@ -239,11 +239,12 @@ class LaneCertificates:
         self._held[assignment.lane_id] = found
         if needed and spec.kernel_revision is None:
             spec = replace(spec, kernel_revision=found.evidence.engine.kernel_revision)
-        qualified = gates.qualified_widths(found.evidence)
-        if not qualified:
+        if not on_ane or not found.evidence.cost_ms:
             return spec
+        # By the times the worker sees a function that Core ML has put on the CPU, packed or not.
+        qualified = tuple(gates.qualified_widths(found.evidence))
         times = {"certified_ms": json.dumps(found.evidence.cost_ms), **spec.load.runtime_config}
-        return replace(spec, packed_widths=tuple(qualified), load=replace(spec.load, runtime_config=times))
+        return replace(spec, packed_widths=qualified, load=replace(spec.load, runtime_config=times))
 
     def costs(self, assignment: Assignment) -> rungs.Costs | None:
         """Return what the functions of the lane's worker were measured to cost; None where nothing may be packed."""
