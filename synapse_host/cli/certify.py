@@ -144,11 +144,13 @@ def _certify(args: argparse.Namespace, console: Console) -> int:
         }
     )
     _page(evidence, console)
-    mark = _mark(evidence.verdict == "certified", console)
+    # A certified run whose certificate no host would take is no success.
+    good = evidence.verdict == "certified" and (done.certificate is None or done.certificate.valid)
+    mark = _mark(good, console)
     joint = "\n      " if 0 < console.width() < len(f"{done.document}{done.page}") + 17 else "   "
     console.line(f"{mark}  {done.document}{joint}report: {done.page}")
     console.hang("      ", _standing(done.certificate, evidence), 6)
-    return EXIT_OK if evidence.verdict == "certified" else EXIT_FAILED
+    return EXIT_OK if good else EXIT_FAILED
 
 
 def _outcome(done: CarriedOut) -> dict[str, Any]:

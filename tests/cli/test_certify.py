@@ -117,6 +117,24 @@ def test_a_question_writes_a_report_and_changes_no_certificate(certifiable: Comm
     assert [file.read_bytes() for file in stored(certifiable)] == before != []
 
 
+def test_a_certificate_that_no_host_takes_is_no_success(certifiable: Command) -> None:
+    """The worker passes every gate and doesn't say which version it is: nobody could notice another one."""
+    matrix = certifiable.setup().matrix
+    assert matrix is not None
+    plain = json.loads(matrix.read_text())
+    words = plain["engines"]["scripted"]["worker"]["command"]
+    silent = certifiable.root / "silent.py"
+    silent.write_text(
+        "import os, sys\nif '--version' in sys.argv:\n    sys.exit(1)\n"
+        f"os.execv({words[0]!r}, {words!r} + sys.argv[1:])\n"
+    )
+    plain["engines"]["scripted"]["worker"]["command"] = [words[0], str(silent)]
+    matrix.write_text(json.dumps(plain))
+    done = certifiable("certify", "embed", "--model", "toy", "--out", out(certifiable))
+    assert done.code == 1 and "FAIL  " in done.out
+    assert "certificate: not valid: its worker doesn't say which engine and version it is" in " ".join(done.out.split())
+
+
 def test_everything_that_runs_here_and_the_list_of_it(certifiable: Command) -> None:
     scripted(certifiable).bundle("bare")
     done = certifiable("certify", "--all", "--out", out(certifiable), "--json")
