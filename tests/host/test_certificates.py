@@ -312,32 +312,32 @@ def worker_silent(case: Case) -> tuple[str, ...]:
 
 
 Act = Callable[[Case], Any]
-EDITS: dict[str, tuple[int, Act, str]] = {
-    "ane called cpu, placement dropped": (4, relabelled, "engine.device"),
-    "placement on the ane not asked for": (4, unplaced, "placement_required"),
-    "edge lengths expected to fail": (4, excused, "limits.max.expected"),
-    "thresholds of its own": (4, own_thresholds, "thresholds.min_cosine"),
-    "another engine was expected": (4, on_another_engine, "engine.expected"),
-    "operators of its own on the CPU": (4, allowed_on_the_cpu, "placement.cpu_allowed"),
-    "norms not asked for": (4, lambda case: case.edit(lambda plain: plain["inputs"].update(unit=False)), "inputs.unit"),
-    "called approximate": (4, lambda case: case.edit(lambda plain: plain.update(precision="approximate")), "precision"),
-    "other fixtures, expected so": (4, stale_fixtures, "fixture.expected_digest"),
-    "verdict by hand": (5, lambda case: case.edit(lambda p: p.update(claimed(inputs=BAD)), sign=False), "digest"),
-    "signed by hand": (5, lambda case: case.edit(lambda p: p.update(claimed(inputs=BAD))), "gates."),
-    "a failed run's document put there": (5, lambda case: documents.write(
+EDITS: dict[str, tuple[Act, str]] = {
+    "ane called cpu, placement dropped": (relabelled, "engine.device"),
+    "placement on the ane not asked for": (unplaced, "placement_required"),
+    "edge lengths expected to fail": (excused, "limits.max.expected"),
+    "thresholds of its own": (own_thresholds, "thresholds.min_cosine"),
+    "another engine was expected": (on_another_engine, "engine.expected"),
+    "operators of its own on the CPU": (allowed_on_the_cpu, "placement.cpu_allowed"),
+    "norms not asked for": (lambda case: case.edit(lambda plain: plain["inputs"].update(unit=False)), "inputs.unit"),
+    "called approximate": (lambda case: case.edit(lambda plain: plain.update(precision="approximate")), "precision"),
+    "other fixtures, expected so": (stale_fixtures, "fixture.expected_digest"),
+    "verdict by hand": (lambda case: case.edit(lambda p: p.update(claimed(inputs=BAD)), sign=False), "digest"),
+    "signed by hand": (lambda case: case.edit(lambda p: p.update(claimed(inputs=BAD))), "gates."),
+    "a failed run's document put there": (lambda case: documents.write(
         case.path, gates.judge(msgspec.structs.replace(case.evidence, inputs=BAD))), "don't pass: min_cosine"),
-    "an older certificate": (5, lambda case: case.path.write_text(json.dumps(OLDER)), "no evidence document"),
-    "no thresholds": (5, lambda case: case.edit(lambda plain: plain.update(thresholds={})), "thresholds"),
-    "another bundle's": (5, of_another_bundle, "model.manifest_digest"),
-    "not there": (5, lambda case: case.path.unlink(), MISSING),
+    "an older certificate": (lambda case: case.path.write_text(json.dumps(OLDER)), "no evidence document"),
+    "no thresholds": (lambda case: case.edit(lambda plain: plain.update(thresholds={})), "thresholds"),
+    "another bundle's": (of_another_bundle, "model.manifest_digest"),
+    "not there": (lambda case: case.path.unlink(), MISSING),
 }  # fmt: skip
-"""Fault -> the item it belongs to, what is done to a stored certificate, the word that refuses it."""
+"""Fault -> what is done to a stored certificate, the word that refuses it."""
 
 
 @pytest.mark.parametrize("fault", EDITS)
 def test_a_certificate_believed_wrongly(fault: str, tmp_path: Path) -> None:
     case = certified(tmp_path, on_ane="CPU" in fault or "ane" in fault)
-    _, act, word = EDITS[fault]
+    act, word = EDITS[fault]
     act(case)
     assert word in "; ".join(case.why())
 
@@ -369,34 +369,34 @@ def with_variable(name: str) -> Act:
     return act
 
 
-CHANGES: dict[str, tuple[int, Act, str]] = {
-    "runtime_config": (6, lambda case: case.why(runtime_config={"pooling_implementation": "builtin"}), OTHERWISE),
-    "env of the matrix": (6, lambda case: case.why(env={"GGML_NO_AVX": "1"}), OTHERWISE),
-    "env of the host": (6, with_variable("GGML_NO_AVX"), "the variable GGML_NO_AVX"),
-    "another worker command": (6, lambda case: case.why(command=("worker",)), OTHERWISE),
-    "a library built anew": (6, patched("build_id", lambda *a: "sha256:" + "e" * 64), "the engine's build"),
-    "an installation that can't be read": (6, patched("build_id", lambda *a: None), "can't be found or read"),
-    "this project upgraded": (6, patched("SOFTWARE", ("numpy", "tokenizers")), "synapse-workers changed"),
-    "a CUDA wheel": (6, in_binding(packages={**BOUND.packages, "nvidia-cudnn-cu13": "9.9"}), "nvidia-cudnn-cu13"),
-    "the driver": (6, in_binding(driver="cuda 13000, 590.1"), "the driver changed"),
-    "the GPU's name": (6, in_binding(accelerator="NVIDIA B200, compute capability 9.0"), "the accelerator"),
-    "the compute capability": (6, in_binding(accelerator="NVIDIA H200, compute capability 10.0"), "the accelerator"),
-    "the tokenizer": (6, in_binding(tokenizer="sha256:" + "0" * 64), "the tokenizer"),
-    "instruction sets": (6, elsewhere(cpu_features=frozenset({"sve"})), "instruction sets"),
-    "the processor": (6, elsewhere(cpu_model="another"), "the processor changed"),
-    "the operating system": (6, elsewhere(os_build="another"), "the operating system build"),
-    "a silent --version": (6, worker_silent, "doesn't say which engine"),
-    "half a --version": (6, lambda case: case.why(identity=Identity("llama.cpp-worker")), "doesn't say which engine"),
-    "another version": (6, lambda case: case.why(identity=Identity("llama.cpp-worker", "2")), "the engine version"),
-    "another revision": (6, lambda case: case.why(Identity("llama.cpp-worker", "scripted-1", "r2")), "kernel revision"),
-    "a matrix that asks more": (5, lambda case: case.why(thresholds={"embed": {"min_cosine": 0.99995}}), OTHERWISE),
+CHANGES: dict[str, tuple[Act, str]] = {
+    "runtime_config": (lambda case: case.why(runtime_config={"pooling_implementation": "builtin"}), OTHERWISE),
+    "env of the matrix": (lambda case: case.why(env={"GGML_NO_AVX": "1"}), OTHERWISE),
+    "env of the host": (with_variable("GGML_NO_AVX"), "the variable GGML_NO_AVX"),
+    "another worker command": (lambda case: case.why(command=("worker",)), OTHERWISE),
+    "a library built anew": (patched("build_id", lambda *a: "sha256:" + "e" * 64), "the engine's build"),
+    "an installation that can't be read": (patched("build_id", lambda *a: None), "can't be found or read"),
+    "this project upgraded": (patched("SOFTWARE", ("numpy", "tokenizers")), "synapse-workers changed"),
+    "a CUDA wheel": (in_binding(packages={**BOUND.packages, "nvidia-cudnn-cu13": "9.9"}), "nvidia-cudnn-cu13"),
+    "the driver": (in_binding(driver="cuda 13000, 590.1"), "the driver changed"),
+    "the GPU's name": (in_binding(accelerator="NVIDIA B200, compute capability 9.0"), "the accelerator"),
+    "the compute capability": (in_binding(accelerator="NVIDIA H200, compute capability 10.0"), "the accelerator"),
+    "the tokenizer": (in_binding(tokenizer="sha256:" + "0" * 64), "the tokenizer"),
+    "instruction sets": (elsewhere(cpu_features=frozenset({"sve"})), "instruction sets"),
+    "the processor": (elsewhere(cpu_model="another"), "the processor changed"),
+    "the operating system": (elsewhere(os_build="another"), "the operating system build"),
+    "a silent --version": (worker_silent, "doesn't say which engine"),
+    "half a --version": (lambda case: case.why(identity=Identity("llama.cpp-worker")), "doesn't say which engine"),
+    "another version": (lambda case: case.why(identity=Identity("llama.cpp-worker", "2")), "the engine version"),
+    "another revision": (lambda case: case.why(Identity("llama.cpp-worker", "scripted-1", "r2")), "kernel revision"),
+    "a matrix that asks more": (lambda case: case.why(thresholds={"embed": {"min_cosine": 0.99995}}), OTHERWISE),
 }  # fmt: skip
-"""What changed since -> its item, the question with that change, the word that voids."""
+"""What changed since -> the question with that change, the word that voids."""
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_certificate_kept_wrongly(change: str, case: Case) -> None:
-    _, ask, word = CHANGES[change]
+    ask, word = CHANGES[change]
     assert word in "; ".join(ask(case))
 
 
@@ -424,7 +424,7 @@ QUESTIONS: dict[str, Act] = {
     "a matrix that asks less, failed": lambda case: by_lower_thresholds(case, **FAILED),
     "the device was busy": lambda case: case.settle(fault=Fault("ane_lane_busy", "another host", "load"), **FAILED),
 }
-"""Item 8: what was asked -> the run's end. None of it may touch the certificate that serves."""
+"""What was asked -> the end of that run. None of it may touch the certificate that serves."""
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
