@@ -205,6 +205,16 @@ def batch_error(inputs: RerankInputs) -> float | None:
     return max((agreement.batch_error(*pair) for pair in exchanges(inputs) if pair[0]), default=None)
 
 
+def order_flips(inputs: RerankInputs, apart: float) -> int:
+    """Count the pairs of a query that changed order although the reference has them more than *apart* apart."""
+    return agreement.order_flips(*logits(inputs), apart=apart)
+
+
+def misplaced_scores(inputs: RerankInputs, apart: float) -> int:
+    """Count the batch rows that carry another row's logit, further than *apart* from their own."""
+    return sum(agreement.misplaced_scores(*pair, apart=apart) for pair in exchanges(inputs))
+
+
 def in_company(inputs: RerankInputs) -> float | None:
     """Return the share of pairs that were asked together with others: a request of one row tries no batch."""
     sizes = Counter(inputs.exchange)

@@ -28,7 +28,17 @@ from synapse_host.evidence import (
     RerankInputs,
     Verdict,
 )
-from synapse_host.figures import Thresholds, apart, buckets, finite, mean, measured
+from synapse_host.figures import (
+    Thresholds,
+    apart,
+    buckets,
+    cost_share_of,
+    cpu_operations,
+    finite,
+    mean,
+    measured,
+    share_of,
+)
 
 if TYPE_CHECKING:
     from synapse_host.matrix import HardwareMatrix
@@ -193,14 +203,6 @@ def _beyond(figure: Callable[[RerankInputs, float], float], key: str) -> Figure:
     )
 
 
-def _flips(pairs: RerankInputs, apart: float) -> int:
-    return agreement.order_flips(*figures.logits(pairs), apart=apart)
-
-
-def _misplaced(pairs: RerankInputs, apart: float) -> int:
-    return sum(agreement.misplaced_scores(*pair, apart=apart) for pair in figures.exchanges(pairs))
-
-
 def _generate(figure: Callable[[GenerateInputs], float | None]) -> Figure:
     return lambda run, _: figure(run.inputs) if isinstance(run.inputs, GenerateInputs) else None
 
@@ -268,7 +270,7 @@ _OF_MEASUREMENTS: Final = (
          _logits(agreement.max_error), "max_error", "rerank", "exact"),
     Rule("rank_order", "agreement", "changed ranks",
          "pairs of a query whose order changed although the reference tells them clearly apart",
-         _beyond(_flips, "max_error"), 0, "rerank", "exact"),
+         _beyond(figures.order_flips, "max_error"), 0, "rerank", "exact"),
     Rule("pearson", "agreement", "pearson", "correlation with the reference",
          _logits(agreement.pearson), "approximate_pearson", "rerank", "approximate"),
     Rule("top1", "agreement", "same best", "queries whose best document is the reference's",
@@ -297,9 +299,9 @@ _OF_MEASUREMENTS: Final = (
          _run(lambda run: run.repeat_differs)),
     Rule("order", "order", "misplaced rows", _MOVED, _embed(figures.misplaced_rows), 0, "embed"),
     Rule("order", "order", "misplaced rows", _MOVED,
-         _beyond(_misplaced, "max_error"), 0, "rerank", "exact"),
+         _beyond(figures.misplaced_scores, "max_error"), 0, "rerank", "exact"),
     Rule("order", "order", "misplaced rows", _MOVED,
-         _beyond(_misplaced, "approximate_batch"), 0, "rerank", "approximate"),
+         _beyond(figures.misplaced_scores, "approximate_batch"), 0, "rerank", "approximate"),
     Rule("limits", "limits", "wrong edge cases", "of 1, 2, max − 1, max, max + 1 (to be refused) and a repeated token",
          _run(figures.failed_cases)),
 )  # fmt: skip
@@ -308,13 +310,13 @@ _OF_PLACEMENT: Final = (
          "operations on the Neural Engine, as the worker reports after the run",
          lambda run, _: figures.reported_share(run.placement or figures.UNPLACED, run), "placement_share"),
     Rule("functions_unreported", "placement", "unreported functions", "functions whose placement is not known",
-         _placed(lambda placed: [*map(figures.share_of, buckets(placed))].count(None) or not buckets(placed))),
+         _placed(lambda placed: [*map(share_of, buckets(placed))].count(None) or not buckets(placed))),
     Rule("function_share", "placement", "worst function", "the same share in the worst function",
-         _placed(lambda placed: figures.worst(figures.share_of, buckets(placed))), "placement_share"),
+         _placed(lambda placed: figures.worst(share_of, buckets(placed))), "placement_share"),
     Rule("cost_share", "placement", "cost share", "estimated cost on the Neural Engine, in the worst function",
-         _placed(lambda placed: figures.worst(figures.cost_share_of, buckets(placed))), "cost_share"),
+         _placed(lambda placed: figures.worst(cost_share_of, buckets(placed))), "cost_share"),
     Rule("cpu_operations", "placement", "CPU ops off the list", "operators that don't belong off the Neural Engine",
-         _placed(lambda placed: sum(len(figures.cpu_operations(one, placed.cpu_allowed)) for one in buckets(placed)))),
+         _placed(lambda placed: sum(len(cpu_operations(one, placed.cpu_allowed)) for one in buckets(placed)))),
     Rule("speedup", "placement", "× CPU-only", "times as fast as with the engine forced to the CPU",
          _placed(figures.speedup), "speedup"),
 )  # fmt: skip
@@ -436,9 +438,9 @@ def qualified_widths(evidence: Evidence, wanted: Thresholds | None = None) -> li
 
     def placed(width: int) -> bool:
         function = functions.get(width)
-        if function is None or figures.cpu_operations(function, placement.cpu_allowed):
+        if function is None or cpu_operations(function, placement.cpu_allowed):
             return False
-        shares = ((figures.share_of(function), "placement_share"), (figures.cost_share_of(function), "cost_share"))
+        shares = ((share_of(function), "placement_share"), (cost_share_of(function), "cost_share"))
         return all(value is not None and value >= wanted.get(key, 1.0) for value, key in shares)
 
     trials: Sequence[int] = [one.width for one in evidence.packing if figures.packs(one)]

@@ -271,7 +271,7 @@ def main() -> int:
         print(f"{'ok ' if groups == {group} else 'BAD'} {kind}: {document.verdict}; failed: {failed}", flush=True)
 
     with tempfile.TemporaryDirectory() as scratch:
-        for number, (kind, (task, _, group)) in enumerate(SABOTAGES.items()):
+        for number, (kind, (task, _, group)) in enumerate(BUNDLES.items()):
             bundle = sabotaged(args.embed if task == "embed" else args.rerank, Path(scratch) / f"b{number}", kind)
             judge(kind, run(bundle, task, matrix, engine="onnx-cpu"), group)
             shutil.rmtree(bundle)
