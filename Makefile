@@ -5,6 +5,7 @@
 #   make lint      ruff, mypy --strict, import contracts
 #   make lock      resolve the newest versions for every supported Python and write constraints.txt
 #   make doctor    what this machine can run and what is wrong with it
+#   make certify   certify every lane that this machine can run; documents under evidence/, README's table made anew
 #   make faults    the fault campaign R1 to R17 (under six minutes): a table and reports/faults.json
 #   make faults-nightly   the same with the big numbers and the soak
 #   make mutants   does a test notice when the wire or a policy is changed? (SAMPLE=40: so many changes a module)
@@ -30,8 +31,8 @@ endif
 REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
-.PHONY: setup demo test lint lock doctor faults faults-nightly coverage mutants bench bench-rivals goldens hw-cuda \
-  hw-ane hw-metal rehearse-cuda hw-mac-cpu
+.PHONY: setup demo test lint lock doctor certify faults faults-nightly coverage mutants bench bench-rivals goldens \
+  hw-cuda hw-ane hw-metal rehearse-cuda hw-mac-cpu
 
 setup:
 	@$(or $(PYTHON),python3) scripts/setup.py
@@ -52,6 +53,10 @@ lock:
 
 doctor: setup
 	@$(BIN)/python -m synapse_host doctor
+
+certify: setup
+	@$(BIN)/python -m synapse_host models install minilm ms-marco smollm2
+	@$(BIN)/python -m synapse_host certify --all; code=$$?; $(BIN)/python scripts/status_table.py --write; exit $$code
 
 faults: setup
 	@$(BIN)/python -m tests.faults.campaign

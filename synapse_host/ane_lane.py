@@ -28,7 +28,7 @@ from engines.protocol.messages import (
 from synapse_host import lane_errors
 from synapse_host.errors import WORKER_ERRORS, EngineCrashed, SynapseError
 from synapse_host.residency_shell import ResidencyShell, Withdrawn
-from synapse_host.rungs import Costs, Part, buckets, charge, parts
+from synapse_host.rungs import Costs, Part, buckets, charge, packed_widths, parts
 from synapse_host.slots import Key, Limits
 from synapse_host.supervisor import Build, Outcome, Supervisor
 
@@ -116,12 +116,15 @@ def _packed(build: Build, width: int) -> Build:
 class RungedLane:
     """Serves a lane's EMBED_BATCH and RERANK_SEQUENCES part by part, with Supervisor's ``submit``.
 
-    Rows come back in request order, whatever functions they ran on. *costs*: what this machine's certificate measured;
-    with them packed passes are used where they are cheaper and their function is resident. One that would be cheaper
-    and isn't resident is admitted in the background, behind the request that would have liked it.
+    Rows come back in request order, whatever functions they ran on. *costs* tells what this machine's certificate
+    measured when the worker started, None for an artifact that can't pack; with them packed passes are used where they
+    are cheaper and their function is resident. One that would be cheaper and isn't resident is admitted in the
+    background, behind the request that would have liked it.
     """
 
-    def __init__(self, fleet: AneFleet, exchanges: AneLane, ladder: tuple[int, ...], costs: Costs | None) -> None:
+    def __init__(
+        self, fleet: AneFleet, exchanges: AneLane, ladder: tuple[int, ...], costs: Callable[[], Costs | None] | None
+    ) -> None:
         self._fleet = fleet
         self._exchanges = exchanges
         self.supervisor = exchanges.supervisor
@@ -133,24 +136,43 @@ class RungedLane:
         """Run one request as one exchange for each part it needs; the reply describes all rows."""
         request, payload = build("parts", "parts")
         lengths = _lengths(request)
-        packed: set[int] = set()
-        if isinstance(request, EmbedBatch):
-            packed = {key.tokens for key in self._fleet.shell.resident(self._lane) if key.kind == "packed"}
-        plan = parts(lengths, self._ladder, costs=self._costs, widths=packed)
-        if len(plan) == 1:
-            outcome = await self._serve(plan[0].kind, plan[0].tokens, build, deadline, stage)
-        else:
-            outcome = await self._merged(plan, lengths, payload, build, deadline, stage)
-        if isinstance(request, EmbedBatch) and len(lengths) > 1 and self._costs is not None:
+        packs = isinstance(request, EmbedBatch) and len(lengths) > 1 and self._costs is not None
+        resident = [key.tokens for key in self._fleet.shell.resident(self._lane) if packs and key.kind == "packed"]
+        try:
+            outcome = await self._planned(build, payload, lengths, tuple(resident), deadline, stage)
+        except WORKER_ERRORS[ErrorCode.UNSUPPORTED_PACKED_WIDTH]:
+            if not resident:
+                raise
+            # The worker was replaced meanwhile, and what certified its predecessor's widths holds no more.
+            outcome = await self._planned(build, payload, lengths, (), deadline, stage)
+        if packs:
             self._prefetch(lengths)
         return outcome
+
+    async def _planned(
+        self,
+        build: Build,
+        payload: Any,
+        lengths: Sequence[int],
+        widths: tuple[int, ...],
+        deadline: float | None,
+        stage: str,
+    ) -> Outcome:
+        """Run a request part by part; it packs with these widths where that is cheaper."""
+        plan = parts(lengths, self._ladder, costs=self._measured() if widths else None, widths=widths)
+        if len(plan) == 1:
+            return await self._serve(plan[0].kind, plan[0].tokens, build, deadline, stage)
+        return await self._merged(plan, lengths, payload, build, deadline, stage)
+
+    def _measured(self) -> Costs | None:
+        return None if self._costs is None else self._costs()
 
     def _prefetch(self, lengths: Sequence[int]) -> None:
         """Admit the packed width that rows of these lengths would best have run on, for the next ones like them."""
         shell, advertised = self._fleet.shell, self.supervisor.advertised or ()
         possible = [width for width in advertised if shell.guessable(Key(self._lane, "packed", width))]
         if possible:
-            for part in parts(lengths, self._ladder, costs=self._costs, widths=advertised):
+            for part in parts(lengths, self._ladder, costs=self._measured(), widths=advertised):
                 if part.kind == "packed" and part.tokens in possible:
                     shell.prefetch(Key(self._lane, "packed", part.tokens))
 
@@ -219,8 +241,6 @@ class RungedLane:
 
     async def _widths(self, deadline: float | None) -> tuple[int, ...]:
         """Return the packed widths that the worker advertises; one that isn't up is brought up to say."""
-        if not self.supervisor.spec.packed_widths:
-            return ()
         if self.supervisor.advertised is None:
             await self._start(deadline)
         return self.supervisor.advertised or ()
@@ -247,18 +267,24 @@ class AneFleet:
         self.shell = ResidencyShell(limits)
 
     def add(
-        self, supervisor: Supervisor, artifact: Artifact, *, bundle: Bundle | None = None, costs: Costs | None = None
+        self,
+        supervisor: Supervisor,
+        artifact: Artifact,
+        *,
+        bundle: Bundle | None = None,
+        costs: Callable[[], Costs | None] | None = None,
     ) -> RungedLane:
         """Take a lane in and return what serves its requests; its worker starts when its first function fits.
 
-        BundleInvalid for an artifact that can't be charged. *costs*: measured on this machine, else nothing is packed.
+        BundleInvalid for an artifact that can't be charged. *costs* tells what was measured on this machine when its
+        worker started; without, nothing is packed.
         """
         lane, exchanges = supervisor.spec.lane_id, AneLane(supervisor)
         self.shell.add(lane, exchanges, charge(artifact, bundle))
         self._supervisors[lane] = supervisor
         # A worker that dies takes its functions with it, also while nobody waits: the books follow at once.
         supervisor.lost = lambda: self.shell.fault(lane, self.shell.generation(lane))
-        return RungedLane(self, exchanges, buckets(artifact), costs)
+        return RungedLane(self, exchanges, buckets(artifact), costs if packed_widths(artifact) else None)
 
     async def serve(
         self,

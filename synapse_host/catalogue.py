@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from engines.bundle import manifest
@@ -37,6 +37,7 @@ __all__ = [
     "ours",
     "outdated",
     "read",
+    "readable",
     "unknown",
 ]
 
@@ -54,6 +55,16 @@ def installed(folder: Path | None = None) -> dict[str, Path]:
     except (FileNotFoundError, NoHome):
         return {}
     return {name: root / name for name in names if (root / name / manifest.FILE_NAME).exists()}
+
+
+def readable(folder: Path | None = None) -> dict[str, Bundle]:
+    """Return the installed bundles by name, without those whose manifest can't be read."""
+    found = {}
+    with suppress(OSError):
+        for name, path in installed(folder).items():
+            with suppress(BundleError):
+                found[name] = manifest.read(path)
+    return found
 
 
 def names(folder: Path | None = None) -> list[str]:

@@ -1,70 +1,93 @@
-"""Certificates: that a lane passed on this machine, and what must stay as it was for that to hold.
+"""What a certificate is bound to: everything that changes an engine's numbers on one machine.
 
-One file per engine and bundle: ``<data dir>/synapse/certificates/<engine id>/<manifest_digest>.json``. A certificate is
-void when the artifact, engine version, kernel revision, operating system build, driver or device is another one now;
-:func:`void_because` says which. Protocol version and progress are no part of it.
+A run records these facts in its document; the same functions tell them now, and :func:`void_because` says what differs.
+Where certificates lie and who asks for one is :mod:`synapse_host.lane_certificates`' business.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
-from typing import Literal
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Final
 
-import msgspec
 from msgspec import UNSET, Struct
 
-from engines.bundle.manifest import Artifact
+from engines.bundle.manifest import Artifact, Bundle, FileRef
 from synapse_host import floor as floors
-from synapse_host import gates, interpreter, places
+from synapse_host import interpreter
+from synapse_host.engine_build import build_id
 from synapse_host.errors import BackendMissing
-from synapse_host.evidence import Evidence, Precision
+from synapse_host.evidence import Evidence
 from synapse_host.hardware import HostProfile
 from synapse_host.matrix import Engine, HardwareMatrix
-from synapse_host.places import NoHome
+from synapse_host.process import worker_environment
+
+SOFTWARE: Final = ("synapse-workers", "numpy", "tokenizers")
+"""What computes or prepares numbers beside the engine's own distributions."""
+BESIDE: Final = ("python", "msgspec")
+"""What a document names too, and no number depends on."""
+_HARMLESS: Final = frozenset({"PATH", "HOME", "USER", "LANG", "TMPDIR", "SYSTEMROOT", "SYNAPSE_WORKER_ID"})
 
 
 class Binding(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a certificate is bound to. None: not known, and then not compared."""
+    """What a certificate is bound to: the bundle, the engine's installation and configuration, the machine.
 
+    Attributes:
+        artifact_digest: of a Core ML package the tree digest.
+        runtime_config: what the matrix puts into LOAD; ``threads`` only where the matrix names it, since the host
+            divides the cores among its lanes otherwise.
+        env: variables that may change numbers, name to a digest of the value.
+        engine, engine_version, kernel_revision: what HELLO says, or ``--version`` before there is one. None for an
+            engine or version that isn't told, and then nothing holds.
+        build: see :mod:`synapse_host.engine_build`.
+    """
+
+    manifest_digest: str
     artifact_digest: str
+    format: str
     dtype: str
+    tokenizer: str | None
+    device: str
+    runtime_config: dict[str, str]
+    env: dict[str, str]
     engine: str | None
-    """HELLO's engine name."""
     engine_version: str | None
     kernel_revision: str | None
+    build: str | None
     packages: dict[str, str]
+    software: dict[str, str]
+    os: str
     os_build: str
+    arch: str
+    cpu: str
+    cpu_features: list[str]
+    accelerator: str | None
     driver: str | None
-    device: str
-    """What the worker was started with, and the model of the processor or accelerator."""
-    hardware: str
 
 
-class Certificate(Struct, frozen=True, forbid_unknown_fields=True):
-    """One file. ``evidence_digest`` is the document's; ``precision`` says ``approximate`` for an int8 artifact."""
-
-    format: Literal["synapse-certificate-v1"]
-    engine_id: str
-    lane: str
-    task: str
-    model_id: str
-    manifest_digest: str
-    precision: Precision
-    certified_at: str
-    evidence: str
-    evidence_digest: str
-    binding: Binding
-    packed_widths: list[int] = []
-    """Packed widths that qualified; a Neural Engine worker is started with these and no others."""
-    cost_ms: dict[str, float] = {}
-    """Measured time of one row, or one pass, by function."""
-    thresholds: dict[str, float] = {}
-    """What the run was judged by; empty in an older certificate, and then not compared."""
+_NOUNS: Final[Mapping[str, str]] = {
+    "manifest_digest": "the bundle",
+    "artifact_digest": "the artifact",
+    "format": "the artifact's format",
+    "dtype": "the artifact's dtype",
+    "tokenizer": "the tokenizer",
+    "device": "the device",
+    "runtime_config": "runtime_config.",
+    "env": "the variable ",
+    "engine": "the engine",
+    "engine_version": "the engine version",
+    "kernel_revision": "the kernel revision",
+    "build": "the engine's build",
+    "packages": "",
+    "software": "",
+    "os": "the operating system",
+    "os_build": "the operating system build",
+    "arch": "the architecture",
+    "cpu": "the processor",
+    "cpu_features": "the processor's instruction sets",
+    "accelerator": "the accelerator",
+    "driver": "the driver",
+}
 
 
 class Identity(Struct, frozen=True):
@@ -75,86 +98,103 @@ class Identity(Struct, frozen=True):
     kernel_revision: str | None = None
 
 
-def folder(data_dir: Path | None = None) -> Path:
-    """Return where certificates lie: below *data_dir*, or the user's data directory. Raises NoHome."""
-    return places.data() / "certificates" if data_dir is None else data_dir / "synapse" / "certificates"
-
-
-def path_of(engine_id: str, manifest_digest: str, data_dir: Path | None = None) -> Path:
-    """Return the certificate file of an engine and a bundle."""
-    return folder(data_dir) / engine_id / f"{manifest_digest}.json"
-
-
-def of_evidence(evidence: Evidence, *, path: Path, digest: str) -> Certificate:
-    """Return the certificate that a certified document stands for."""
-    engine, machine = evidence.engine, evidence.machine
-    return Certificate(
-        format="synapse-certificate-v1",
-        engine_id=engine.id,
-        lane=evidence.lane,
-        task=evidence.model.task,
-        model_id=evidence.model.model_id,
-        manifest_digest=evidence.model.manifest_digest,
-        precision=evidence.precision,
-        certified_at=evidence.created,
-        evidence=str(path),
-        evidence_digest=digest,
-        binding=Binding(
-            artifact_digest=evidence.model.tree or evidence.model.artifact_digest,
-            dtype=evidence.model.dtype,
-            engine=engine.observed,
-            engine_version=engine.version,
-            kernel_revision=engine.kernel_revision,
-            packages=engine.packages,
-            os_build=machine.os_build,
-            driver=machine.driver,
-            device=engine.device,
-            hardware=machine.accelerator or machine.cpu,
-        ),
-        packed_widths=gates.qualified_widths(evidence),
-        cost_ms=evidence.cost_ms,
-        thresholds=evidence.thresholds,
+def bound(evidence: Evidence, engine: Engine) -> Binding:
+    """Return what a document is bound to, from what it recorded; *engine*: the matrix's."""
+    model, facts, machine = evidence.model, evidence.engine, evidence.machine
+    sent = dict(facts.runtime_config)
+    if "threads" not in engine.runtime_config:
+        sent.pop("threads", None)
+    return Binding(
+        manifest_digest=model.manifest_digest,
+        artifact_digest=model.tree or model.artifact_digest,
+        format=model.format,
+        dtype=model.dtype,
+        tokenizer=model.tokenizer,
+        device=facts.device,
+        runtime_config=sent,
+        env=facts.env,
+        engine=facts.observed,
+        engine_version=facts.version,
+        kernel_revision=facts.kernel_revision,
+        build=facts.build,
+        packages=facts.packages,
+        software={name: version for name, version in evidence.software.items() if name not in BESIDE},
+        os=machine.os,
+        os_build=machine.os_build,
+        arch=machine.arch,
+        cpu=machine.cpu,
+        cpu_features=machine.cpu_features,
+        accelerator=machine.accelerator,
+        driver=machine.driver,
     )
 
 
-def write(certificate: Certificate, data_dir: Path | None = None) -> Path:
-    """Store a certificate in place of an older one of the same engine and bundle."""
-    path = path_of(certificate.engine_id, certificate.manifest_digest, data_dir)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(msgspec.to_builtins(certificate), indent=1, ensure_ascii=False) + "\n", "utf-8")
-    part.replace(path)
-    return path
+def present(
+    matrix: HardwareMatrix,
+    engine: Engine,
+    bundle: Bundle,
+    artifact: Artifact,
+    profile: HostProfile,
+    identity: Identity,
+) -> Binding:
+    """Return what a certificate of this engine and artifact would be bound to now."""
+    return Binding(
+        manifest_digest=bundle.digest,
+        artifact_digest=artifact.digest if artifact.tree is UNSET else artifact.tree,
+        format=artifact.format,
+        dtype=artifact.dtype,
+        tokenizer=bundle.manifest.tokenizer.digest if isinstance(bundle.manifest.tokenizer, FileRef) else None,
+        device=engine.device,
+        runtime_config=engine.runtime_config,
+        env=environment_of(engine),
+        engine=identity.engine,
+        engine_version=identity.engine_version,
+        kernel_revision=identity.kernel_revision,
+        build=build_id(engine, matrix),
+        packages=packages_of(engine),
+        software=floors.versions(SOFTWARE),
+        os=profile.os,
+        os_build=profile.os_build,
+        arch=profile.arch,
+        cpu=profile.cpu_model,
+        cpu_features=sorted(profile.cpu_features),
+        accelerator=accelerator_of(engine, profile),
+        driver=driver_of(engine, profile),
+    )
 
 
-def remove(engine_id: str, manifest_digest: str, data_dir: Path | None = None) -> None:
-    """Withdraw a certificate, if there is one."""
-    with suppress(NoHome):
-        path_of(engine_id, manifest_digest, data_dir).unlink(missing_ok=True)
+def void_because(bound: Binding, now: Binding) -> list[str]:
+    """Return what changed since, as ``noun changed old → new``; empty while the certificate holds."""
+    if now.engine is None or now.engine_version is None:
+        return ["its worker doesn't say which engine and version it is (--version)"]
+    if now.build is None:
+        return ["the files of the engine's installation can't be found or read"]
+    reasons = []
+    for field, noun in _NOUNS.items():
+        old, new = getattr(bound, field), getattr(now, field)
+        if isinstance(old, dict):
+            names = sorted({*old, *new})
+            pairs = [(f"{noun}{name}", old.get(name), new.get(name)) for name in names]
+        else:
+            pairs = [(noun, old, new)]
+        reasons += [_changed(what, before, after) for what, before, after in pairs if before != after]
+    return reasons
 
 
-def read(path: Path) -> Certificate | None:
-    """Return a certificate, or None where the file is none, or lies under another name than its own."""
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=Certificate)
-    except (OSError, msgspec.MsgspecError):
-        return None
-    own = path.stem == found.manifest_digest and path.parent.name == found.engine_id
-    return found if own else None
+def _changed(noun: str, old: Any, new: Any) -> str:
+    if isinstance(old, list):
+        gone, come = sorted({*old} - {*new}), sorted({*new} - {*old})
+        return f"{noun} changed: without {', '.join(gone) or 'none'}, with {', '.join(come) or 'none'}"
+    return f"{noun} changed {_short(old)} → {_short(new)}"
 
 
-def stored(data_dir: Path | None = None) -> Iterator[tuple[Path, Certificate | None]]:
-    """Yield every certificate file, sorted, with its content or None where it can't be read."""
-    try:
-        found = sorted(folder(data_dir).glob("*/*.json"))
-    except NoHome:
-        return
-    for path in found:
-        if not path.name.startswith("."):
-            yield path, read(path)
+def _short(value: str | None) -> str:
+    if value is None:
+        return "none"
+    return value if len(value) <= 64 or " " in value else f"{value[:19]}…"
 
 
-# --- is it still so? -------------------------------------------------------------------------------------------------
+# --- facts, for the document of a run and for now alike --------------------------------------------------------------
 
 
 def identity_of(line: str) -> Identity:
@@ -176,6 +216,27 @@ def version_line(matrix: HardwareMatrix, engine: Engine) -> str:
     return floors.version_line((*command, "--version", "--device", engine.device), cwd=cwd, env=env)
 
 
+def packages_of(engine: Engine) -> dict[str, str]:
+    """Return the versions of what an engine stands on; on a GPU with the wheels of the CUDA libraries."""
+    if engine.command:
+        return {}
+    return floors.installed(engine.engine) | (floors.cuda_wheels() if engine.device_kind == "cuda" else {})
+
+
+def environment_of(engine: Engine) -> dict[str, str]:
+    """Return the variables that a worker gets and that may change numbers: name to a digest of the value.
+
+    Values stay out of documents: a path names this machine, and what a matrix passes on may be a secret.
+    """
+    sent = worker_environment("", engine.env)
+    telling = {
+        name: value
+        for name, value in sent.items()
+        if name in engine.env or not (name.upper() in _HARMLESS or name.startswith("LC_"))
+    }
+    return {name: hashlib.sha256(value.encode()).hexdigest()[:16] for name, value in sorted(telling.items())}
+
+
 def driver_of(engine: Engine, profile: HostProfile) -> str | None:
     """Return the driver an engine depends on; None on the CPU and on Apple silicon, where the OS build says it."""
     if engine.device_kind == "cuda" and profile.driver_api is not None:
@@ -191,69 +252,3 @@ def accelerator_of(engine: Engine, profile: HostProfile) -> str | None:
             return None
         return ", ".join((*profile.nvidia_models, f"compute capability {capability[0]}.{capability[1]}"))
     return profile.cpu_model if engine.device_kind in ("ane", "metal") else None
-
-
-def present(engine: Engine, artifact: Artifact, profile: HostProfile, identity: Identity) -> Binding:
-    """Return what a certificate of this engine and artifact would be bound to now."""
-    return Binding(
-        artifact_digest=artifact.digest if artifact.tree is UNSET else artifact.tree,
-        dtype=artifact.dtype,
-        engine=identity.engine,
-        engine_version=identity.engine_version,
-        kernel_revision=identity.kernel_revision,
-        packages={} if engine.command else floors.installed(engine.engine),
-        os_build=profile.os_build,
-        driver=driver_of(engine, profile),
-        device=engine.device,
-        hardware=accelerator_of(engine, profile) or profile.cpu_model,
-    )
-
-
-def void_because(bound: Binding, now: Binding) -> list[str]:
-    """Return what changed since, as ``noun changed old → new``; empty while the certificate holds."""
-    reasons = []
-
-    def compare(noun: str, old: str | None, new: str | None, *, known: bool = False) -> None:
-        if old != new and (known or (old is not None and new is not None)):
-            reasons.append(f"{noun} changed {_short(old)} → {_short(new)}")
-
-    compare("the artifact", bound.artifact_digest, now.artifact_digest)
-    compare("the artifact's dtype", bound.dtype, now.dtype)
-    compare("the engine", bound.engine, now.engine)
-    compare("the device", bound.device, now.device)
-    for name in sorted({*bound.packages, *now.packages}):
-        compare(name, bound.packages.get(name), now.packages.get(name), known=True)
-    if bound.packages == now.packages:
-        # The version is mostly the package's own: told once is enough.
-        compare("the engine version", bound.engine_version, now.engine_version)
-    compare("the kernel revision", bound.kernel_revision, now.kernel_revision)
-    compare("the operating system build", bound.os_build, now.os_build)
-    compare("the driver", bound.driver, now.driver, known=True)
-    compare("the hardware", bound.hardware, now.hardware)
-    return reasons
-
-
-def stricter(found: Certificate, matrix: HardwareMatrix) -> list[str]:
-    """Return where *matrix* asks more than the run was judged by: a matrix changed since, or a share given by hand."""
-    wanted = gates.thresholds(
-        matrix,
-        engine=found.engine_id,
-        task=found.task,
-        precision=found.precision,
-        placement=found.binding.device.partition(":")[0] == "ane",
-    )
-    names = gates.weaker(found.thresholds, wanted) if found.thresholds else []
-    return [f"threshold {name} was {found.thresholds.get(name)}, the matrix asks {wanted[name]}" for name in names]
-
-
-def _short(value: str | None) -> str:
-    if value is None:
-        return "none"
-    return value if len(value) <= 64 or " " in value else f"{value[:19]}…"
-
-
-def identities(matrix: HardwareMatrix, engine_ids: set[str]) -> Mapping[str, Identity]:
-    """Ask engines who they are, by ``--version`` side by side; blocks for a moment. Empty for one that doesn't tell."""
-    with ThreadPoolExecutor(4) as pool:
-        lines = pool.map(lambda id: version_line(matrix, matrix.engines[id]), engine_ids)
-        return {id: identity_of(line) for id, line in zip(engine_ids, lines, strict=True)}

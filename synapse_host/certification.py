@@ -15,19 +15,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from msgspec import UNSET
 
 from synapse_host import certificates, gates, probe_set
 from synapse_host import floor as floors
 from synapse_host.assignment import Assignment
 from synapse_host.builder import silent
 from synapse_host.config import HostConfig
+from synapse_host.engine_build import build_id
 from synapse_host.errors import InvalidRequest, SynapseError
-from synapse_host.evidence import EngineFacts, Evidence, Machine, Model, Placement
+from synapse_host.evidence import EngineFacts, Evidence, Machine, Placement
 from synapse_host.hardware import HostProfile
 from synapse_host.host import Host
 from synapse_host.matrix import Engine, HardwareMatrix
 from synapse_host.placements import Plans, plan_tool
+from synapse_host.recheck import model_of
 from synapse_host.trial import Progress, Trial, single_calls, timed
 
 FORCED: Final = {"ane": {"compute_units": "cpu_only", "placement": "off"}}
@@ -64,7 +65,9 @@ async def certify(
         assignment = host.lane_of(order.model, order.lane)
         run = Trial(host, assignment, progress, config.data_dir)
         await run.everything()
-    engine, model = only.engines[assignment.require().engine_id], _model(assignment)
+    engine, artifact = only.engines[assignment.require().engine_id], assignment.placement.artifact
+    assert artifact is not None
+    model = model_of(assignment.bundle, artifact, assignment.model)
     on_ane, placement = engine.device_kind == "ane", run.placement
     if on_ane and placement is not None:
         placement = await _placed(run, placement, only, order, config, plans)
@@ -76,7 +79,7 @@ async def certify(
             lane=order.lane,
             software=_software(),
             model=model,
-            engine=_engine(assignment, engine, run.facts),
+            engine=_engine(assignment, engine, run.facts, only),
             machine=_machine(host.profile, engine),
             precision=precision,
             thresholds=gates.thresholds(
@@ -156,32 +159,11 @@ async def _forced(trial: Trial, matrix: HardwareMatrix, order: Order, config: Ho
 
 
 def _software() -> dict[str, str]:
-    packages = floors.versions(("synapse-workers", "numpy", "tokenizers", "msgspec"))
+    packages = floors.versions((*certificates.SOFTWARE, *certificates.BESIDE))
     return {"python": ".".join(map(str, sys.version_info[:3])), **packages}
 
 
-def _model(assignment: Assignment) -> Model:
-    bundle, artifact = assignment.bundle, assignment.placement.artifact
-    assert artifact is not None
-    manifest = bundle.manifest
-    return Model(
-        name=assignment.model,
-        model_id=manifest.model_id,
-        family=manifest.family,
-        task=manifest.task,
-        dims=manifest.dims,
-        max_tokens=manifest.max_tokens,
-        manifest_digest=bundle.digest,
-        artifact_digest=artifact.digest,
-        format=artifact.format,
-        dtype=artifact.dtype,
-        bytes=None if artifact.bytes is UNSET else artifact.bytes,
-        tree=None if artifact.tree is UNSET else artifact.tree,
-        source=None if manifest.source is UNSET else manifest.source,
-    )
-
-
-def _engine(assignment: Assignment, engine: Engine, facts: dict[str, Any]) -> EngineFacts:
+def _engine(assignment: Assignment, engine: Engine, facts: dict[str, Any], matrix: HardwareMatrix) -> EngineFacts:
     spec = assignment.require()
     return EngineFacts(
         id=spec.engine_id,
@@ -189,7 +171,7 @@ def _engine(assignment: Assignment, engine: Engine, facts: dict[str, Any]) -> En
         # The program's own name only: where it lies on this machine is nobody else's business.
         command=[os.path.basename(word) for word in engine.command] if engine.command else [],  # noqa: PTH119
         runtime_config=dict(spec.load.runtime_config),
-        packages={} if engine.command else floors.installed(engine.engine),
+        packages=certificates.packages_of(engine),
         expected=spec.expected_engine,
         observed=facts.get("worker_engine"),
         version=facts.get("worker_version"),
@@ -197,6 +179,8 @@ def _engine(assignment: Assignment, engine: Engine, facts: dict[str, Any]) -> En
         kernel_revision=facts.get("kernel_revision"),
         packed_widths=list(facts.get("packed_widths") or []),
         buckets=list(facts.get("buckets") or []),
+        env=certificates.environment_of(engine),
+        build=build_id(engine, matrix),
     )
 
 

@@ -1,14 +1,15 @@
-"""The evidence document: everything a verdict was made from, as JSON with a shipped schema.
+"""The evidence document: everything a verdict was made from, as JSON.
 
 A document holds what was measured per probe, every threshold, version, digest and the machine's profile (no serial
 numbers), the gates that follow from them and the verdict; :mod:`synapse_host.gates` computes those two from the rest.
-Field names are the JSON keys. ``python -m synapse_host.evidence`` prints the JSON Schema.
+Field names are the JSON keys. ``synapse certify --schema`` prints the JSON Schema.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -20,7 +21,6 @@ from engines.bundle.fixtures import Reference
 from engines.bundle.manifest import canonical_bytes
 from synapse_host.errors import InvalidRequest
 
-SCHEMA_NAME: Final = "evidence.schema.json"
 MAX_BYTES: Final = 64 * 1024 * 1024
 DIGITS: Final = 9
 """Decimals kept of measured numbers; gates are computed from what is recorded, so nothing is lost on the way."""
@@ -61,6 +61,8 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int | None = None
     tree: str | None = None
     source: str | None = None
+    tokenizer: str | None = None
+    """Digest of the bundle's tokenizer; null where it has none."""
 
 
 class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,8 +74,9 @@ class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
     command: list[str]
     """Of a foreign worker; empty for our own."""
     runtime_config: dict[str, str]
+    """LOAD's, as it was sent."""
     packages: dict[str, str]
-    """What the engine stands on, with versions."""
+    """What the engine stands on, with versions; on a GPU the CUDA libraries' wheels too."""
     expected: str
     """The engine name HELLO must carry."""
     observed: str | None = None
@@ -82,6 +85,10 @@ class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
     kernel_revision: str | None = None
     packed_widths: list[int] = []
     buckets: list[int] = []
+    env: dict[str, str] = {}
+    """Variables of the worker's environment that may change numbers, each with a digest of its value."""
+    build: str | None = None
+    """Digest of the engine's native libraries and of the worker's sources; null where they can't be found."""
 
 
 class Machine(Struct, frozen=True, forbid_unknown_fields=True):
@@ -297,7 +304,7 @@ def read(path: Path) -> tuple[Evidence, str]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise InvalidRequest(f"{path} is no evidence document: more than {MAX_BYTES} bytes")
-        document = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        document = json.loads(path.read_bytes(), parse_constant=_no_constant, parse_float=_finite)
         evidence = msgspec.convert(document, Evidence)
     except OSError as exc:
         raise InvalidRequest(f"{path}: {exc.strerror or exc}") from exc
@@ -310,15 +317,18 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a number of JSON")
 
 
+def _finite(text: str) -> float:
+    # 1e999 is JSON and would be read as infinity, which is above every threshold.
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is out of range")
+    return value
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of the document."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": SCHEMA_NAME,
         "title": "Evidence of a certification run",
         **msgspec.json.schema(Evidence),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(json_schema(), indent=2))

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -243,6 +243,16 @@ def versions(distributions: Iterable[str]) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def cuda_wheels() -> dict[str, str]:
+    """Return the versions of NVIDIA's wheels (CUDA runtime, cuBLAS, cuDNN and so on) that are installed."""
+    found = {}
+    for one in distributions():
+        name = str(one.metadata["Name"] or "").lower().replace("_", "-")
+        if name.startswith("nvidia-"):
+            found[name] = one.version
+    return dict(sorted(found.items()))
 
 
 class FloorCache:

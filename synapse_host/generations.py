@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from engines.protocol.errors import LocalProtocolError
@@ -15,6 +16,7 @@ from synapse_host.death import Death, StartFailed
 from synapse_host.errors import EngineCrashed, LaneRefused
 from synapse_host.exchange import Exchange
 from synapse_host.health import LaneHealth, Refresher
+from synapse_host.lane import LaneSpec
 from synapse_host.lane_errors import NOT_READY
 from synapse_host.listener import RuntimeDirectory
 from synapse_host.logring import LineForwarder, LogRing
@@ -41,6 +43,7 @@ class Generations:
         journal: LogRing,
         health: LaneHealth,
         refresher: Refresher,
+        admit: Callable[[LaneSpec], Awaitable[LaneSpec]] | None = None,
     ) -> None:
         self.number = 0
         """The newest generation; 0 before the first spawn."""
@@ -51,6 +54,8 @@ class Generations:
         self.advertised: tuple[int, ...] | None = None
         """Packed widths of the last HELLO; None before the first."""
         self._spec = standing.spec
+        """What the newest worker was started with; *admit* makes it anew from the lane's own for each start."""
+        self._admit = admit
         self._standing = standing
         self._config = config
         self._runtime = runtime
@@ -150,6 +155,8 @@ class Generations:
                 # Never before the old process is reaped.
                 raise lane_errors.unkillable(self._spec.lane_id, process.pid)
             self._undead = None
+        if self._admit is not None:
+            self._spec = await self._admit(self._standing.spec)
         self.number += 1
         if self._ended is not None:
             self._counters.restarts[self._ended] += 1
@@ -161,7 +168,8 @@ class Generations:
             runtime=self._runtime,
             forwarder=self._forwarder,
             sink=self._sink,
-            revision=self._revision,
+            # A pinned revision is the one that counts, also where its predecessor had another.
+            revision=self._revision if self._spec.kernel_revision is None else None,
             counters=self._counters,
             journal=self._journal,
         )

@@ -194,8 +194,15 @@ def _cpuinfo() -> str:
 def _cpu_model() -> str:
     if sys.platform == "darwin":
         return _sysctl("machdep.cpu.brand_string") or platform.processor()
-    match = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
-    return match.group(1).strip() if match else platform.processor() or platform.machine()
+    return _cpu_name(_cpuinfo()) or platform.processor() or platform.machine()
+
+
+def _cpu_name(cpuinfo: str) -> str:
+    """Return the processor's name; Linux on ARM tells implementer and part by number instead."""
+    found = dict(re.findall(r"^(model name|CPU (?:implementer|part|variant))\s*:\s*(.+?)\s*$", cpuinfo, re.MULTILINE))
+    if "model name" in found:
+        return str(found["model name"])
+    return ", ".join(f"{key} {value}" for key, value in sorted(found.items()))
 
 
 def _cpu_features() -> frozenset[str]:

@@ -11,6 +11,7 @@ import concurrent.futures
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from synapse_host.ane_lane import AneFleet, RungedLane
@@ -60,7 +61,7 @@ class Lanes:
         self._bundles = bundles
         self._profile = profile
         self._runtime = runtime
-        self._certificates = LaneCertificates(matrix, profile, config, qualifying=qualifying)
+        self._certificates = LaneCertificates(matrix, config, qualifying=qualifying)
         self._permits = Permits(config.permits)
         self._supervisors: dict[str, Supervisor] = {}
         self._runged: dict[str, RungedLane] = {}
@@ -70,9 +71,8 @@ class Lanes:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def open(self) -> None:
-        """Bind to the running loop and find out how the lanes stand with their certificates."""
+        """Bind to the running loop."""
         self._loop = asyncio.get_running_loop()
-        await self._certificates.look_up(self.assignments)
 
     async def aclose(self, *, drain: float) -> None:
         """Stop every worker; running requests get *drain* seconds. Idempotent; a shorter *drain* hurries one."""
@@ -139,22 +139,22 @@ class Lanes:
             if self.fleet is None:
                 # A quarter of the memory at most: the weights of every resident function count whole (ane.md 4).
                 self.fleet = AneFleet(Limits(nbytes=self._profile.ram_total // 4))
-            costs = self._certificates.costs(assignment)
+            costs = partial(self._certificates.costs, assignment)
             lane = self.fleet.add(supervisor, artifact, bundle=assignment.bundle, costs=costs)
             self._runged[assignment.lane_id] = lane
         return lane
 
     def supervisor(self, assignment: Assignment) -> Supervisor:
-        """Return a lane's supervisor, made at its first use. Raises BackendMissing, NotCertified, InvalidRequest."""
+        """Return a lane's supervisor, made at its first use. Raises BackendMissing, InvalidRequest."""
         supervisor = self._supervisors.get(assignment.lane_id)
         if supervisor is None:
             if self._closed:
                 raise InvalidRequest("this host is closed")
-            spec = self._certificates.certified(assignment, assignment.require())
+            spec = assignment.require()
             if spec.device_kind == "ane":
                 # One host a user on the Neural Engine; the workers hold the lock too, as their standard input.
                 self._lane_lock = self._lane_lock or LaneLock()
-                spec = replace(self._certificates.packed(assignment, spec), stdin=self._lane_lock.fileno())
+                spec = replace(spec, stdin=self._lane_lock.fileno())
             supervisor = Supervisor(
                 spec,
                 config=self.config,
@@ -162,6 +162,7 @@ class Lanes:
                 permits=self._permits,
                 counters=self.counters[assignment.lane_id],
                 journal=self.logs[assignment.lane_id],
+                admit=partial(self._certificates.admit, assignment),
             )
             self._supervisors[assignment.lane_id] = supervisor
         return supervisor

@@ -156,7 +156,8 @@ def _value_mark(node: Node, *keys: str | int) -> Mark:
     return node.mark
 
 
-_ENCODERS: Final = ("ane", "cuda")
+ENCODERS: Final = ("ane", "cuda")
+"""Engines that embed and rerank, but don't generate."""
 _FITTING: Final = {
     "llama": ({"gguf"}, {"cpu", "metal", "cuda"}),
     "cuda": ({"safetensors-package"}, {"cpu", "cuda"}),
@@ -188,7 +189,7 @@ def _check(matrix: HardwareMatrix, node: Node, source: Source) -> None:
         for i, id in enumerate(lane.engines):
             if id not in matrix.engines:
                 raise unknown("engine", id, matrix.engines, "lanes", lane.id, "engines", i)
-            if matrix.engines[id].engine in _ENCODERS and lane.task == "generate":
+            if matrix.engines[id].engine in ENCODERS and lane.task == "generate":
                 what = f"engine {id} can't generate; it serves embed and rerank"
                 raise invalid(what, "lanes", lane.id, "engines", i)
         if lane.pin is not None and lane.pin not in lane.engines:

@@ -1,11 +1,10 @@
 """What hw_matrix.yaml may contain, as a table: it reads nodes, names the nearest valid key, and is the JSON Schema.
 
-``python -m synapse_host.matrix_schema`` prints the schema; ``hw_matrix.schema.json`` beside this file is its output.
+``synapse matrix schema`` prints the schema.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -330,11 +329,6 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of hw_matrix.yaml."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": "hw_matrix.schema.json",
         "title": "hw_matrix.yaml",
         **schema(MATRIX),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(json_schema(), indent=2))

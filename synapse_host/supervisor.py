@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from engines.protocol.errors import ErrorCode, LocalProtocolError
@@ -45,6 +45,7 @@ class Supervisor:
     """Runs one lane with one worker at a time. Use it from one event loop.
 
     *kind* and everything else about the lane stand in *spec*. Nothing is spawned before the first request or load.
+    *admit* is asked before each start of a worker: it returns the spec to start it with, or raises why it may not run.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Supervisor:
         permits: Permits | None = None,
         counters: LaneCounters | None = None,
         journal: LogRing | None = None,
+        admit: Callable[[LaneSpec], Awaitable[LaneSpec]] | None = None,
     ) -> None:
         self.spec = spec
         self.counters = counters or LaneCounters()
@@ -82,6 +84,7 @@ class Supervisor:
             journal=self.journal,
             health=self._health,
             refresher=self._refresher,
+            admit=admit,
         )
         self._closer: asyncio.Task[None] | None = None
 

@@ -53,12 +53,13 @@ VERBS: Final[dict[str, Verb]] = {
     "matrix": Verb("check hw_matrix.yaml; explain why a lane got its engine", "machine"),
     "doctor": Verb("what this machine can run, what is wrong, and the line that fixes it", "machine"),
     "certify": Verb("does a lane give the right numbers here, and run where it should", "machine"),
+    "certificates": Verb("what is certified here, how old, and what voids it", "machine"),
     "bench": Verb("measure it all, beside rivals where they are installed", "machine"),
     "demo": Verb("embed, rerank, generate, and kill a worker on purpose", "machine"),
 }
 """A verb is listed here when it works."""
 
-_LIMITED: Final = {"build", "models", "matrix", "doctor", "certify", "demo"}
+_LIMITED: Final = {"build", "models", "matrix", "doctor", "certify", "certificates", "demo"}
 """Verbs whose --deadline bounds the whole command; the others hand it to the requests they make."""
 
 _GROUPS: Final = {"work": "Work", "host": "A running host", "models": "Models", "machine": "This machine"}

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from synapse_host import certificates, certification, report
+from synapse_host import catalogue, hardware, orders
 from synapse_host import evidence as documents
+from synapse_host.certification import Order
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import DEFAULT_MODELS, bundle_of, config_of, model_name, run_orderly
-from synapse_host.errors import EXIT_FAILED, EXIT_OK
+from synapse_host.errors import EXIT_FAILED, EXIT_OK, SynapseError
 from synapse_host.evidence import Evidence, Gate
 from synapse_host.gates import GROUPS, rule_of
+from synapse_host.lane_certificates import Certificate
 from synapse_host.matrix import load
+from synapse_host.orders import CarriedOut
 from synapse_host.recheck import recheck
 from synapse_host.report import ORIGINS, SIGNS
 
@@ -26,21 +31,26 @@ def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
     parser.description = (
         "Run a lane's model over its reference probes on a fresh worker, through the normal serving path; compare.\n"
-        "Writes an evidence document (JSON) and a report (HTML); a lane that passes gets a certificate. Exit code 0\n"
-        "certified, 1 not. --recheck computes the verdict of a document again, on any machine and without the model."
+        "Writes an evidence document (JSON) and a page (HTML). A lane that passes gets a certificate, one that fails\n"
+        "loses it; --min-placement-share only asks, and changes neither. Exit code 0 certified, 1 not.\n"
+        "--all: every installed model on every engine that this machine can run, each kind of machine in a folder of\n"
+        "its own. --recheck computes the verdict of a document again, on any machine and without a worker."
     )
     parser.examples("""
         synapse certify embed --model minilm
         synapse certify rerank --model ms-marco --engine llama-cpu --out evidence --json
+        synapse certify --all
         synapse certify --recheck evidence/embed-llama-cpu-minilm-cd3807a8.json
     """)
     parser.add_argument("lane", nargs="?", metavar="LANE", help="lane of the matrix")
     parser.add_argument("--model", metavar="M", help="bundle name or folder (default: the lane's default model)")
     parser.add_argument("--engine", metavar="E", help="this engine of the lane instead of the first that fits")
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("evidence"), help="folder (default: evidence)")
+    parser.add_argument("--all", action="store_true", help="every installed model on every engine that runs here")
     parser.add_argument("--recheck", type=Path, metavar="FILE", help="compute a document's verdict again")
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of evidence documents")
     parser.add_argument(
-        "--min-placement-share", type=share, metavar="X", help="share of operations on the Neural Engine, 0 to 1"
+        "--min-placement-share", type=share, metavar="X", help="ask with this share of operations on the Neural Engine"
     )
 
 
@@ -57,13 +67,18 @@ def share(text: str) -> float:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
+    wanted = [args.lane is not None, args.all, args.recheck is not None, args.schema]
+    if sum(wanted) != 1:
+        raise UsageError(
+            "name a lane, or give one of --all, --recheck and --schema, and not both. See: synapse certify --help"
+        )
+    if args.schema:
+        # The schema is the document, with --json and without.
+        print(json.dumps(documents.json_schema(), indent=2))
+        return EXIT_OK
     if args.recheck is not None:
-        if args.lane is not None:
-            raise UsageError("give a lane or --recheck, not both. See: synapse certify --help")
         return _recheck(args, console)
-    if args.lane is None:
-        raise UsageError("name a lane, or a document with --recheck. See: synapse certify --help")
-    return _certify(args, console)
+    return _all(args, console) if args.all else _certify(args, console)
 
 
 def _certify(args: argparse.Namespace, console: Console) -> int:
@@ -72,7 +87,7 @@ def _certify(args: argparse.Namespace, console: Console) -> int:
     source = args.model or (DEFAULT_MODELS[lane.task] if lane else None)
     if source is None:
         raise UsageError(f"no lane {args.lane!r} (have: {', '.join(matrix.lanes)}). See: synapse matrix explain")
-    order = certification.Order(
+    order = Order(
         lane=args.lane,
         model=model_name(source),
         bundle=bundle_of(source, args, console),
@@ -80,42 +95,86 @@ def _certify(args: argparse.Namespace, console: Console) -> int:
         min_placement_share=args.min_placement_share,
     )
     with console.stages(f"certifying {args.lane} · {order.model}", rows=True) as progress:
-        evidence = run_orderly(certification.certify(order, matrix, config_of(args), progress=progress))
-    path = args.out / f"{_stem(evidence)}.json"
-    digest = documents.write(path, evidence)
-    page = report.write(path.with_suffix(".html"), evidence)
-    if evidence.verdict == "certified":
-        certificates.write(certificates.of_evidence(evidence, path=path.absolute(), digest=digest))
-    else:
-        certificates.remove(evidence.engine.id, evidence.model.manifest_digest)
+        done = run_orderly(orders.carry_out(order, matrix, args.out, config_of(args), progress=progress))
+    evidence = done.evidence
     console.document(
         {
-            "verdict": evidence.verdict,
-            "evidence": str(path),
+            **_outcome(done),
             "gates": msgspec.to_builtins(evidence.gates),
-            "report": str(page),
-            "reasons": evidence.reasons,
+            "report": str(done.page),
             "precision": evidence.precision,
             "reported": evidence.reported,
-            "lane": evidence.lane,
-            "engine": evidence.engine.id,
-            "model": evidence.model.name,
         }
     )
     _page(evidence, console)
-    mark = _mark(evidence.verdict == "certified", console)
-    joint = "\n      " if 0 < console.width() < len(f"{path}{page}") + 17 else "   "
-    console.line(f"{mark}  {path}{joint}report: {page}")
-    return EXIT_OK if evidence.verdict == "certified" else EXIT_FAILED
+    # A certified run whose certificate no host would take is no success.
+    good = evidence.verdict == "certified" and (done.certificate is None or done.certificate.valid)
+    mark = _mark(good, console)
+    joint = "\n      " if 0 < console.width() < len(f"{done.document}{done.page}") + 17 else "   "
+    console.line(f"{mark}  {done.document}{joint}report: {done.page}")
+    console.hang("      ", _standing(done.certificate, evidence), 6)
+    return EXIT_OK if good else EXIT_FAILED
 
 
-def _stem(evidence: Evidence) -> str:
-    model = "".join(char if char.isalnum() or char in "._-" else "_" for char in evidence.model.name)
-    return f"{evidence.lane}-{evidence.engine.id}-{model}-{evidence.model.manifest_digest[:8]}"
+def _outcome(done: CarriedOut) -> dict[str, Any]:
+    evidence, certificate = done.evidence, done.certificate
+    return {
+        "verdict": evidence.verdict,
+        "evidence": str(done.document),
+        "reasons": evidence.reasons,
+        "lane": evidence.lane,
+        "engine": evidence.engine.id,
+        "model": evidence.model.name,
+        "certificate": str(certificate.path) if certificate is not None and certificate.valid else None,
+    }
+
+
+def _standing(certificate: Certificate | None, evidence: Evidence) -> str:
+    """Say what the run means for the lane."""
+    if certificate is None:
+        return "certificate: unchanged; this run asked another question than the matrix does"
+    if certificate.valid:
+        return f"certificate: {certificate.path}"
+    if evidence.verdict == "certified":
+        return f"certificate: not valid: {'; '.join(certificate.why)}"
+    return f"certificate: {'; '.join(certificate.why)}"
+
+
+def _all(args: argparse.Namespace, console: Console) -> int:
+    """Certify what this machine can run, one lane after the other; one that can't be run doesn't stop the rest."""
+    if args.model or args.engine or args.min_placement_share is not None:
+        raise UsageError("--all takes every model and engine by the matrix's thresholds. See: synapse certify --help")
+    matrix, bundles = load(args.matrix), catalogue.readable(args.models_dir)
+    if not bundles:
+        raise UsageError(f"no model is installed. Install them: synapse models install {' '.join(catalogue.DEFAULTS)}")
+    profile = hardware.detect(hardware.floor_keys(matrix, matrix.engines))
+    found, wide = orders.possible(matrix, bundles, profile)
+    rows: list[dict[str, Any]] = []
+    for number, order in enumerate(found, 1):
+        with console.stages(f"{number} of {len(found)}: {order.lane} · {order.engine} · {order.model}") as progress:
+            try:
+                carried = orders.carry_out(order, wide, args.out, config_of(args), by_machine=True, progress=progress)
+                done = run_orderly(carried)
+                row = _outcome(done)
+                said = f"{done.document}" if not row["reasons"] else ", ".join(row["reasons"])
+            except SynapseError as exc:
+                row = {"verdict": "error", "evidence": None, "reasons": [exc.code], "lane": order.lane}
+                row |= {"engine": order.engine, "model": order.model, "certificate": None}
+                said = exc.message
+        rows.append(row)
+        good = row["verdict"] == "certified" and row["certificate"] is not None
+        console.hang(f"{_mark(good, console)}  ", f"{order.lane} · {order.engine} · {order.model}   {said}", 6)
+    certified = sum(row["certificate"] is not None for row in rows)
+    console.document({"verdict": "certified" if certified == len(rows) else "uncertified", "runs": rows})
+    console.line(f"{certified} of {len(rows)} certified. See them: synapse certificates")
+    return EXIT_OK if rows and certified == len(rows) else EXIT_FAILED
 
 
 def _recheck(args: argparse.Namespace, console: Console) -> int:
-    found = recheck(args.recheck, load(args.matrix), share=args.min_placement_share)
+    recorded, _ = documents.read(args.recheck)
+    installed = catalogue.readable(args.models_dir).values()
+    bundle = next((one for one in installed if one.digest == recorded.model.manifest_digest), None)
+    found = recheck(args.recheck, load(args.matrix), bundle=bundle, share=args.min_placement_share)
     evidence = found.evidence
     verdict = evidence.verdict if not found.problems else "refused"
     console.document(
@@ -125,11 +184,14 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
             "gates": msgspec.to_builtins(evidence.gates),
             "problems": found.problems,
             "reasons": evidence.reasons,
+            "bundle": None if bundle is None else str(bundle.root),
         }
     )
     _page(evidence, console)
     for problem in found.problems:
         console.line(f"  {problem}")
+    if bundle is None:
+        console.line("  Its bundle is not installed here: what the document says of the model was taken as it is.")
     if found.problems:
         console.line(f"{console.style('REFUSED', 'red', 'bold')}  {args.recheck} does not say what was measured")
     else:

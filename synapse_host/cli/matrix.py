@@ -1,8 +1,9 @@
-"""``synapse matrix check|explain``: is hw_matrix.yaml valid, and which engine does a lane get here, and why."""
+"""``synapse matrix check|explain|schema``: is hw_matrix.yaml valid, and which engine does a lane get here, and why."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from engines.bundle import manifest
@@ -14,6 +15,7 @@ from synapse_host.cli.session import DEFAULT_MODELS, bundle_of
 from synapse_host.errors import EXIT_HARDWARE, EXIT_OK, BundleInvalid, SynapseError
 from synapse_host.matrix import HardwareMatrix, Lane
 from synapse_host.matrix import load as load_matrix
+from synapse_host.matrix_schema import json_schema
 from synapse_host.placement import Considered, Placement, select
 
 
@@ -21,14 +23,18 @@ def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
     parser.description = (
         "check: validate the matrix; an error names file, line, column, key and the nearest valid one.\n"
-        "explain: per lane the chosen engine, and why each other one was passed over on this machine."
+        "explain: per lane the chosen engine, and why each other one was passed over on this machine.\n"
+        "schema: the file's JSON Schema, for an editor."
     )
     parser.examples("""
         synapse matrix check
         synapse matrix check --matrix my_matrix.yaml
         synapse matrix explain embed
+        synapse matrix schema
     """)
-    parser.add_argument("action", choices=["check", "explain"], metavar="check|explain", help="what to do")
+    parser.add_argument(
+        "action", choices=["check", "explain", "schema"], metavar="check|explain|schema", help="what to do"
+    )
     parser.add_argument("lane", nargs="?", metavar="LANE", help="one lane (default: all)")
     parser.add_argument(
         "--model", metavar="M", help="explain for this bundle (default: the lane's default model, if installed)"
@@ -37,6 +43,10 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
+    if args.action == "schema":
+        # The schema is the document, with --json and without.
+        print(json.dumps(json_schema(), indent=2))
+        return EXIT_OK
     matrix = load_matrix(args.matrix)
     if args.lane is not None and args.lane not in matrix.lanes:
         near = nearest(args.lane, matrix.lanes) or f" (have: {', '.join(matrix.lanes)})"

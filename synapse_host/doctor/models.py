@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
-from synapse_host import builder, catalogue, certificates
+from synapse_host import builder, catalogue, certificates, lane_certificates
 from synapse_host.doctor.finding import Finding
 from synapse_host.errors import SynapseError
 from synapse_host.hardware import HostProfile
@@ -50,40 +49,21 @@ def certificate_findings(
     models_dir: Path | None,
     data_dir: Path | None = None,
 ) -> Iterator[Finding]:
-    """Say of every certificate on this machine whether it still holds, and what voided it. *versions*: worker lines."""
-    bundles: dict[str, tuple[str, Bundle]] = {}
-    with suppress(OSError):
-        for name, path in catalogue.installed(models_dir).items():
-            with suppress(BundleError):
-                bundle = manifest.read(path)
-                bundles[bundle.digest] = (name, bundle)
-    for path, found in certificates.stored(data_dir):
-        if found is None:
-            yield Finding(f"certificate.{path.stem[:12]}.unreadable", "warning", f"{path} can't be read", f"rm {path}")
+    """Say of every certificate on this machine whether it is valid, and what voided it. *versions*: worker lines."""
+    identities = {id: certificates.identity_of(line) for id, line in versions.items()}
+    bundles = catalogue.readable(models_dir)
+    for one in lane_certificates.listed(matrix, bundles, profile, data_dir=data_dir, identities=identities):
+        found = one.certificate
+        if found.evidence is None:
+            why, name = "; ".join(found.why), found.path.stem[:12]
+            yield Finding(f"certificate.{name}.unreadable", "warning", why, f"rm {found.path}")
             continue
-        name, known = bundles.get(found.manifest_digest, (found.model_id, None))
-        what = f"certificate {found.lane}/{found.engine_id}/{name}"
-        id = f"{found.lane}.{found.engine_id}.{name}"
-        if known is None:
-            why = f"{what}: its bundle is not installed here, or was made anew since"
-            yield Finding(f"certificate.{id}.unused", "info", why)
-            continue
-        again = f"synapse certify {found.lane} --model {name} --engine {found.engine_id}"
-        engine = matrix.engines.get(found.engine_id)
-        if engine is None:
-            why = f"{what}: the matrix has no engine {found.engine_id}"
-            yield Finding(f"certificate.{id}.void", "warning", why, f"rm {path}")
-            continue
-        artifacts = known.artifacts(engine.format)
-        artifact = next((one for one in artifacts if one.dtype == found.binding.dtype), None)
-        if artifact is None:
-            reasons = [f"the bundle has no {engine.format} {found.binding.dtype} any more"]
+        id, what = f"{one.lane}.{one.engine}.{one.model}", f"certificate {one.lane}/{one.engine}/{one.model}"
+        if found.valid:
+            kind = ", approximate" if found.evidence.precision == "approximate" else ""
+            since = found.evidence.created[:10]
+            yield Finding(f"certificate.{id}.valid", "info", f"{what}: valid (since {since}{kind})")
+        elif one.fix is None:
+            yield Finding(f"certificate.{id}.unused", "info", f"{what}: {'; '.join(found.why)}")
         else:
-            identity = certificates.identity_of(versions.get(engine.id, ""))
-            now = certificates.present(engine, artifact, profile, identity)
-            reasons = [*certificates.void_because(found.binding, now), *certificates.stricter(found, matrix)]
-        if reasons:
-            yield Finding(f"certificate.{id}.void", "warning", f"{what}: void since {'; '.join(reasons)}", again)
-        else:
-            kind = ", approximate" if found.precision == "approximate" else ""
-            yield Finding(f"certificate.{id}.valid", "info", f"{what}: holds (since {found.certified_at[:10]}{kind})")
+            yield Finding(f"certificate.{id}.void", "warning", f"{what}: void: {'; '.join(found.why)}", one.fix)

@@ -22,7 +22,9 @@ import pytest
 from engines.bundle import fixtures, manifest
 from engines.bundle.digest import file_digest
 from engines.bundle.manifest import Bundle, FileRef
-from synapse_host import assignment, certificates, gates
+from engines.protocol.messages import ANE_ENGINE
+from synapse_host import assignment, certificates, gates, lane_certificates
+from synapse_host import evidence as documents
 from synapse_host.certification import Order, certify
 from synapse_host.config import HostConfig
 from synapse_host.errors import SynapseError
@@ -30,7 +32,8 @@ from synapse_host.evidence import Evidence, Function, Placement
 from synapse_host.host import Host
 from synapse_host.matrix import load as load_matrix
 from tests.ane.make_goldens import GOLDENS, rows
-from tests.support.evidence import REFERENCE
+from tests.support.certified import document, grant
+from tests.support.evidence import REFERENCE, placement
 from tests.support.mil_reference import ENGINE
 from tests.support.sabotage import give_fixtures, rerank_arrays
 from tests.support.worker_client import ROOT
@@ -86,7 +89,9 @@ def matrix(home: Path) -> Path:
 
 @pytest.fixture
 def evaluator_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let lanes expect the evaluator's name: what only a test can do."""
+    """Let lanes expect the evaluator's name, and its ``--version`` say the engine's: what only a test can do."""
+    ask = certificates.version_line
+    monkeypatch.setattr(certificates, "version_line", lambda *a: ask(*a).replace(ENGINE, ANE_ENGINE))
     made = assignment._spec
 
     def expecting(*args: Any, **fields: Any) -> Any:
@@ -200,12 +205,23 @@ def test_a_width_qualifies_only_with_everything_shown(evidence: Evidence) -> Non
     assert gates.qualified_widths(placed(evidence, cost={})) == []
 
 
-def certificate(evidence: Evidence, toy: Bundle, matrix: Path, data: Path, ms: float) -> None:
-    """Store the certificate that this document would stand for on a Mac; every function costs *ms*."""
-    whole = placed(msgspec.structs.replace(evidence, cost_ms=dict.fromkeys(FUNCTIONS, ms)))
-    found = certificates.of_evidence(whole, path=Path("evidence.json"), digest="sha256:" + "0" * 64)
-    assert found.packed_widths == [64] and found.cost_ms["packed64"] == ms
-    certificates.write(found, data)
+def certificate(evidence: Evidence, toy: Bundle, matrix: Path, data: Path, ms: float, **machine: Any) -> None:
+    """Store the certificate that a Mac would have with this run's packing; every function costs *ms*."""
+    where = placed(evidence).placement
+    assert where is not None
+    loaded = load_matrix(matrix)
+    whole = document(
+        loaded,
+        "ane",
+        toy,
+        ane=True,
+        placement=placement(functions=where.functions, cpu_allowed=where.cpu_allowed),
+        packing=evidence.packing,
+        cost_ms=dict.fromkeys(FUNCTIONS, ms),
+    )
+    assert gates.qualified_widths(whole) == [64] and whole.verdict == "certified", whole.reasons
+    whole = msgspec.structs.replace(whole, machine=msgspec.structs.replace(whole.machine, **machine))
+    assert lane_certificates.settle(whole, loaded, data) is not None
 
 
 def serve(matrix: Path, toy: Bundle, data: Path) -> tuple[Any, dict[str, Any]]:
@@ -256,11 +272,10 @@ def test_a_reranker_s_functions_are_timed_and_a_slow_one_is_refused(
         async with Host.open(path, {"judge": judge.root}, config) as host:
             return await host.rerank_ids("judge", [5, 6], [[7, 8]])
 
+    loaded = load_matrix(path)
     for ms, refused in ((1e5, False), (1e-6, True)):
-        document = msgspec.structs.replace(found, cost_ms=dict.fromkeys(buckets, ms))
-        held = certificates.of_evidence(document, path=Path("evidence.json"), digest="sha256:" + "0" * 64)
-        assert held.packed_widths == []
-        certificates.write(held, tmp_path)
+        held = grant(loaded, "ane", judge, tmp_path, ane=True, cost_ms=dict.fromkeys(buckets, ms))
+        assert gates.qualified_widths(documents.read(held)[0]) == []
         if refused:
             with pytest.raises(SynapseError) as caught:
                 asyncio.run(one_pair())
@@ -288,8 +303,7 @@ def test_a_certificate_s_widths_serve_mixed_requests_over_the_socket(
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("evaluator_expected")
 def test_a_void_certificate_packs_nothing(evidence: Evidence, toy: Bundle, matrix: Path, tmp_path: Path) -> None:
-    other = msgspec.structs.replace(evidence.machine, os_build="another build")
-    certificate(msgspec.structs.replace(evidence, machine=other), toy, matrix, tmp_path, 1e5)
+    certificate(evidence, toy, matrix, tmp_path, 1e5, os_build="another build")
     _, health = serve(matrix, toy, tmp_path)
     assert health["packed_widths"] == [] and not health["resident_packed"]
 

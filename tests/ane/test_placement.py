@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,10 @@ from engines.ane.compute_plan import Device, Function, Operation, PlanView
 from engines.ane.plan import counted
 from engines.bundle.manifest import Bundle
 from engines.protocol.errors import EngineError, ErrorCode
+from synapse_host import evidence as documents
+from synapse_host import figures
 from tests.ane.coreml_answers import MilFunction
-from tests.hardware import ane_evidence
+from tests.support.coreml_plan import from_coremltools
 
 ANE, CPU, GPU, UNKNOWN = Device.ANE, Device.CPU, Device.GPU, Device.UNKNOWN
 
@@ -96,38 +97,33 @@ def test_constants_are_not_excluded_by_name() -> None:
     assert placement.share(plan(main=(Operation("const", CPU), Operation("ios17.conv", ANE)))) == 0.5
 
 
+def function_of(*body: Operation) -> documents.Function:
+    """What certification's gates get to see of a plan."""
+    told = {"name": "main", "kind": "bucket", "tokens": 128, **counted(plan(main=body))}
+    return msgspec.convert(told, documents.Function)
+
+
 def test_the_share_is_unweighted_and_the_cost_share_is_not() -> None:
     body = (Operation("ios17.cast", ANE, 0.01), Operation("ios17.conv", ANE, 0.09), Operation("ios17.matmul", CPU, 0.9))
-    row = ane_evidence.table(plan(main=body))
-    assert row is not None and row["share"] == 2 / 3 and row["cost_share"] == pytest.approx(0.1)
+    function = function_of(*body)
+    assert figures.share_of(function) == placement.share(plan(main=body)) == 2 / 3
+    assert figures.cost_share_of(function) == pytest.approx(0.1)
 
 
-def test_the_table_keeps_constants_and_unknowns_apart_and_counts_runs() -> None:
-    body = (
-        Operation("const", UNKNOWN),
-        *ops(ane=2),
-        Operation("const", UNKNOWN),  # a constant in between does not end a run
-        *ops(ane=1, cpu=1),
-        Operation("ios17.matmul", UNKNOWN),
-        *ops(ane=1),
-    )
-    row = ane_evidence.table(plan(main=body))
-    assert row is not None
-    assert {key: row[key] for key in ("ane", "cpu", "gpu", "const", "unknown_nonconst", "runs")} == {
-        "ane": 4, "cpu": 1, "gpu": 0, "const": 2, "unknown_nonconst": 1, "runs": 2,
-    }  # fmt: skip
-    assert row["unreported"], "one of six operations has no usage"
-    assert row["cost_share"] is None, "no costs, no cost share"
-    assert len(row["ops_sha256"]) == 64
-    assert ane_evidence.table(plan(main=body)) == row
-    assert json.loads(json.dumps(row)) == row
+def test_constants_and_unknowns_are_counted_apart() -> None:
+    body = (Operation("const", UNKNOWN), *ops(ane=3, cpu=1), Operation("ios17.matmul", UNKNOWN))
+    function = function_of(*body)
+    counts = list(function.operations.values())
+    assert {"const": 1} in counts and {"unknown": 1} in counts
+    assert figures.share_of(function) is None, "one of five operations has no usage"
+    assert figures.cost_share_of(function) is None, "no costs, no cost share"
+    assert function == function_of(*body) and len(function.ops_sha256) == 64
 
 
 def test_two_percent_without_usage_are_still_reported() -> None:
-    row = ane_evidence.table(plan(main=(*ops(ane=98), *(Operation("ios17.conv", UNKNOWN),) * 2)))
-    assert row is not None and not row["unreported"]
-    row = ane_evidence.table(plan(main=(*ops(ane=97), *(Operation("ios17.conv", UNKNOWN),) * 2)))
-    assert row is not None and row["unreported"]
+    silent = (Operation("ios17.conv", UNKNOWN),) * 2
+    assert figures.share_of(function_of(*ops(ane=98), *silent)) == 1.0
+    assert figures.share_of(function_of(*ops(ane=97), *silent)) is None
 
 
 @pytest.mark.parametrize(
@@ -352,7 +348,7 @@ def test_a_coremltools_plan_is_read_through_its_own_dataclasses() -> None:
             SimpleNamespace(weight=0.5) if op.operator_name in usage else None
         ),
     )
-    view = ane_evidence.from_coremltools(fake)
+    view = from_coremltools(fake)
     assert [op.preferred for op in view.functions["main"].walk()] == [UNKNOWN, ANE, CPU, GPU]
     assert view.functions["main"].inputs == ("input_ids",)
     assert placement.share(view) == 1 / 3

@@ -36,6 +36,22 @@ def out(cli: Command) -> str:
     return str(cli.root / "evidence")
 
 
+def stored(cli: Command) -> list[Path]:
+    return sorted((cli.root / "data" / "synapse" / "certificates").glob("*/*"))
+
+
+def scripted(cli: Command, script: dict[str, Any] | None = None) -> Command:
+    """Put a worker behind the lane whose script is a file: another script is another build, the same configuration."""
+    file = cli.root / "script.json"
+    file.write_text(json.dumps(script or {}))
+    matrix = cli.setup().matrix
+    assert matrix is not None
+    plain = json.loads(matrix.read_text())
+    plain["engines"]["scripted"]["worker"]["command"][-1] = str(file)
+    matrix.write_text(json.dumps(plain))
+    return cli
+
+
 def test_certify_writes_evidence_report_and_certificate(certifiable: Command) -> None:
     done = certifiable("certify", "embed", "--model", "toy", "--out", out(certifiable), "--json")
     assert done.code == 0, done.err + done.out
@@ -45,8 +61,9 @@ def test_certify_writes_evidence_report_and_certificate(certifiable: Command) ->
     evidence = Path(document["evidence"])
     assert evidence.exists()
     assert Path(document["report"]).read_text().startswith("<!doctype html>")
-    certificates = list((certifiable.root / "data" / "synapse" / "certificates" / "scripted").iterdir())
-    assert [json.loads(file.read_text())["engine_id"] for file in certificates] == ["scripted"]
+    # One document, one truth: the certificate is the evidence.
+    (certificate,) = stored(certifiable)
+    assert str(certificate) == document["certificate"] and certificate.read_bytes() == evidence.read_bytes()
     # Nothing in the document names this machine's folders.
     assert str(certifiable.root) not in evidence.read_text()
 
@@ -74,18 +91,96 @@ def test_the_page(certifiable: Command) -> None:
     assert rows[2].startswith("  quality     min cosine           1.00       ≥ 0.999    pass"), rows[2]
     assert any(row.split() == ["batch", "=", "single", "1.00", "≥", "0.9999", "pass"] for row in rows)
     assert any(row.split() == ["non-finite", "0", "=", "0", "pass"] for row in rows)
-    assert rows[-1].startswith("PASS  ")
+    assert rows[-2].startswith("PASS  ") and rows[-1].strip() == f"certificate: {stored(certifiable)[0]}"
     assert "placement   not required on this engine" in done.out
     assert done.err == ""
 
 
 def test_an_uncertified_lane_exits_1_and_loses_its_certificate(certifiable: Command) -> None:
+    scripted(certifiable)
     assert certifiable("certify", "embed", "--model", "toy", "--out", out(certifiable)).code == 0
-    certifiable.setup({"rules": [{"on": "EMBED_BATCH", "from": 40, "do": [{"abort": True}]}]})
+    assert len(stored(certifiable)) == 1
+    scripted(certifiable, {"rules": [{"on": "EMBED_BATCH", "from": 40, "do": [{"abort": True}]}]})
     done = certifiable("certify", "embed", "--model", "toy", "--out", out(certifiable), "--json")
-    assert (done.code, done.document["verdict"]) == (1, "uncertified")
+    assert (done.code, done.document["verdict"], done.document["certificate"]) == (1, "uncertified", None)
     assert "engine_crashed" in done.document["reasons"]
-    assert not list((certifiable.root / "data" / "synapse" / "certificates" / "scripted").iterdir())
+    assert stored(certifiable) == []
+
+
+def test_a_question_writes_a_report_and_changes_no_certificate(certifiable: Command) -> None:
+    """--min-placement-share asks what would be, whether it passes or fails; production keeps what it has."""
+    asking = ("certify", "embed", "--model", "toy", "--out", out(certifiable), "--min-placement-share", "0.5")
+    scripted(certifiable)
+    done = certifiable(*asking)
+    assert done.code == 0 and stored(certifiable) == [] and "this run asked another question" in done.out
+    assert certifiable("certify", "embed", "--model", "toy", "--out", out(certifiable)).code == 0
+    before = [file.read_bytes() for file in stored(certifiable)]
+    scripted(certifiable, {"rules": [{"on": "EMBED_BATCH", "from": 40, "do": [{"abort": True}]}]})
+    done = certifiable(*asking, "--json")
+    assert (done.code, done.document["verdict"], done.document["certificate"]) == (1, "uncertified", None)
+    assert [file.read_bytes() for file in stored(certifiable)] == before != []
+
+
+def test_a_certificate_that_no_host_takes_is_no_success(certifiable: Command) -> None:
+    """The worker passes every gate and doesn't say which version it is: nobody could notice another one."""
+    matrix = certifiable.setup().matrix
+    assert matrix is not None
+    plain = json.loads(matrix.read_text())
+    words = plain["engines"]["scripted"]["worker"]["command"]
+    silent = certifiable.root / "silent.py"
+    silent.write_text(
+        "import os, sys\nif '--version' in sys.argv:\n    sys.exit(1)\n"
+        f"os.execv({words[0]!r}, {words!r} + sys.argv[1:])\n"
+    )
+    plain["engines"]["scripted"]["worker"]["command"] = [words[0], str(silent)]
+    matrix.write_text(json.dumps(plain))
+    done = certifiable("certify", "embed", "--model", "toy", "--out", out(certifiable))
+    assert done.code == 1 and "FAIL  " in done.out
+    assert "certificate: not valid: its worker doesn't say which engine and version it is" in " ".join(done.out.split())
+
+
+def test_everything_that_runs_here_and_the_list_of_it(certifiable: Command) -> None:
+    scripted(certifiable).bundle("bare")
+    done = certifiable("certify", "--all", "--out", out(certifiable), "--json")
+    rows = {row["model"]: row for row in done.document["runs"]}
+    assert (done.code, done.document["verdict"], set(rows)) == (1, "uncertified", {"toy", "bare"})
+    assert rows["bare"]["reasons"] == ["reference_fixture_missing", "reference_fixture"]
+    assert rows["toy"]["verdict"] == "certified"
+    file = Path(rows["toy"]["evidence"])
+    assert file.name == "embed-toy.json" and file.parent.name.startswith("scripted-")
+    assert file.parent.parent == Path(out(certifiable)) and file.stat().st_size < 200_000
+
+    (row,) = certifiable("certificates", "--json").document["certificates"]
+    assert (row["lane"], row["model"], row["engine"], row["valid"], row["why"]) == (
+        "embed",
+        "toy",
+        "scripted",
+        True,
+        None,
+    )
+    assert 0 <= row["age_s"] < 300 and row["reference"] == "a test" and row["path"] == rows["toy"]["certificate"]
+    assert certifiable("certificates").out.startswith("valid  embed · scripted · toy · ")
+    # What it stood on is another now: the list says so as the host would.
+    scripted(certifiable, {"version": "scripted-2"})
+    done = certifiable("certificates")
+    assert (
+        done.code == 0
+        and done.out.startswith("void ")
+        and "the engine version changed scripted-1 → scripted-2" in done.out
+    )
+    assert "fix: synapse certify embed --model toy --engine scripted" in done.out
+    # By another matrix it is of no use, and not to be removed: the one above still serves by it.
+    plain = json.loads(certifiable.matrix.read_text())  # type: ignore[union-attr]
+    plain["engines"]["scripted"]["runtime_config"] = {"threads": "2"}
+    certifiable.matrix.write_text(json.dumps(plain))  # type: ignore[union-attr]
+    (row,) = certifiable("certificates", "--json").document["certificates"]
+    assert not row["valid"] and "configures its engine otherwise" in row["why"] and row["fix"] is None
+
+
+def test_without_a_model_there_is_nothing_to_certify(cli: Command) -> None:
+    done = cli("certify", "--all", "--models-dir", str(cli.root / "none"))
+    assert done.code == 2 and "synapse models install" in done.err
+    assert cli("certificates").out.startswith("No lane is certified on this machine.")
 
 
 def test_a_bundle_without_fixtures(cli: Command) -> None:
@@ -108,6 +203,8 @@ def test_a_demanded_certificate_opens_the_lane(certifiable: Command) -> None:
     ("words", "code", "said"),
     [
         (["certify"], 2, "name a lane"),
+        (["certify", "embed", "--all"], 2, "not both"),
+        (["certify", "--all", "--model", "toy"], 2, "takes every model"),
         (["certify", "nowhere"], 2, "no lane 'nowhere'"),
         (["certify", "nowhere", "--model", "toy"], 2, "no lane 'nowhere'"),
         (["certify", "embed", "--model", "nowhere"], 2, "no model 'nowhere'"),

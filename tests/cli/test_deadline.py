@@ -44,7 +44,7 @@ TO_A_HOST = {
 }  # fmt: skip
 WHOLE = {
     "build": ("build", "a", "b"), "models": ("models",), "matrix": ("matrix", "check"), "doctor": ("doctor",),
-    "certify": ("certify", "embed"), "demo": ("demo",),
+    "certify": ("certify", "embed"), "certificates": ("certificates",), "demo": ("demo",),
 }  # fmt: skip
 ELSEWHERE = {"bench"}  # test_bench.py
 

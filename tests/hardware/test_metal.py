@@ -1,49 +1,39 @@
 """llama.cpp on Metal: `make hw-metal` on a Mac. Nothing here has run anywhere until evidence/ says so.
 
-The default models' lanes are certified on llama-metal through a host and its worker: numbers against their fp32
-fixtures, batches, edge lengths, order, speed. evidence/llama-metal-<chip>-<os build>.json sums it up.
+The default models' lanes are certified on llama-metal by the code of `synapse certify`: numbers against their fp32
+fixtures, batches, edge lengths, order, speed. evidence/llama-metal-<chip>-<os>/ holds the documents and hardware.json.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from synapse_host import floor, hardware
+from synapse_host import floor
 from tests.hardware import lanes
+from tests.hardware.record import Record
 
 pytestmark = [pytest.mark.metal, pytest.mark.timeout(1800)]
 
-EVIDENCE = Path(__file__).parents[2] / "evidence"
-
 
 @pytest.fixture(scope="module")
-def document() -> Iterator[dict[str, Any]]:
-    """What the run found, written at its end, also of a run that failed."""
-    profile = hardware.detect()
-    found: dict[str, Any] = {
-        "engine": "llama-metal",
-        "chip": profile.cpu_model,
-        "os": f"{profile.os} {profile.os_version}",
-        "os_build": profile.os_build,
-        "software": floor.installed("llama"),
-        "lanes": {},
-    }
+def record(request: pytest.FixtureRequest) -> Iterator[Record]:
+    found = Record("llama-metal", floor.DISTRIBUTIONS["llama"])
+    found.expect(request)
     yield found
-    chip, build = (
-        re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-") for text in (profile.cpu_model, profile.os_build)
-    )
-    EVIDENCE.mkdir(exist_ok=True)
-    (EVIDENCE / f"llama-metal-{chip}-{build}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    found.write()
+
+
+@pytest.fixture(autouse=True)
+def outcome(record: Record, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Write down how each test ended."""
+    yield
+    record.ended(request)
 
 
 @pytest.mark.parametrize("lane", list(lanes.MODELS))
-def test_certification(lane: str, document: dict[str, Any]) -> None:
-    summary = lanes.certified(lane, "llama-metal", EVIDENCE)
-    document["lanes"][lane] = summary
-    assert summary["verdict"] == "certified", summary
+def test_certification(lane: str, record: Record) -> None:
+    summary = lanes.certified(lane, "llama-metal")
+    record.note(lane, **summary)
+    lanes.assert_certified(summary)

@@ -147,8 +147,8 @@ MEASUREMENTS = [
     ("rerank int8", {"batch": [0.0] * N}, {"batch_single", "order"}),
     ("rerank int8", {"batch": REVERSED}, {"order"}),
 ]  # fmt: skip
-TWICE = [{"operations": {"ios17.conv": {"neuralEngine": 90, "unknown": 5}, "ios17.cast": {"cpu": 5}}},
-         {"operations": {"ios17.conv": {"neuralEngine": 400}, "ios17.cast": {"cpu": 17}}},
+TWICE = [{"operations": {"ios17.conv": {"neuralEngine": 90, "unknown": 5}, "ios17.cast@mask_position": {"cpu": 5}}},
+         {"operations": {"ios17.conv": {"neuralEngine": 400}, "ios17.cast@mask_position": {"cpu": 17}}},
          {"operations": {"ios17.conv": {"neuralEngine": 99, "gpu": 1}}},
          {"operations": {"ios17.matmul": {"neuralEngine": 95, "cpu": 1}, "const": {"const": 9}}}]  # fmt: skip
 BLIND, CROWDED, ON_GPU, CPU_HEAVY = TWICE

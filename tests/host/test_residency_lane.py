@@ -67,7 +67,7 @@ def ane(make: Lanes) -> Callable[..., Any]:
         one = AneFleet(limits)
         make.others.append(one)
         supervisor = make({**ECHO, **(script or {})}, lane_id="ane", packed_widths=widths, config=config, **SPEC)
-        return one, supervisor, one.add(supervisor, ARTIFACT, costs=costs)
+        return one, supervisor, one.add(supervisor, ARTIFACT, costs=lambda: costs)
 
     return start
 
@@ -396,6 +396,18 @@ async def test_an_unadvertised_width_is_refused_before_anything_is_sent(ane: Cal
     assert refused.value.code == "unsupported_packed_width" and supervisor.generation == 1
     _, raw = await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
     assert list(raw) == [1, 2, 3, 4]
+
+
+async def test_a_request_is_served_by_a_successor_that_may_not_pack(ane: Callable[..., Any], tmp_path: Path) -> None:
+    """Its certificate was voided under the running host: rows run alone, and nobody hears of it."""
+    first = {"packed": True, "rules": [{"on": "EMBED_BATCH", "first_id": 9, "do": [{"exit": 3}]}]}
+    later = {"packed": {"layout": "tight-v1", "widths": [128], "max_rows": 64}}
+    _, supervisor, lane = ane({"state": str(tmp_path / "spawns"), "generations": [first, later]})
+    await lane.submit(embed([1, 2], [3, 4]), stage="embed")
+    with pytest.raises(EngineCrashed):
+        await lane.submit(embed([9], [2]), stage="embed")
+    _, raw = await lane.submit(embed([1, 2], [3, 4]), stage="embed")
+    assert list(raw) == [1, 2, 3, 4] and supervisor.generation > 1
 
 
 # --- the books -------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ INPUTS = {"embed": embed_inputs, "rerank": rerank_inputs, "generate": generate_i
 
 def function(name: str = "s128", *, ane: int = 95, cpu: int = 5, **more: Any) -> Function:
     """A synthetic plan of 100 operations."""
-    operations = {"ios17.conv": {"neuralEngine": ane}, "ios17.cast": {"cpu": cpu}, "const": {"const": 40}}
+    operations = {"ios17.conv": {"neuralEngine": ane}, "ios17.cast@mask_position": {"cpu": cpu}, "const": {"const": 40}}
     fields = {
         "kind": "bucket",
         "tokens": 128,
@@ -100,7 +100,7 @@ def placement(**changes: Any) -> Placement:
         share=0.95,
         generation=1,
         functions=[function(), function("s256", tokens=256)],
-        cpu_allowed=["cast", "gather"],
+        cpu_allowed=["cast@mask_position", "gather@token_embedding"],
         forced_ms=[9.0] * 16,
         native_ms=[3.0] * 16,
     )

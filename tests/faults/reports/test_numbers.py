@@ -96,7 +96,6 @@ def test_report_41_nan_on_one_device_only():
     counts = dict.fromkeys(STAGES["embed"], 0) | {"singles": 1}
     spoilt = embed_inputs(cosine=[None, *[1.0] * (N - 1)])
     assert verdict(inputs=spoilt, non_finite=counts) == ("uncertified", ["unmeasured", "non_finite"])
-    assert certificates.path_of("cpu", "0" * 64) != certificates.path_of("gpu", "0" * 64)
     assert certificates.void_because(BOUND, BOUND) == []
     elsewhere = msgspec.structs.replace(BOUND, device="cuda:1")
     assert certificates.void_because(BOUND, elsewhere) == ["the device changed cuda → cuda:1"]
@@ -275,8 +274,8 @@ def test_report_49_wrong_but_finite():
     wrong = rerank_inputs(single=shifted, batch=list(shifted), permuted=list(shifted))
     assert verdict("rerank") == ("certified", [])
     assert verdict("rerank", inputs=wrong) == ("uncertified", ["max_error"]), "order and correlation are perfect"
-    said = certificates.void_because(BOUND, msgspec.structs.replace(BOUND, os_build="24B83"))
-    assert said == ["the operating system build changed 23F79 → 24B83"]
+    said = certificates.void_because(BOUND, msgspec.structs.replace(BOUND, os_build="6.8.1"))
+    assert said == ["the operating system build changed 6.8.0 → 6.8.1"]
 
 
 @pytest.mark.report("apple/coremltools#2758")

@@ -1,0 +1,53 @@
+"""README's status table is what the documents under evidence/ say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+
+from synapse_host import evidence as documents
+from synapse_host.matrix import load
+from tests.support.evidence import evidence
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("status_table", ROOT / "scripts" / "status_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_says_what_the_documents_say(script: ModuleType) -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    made = script.table(load(ROOT / "hw_matrix.yaml"), ROOT / "evidence")
+    assert script.placed(text, made) == text, "make it anew: .venv/bin/python scripts/status_table.py --write"
+
+
+def test_a_document_counts_as_what_its_measurements_say(script: ModuleType, tmp_path: Path) -> None:
+    """One that passed, one that failed, one that was edited, and engines without any."""
+    failed = msgspec.structs.replace(evidence("rerank"), repeat_differs=1)
+    from synapse_host.gates import judge
+
+    for name, document in {"good": evidence("embed"), "failed": judge(failed), "edited": evidence("generate")}.items():
+        documents.write(tmp_path / "llama-cpu-a-cpu-linux" / f"{name}.json", document)
+    edited = tmp_path / "llama-cpu-a-cpu-linux" / "edited.json"
+    plain = json.loads(edited.read_text())
+    plain["reported"]["prefix_share"] = 0.5
+    edited.write_text(json.dumps(plain))
+    (tmp_path / "llama-cpu-a-cpu-linux" / "hardware.json").write_text("{}")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in script.table(load(), tmp_path).splitlines()
+    ]
+    verdicts = [row[3] for row in rows if row[0] == "llama-cpu"]
+    assert sorted(verdicts) == ["certified", "refused", "uncertified"]
+    others = {row[0]: row[3] for row in rows[2:] if row[0] != "llama-cpu"}
+    assert set(others) == set(load().engines) - {"llama-cpu"} and set(others.values()) == {"not measured"}
