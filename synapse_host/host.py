@@ -15,26 +15,32 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import UNSET
 
 from engines.bundle.manifest import Bundle
-from synapse_host import admission, embedding, encoding, generation, hardware, memory, reranking
-from synapse_host.arguments import absolute, check_rows, check_texts, id_rows
-from synapse_host.assignment import Assignment
-from synapse_host.background import beside
-from synapse_host.bundles import open_bundles, open_installed
 from synapse_host.config import HostConfig
 from synapse_host.errors import InvalidRequest, QueueFull
 from synapse_host.lanes import Lanes
-from synapse_host.listener import RuntimeDirectory
-from synapse_host.matrix import HardwareMatrix
-from synapse_host.matrix import load as load_matrix
-from synapse_host.parts import whole
+from synapse_host.models.bundles import open_bundles, open_installed
+from synapse_host.placement import hardware
+from synapse_host.placement.assignment import Assignment
+from synapse_host.placement.matrix import HardwareMatrix
+from synapse_host.placement.matrix import load as load_matrix
+from synapse_host.requests import embed as embedding
+from synapse_host.requests import generate as generation
+from synapse_host.requests import memory
+from synapse_host.requests import rerank as reranking
+from synapse_host.requests.parts import whole
 from synapse_host.results import EmbedResult, Generation, RerankResult
-from synapse_host.rows import Frame, Rows, compose_ids, special_frame
 from synapse_host.sync import SyncHost
-from synapse_host.template import Renderer
+from synapse_host.text import encoders
+from synapse_host.text import limits as admission
+from synapse_host.text.background import beside
+from synapse_host.text.rows import Frame, Rows, compose_ids, special_frame
+from synapse_host.text.template import Renderer
+from synapse_host.text.validate import absolute, check_rows, check_texts, id_rows
+from synapse_host.worker.listener import RuntimeDirectory
 
 if TYPE_CHECKING:
-    from synapse_host.parts import FloatArray, IntArray
-    from synapse_host.supervisor import Build
+    from synapse_host.requests.parts import FloatArray, IntArray
+    from synapse_host.supervision.supervisor import Build
 
 T = TypeVar("T")
 
@@ -60,7 +66,7 @@ class Host:
         self.bundles = dict(bundles)
         self.runtime = runtime
         """The directory this host holds."""
-        self._encoders = encoding.Encoders(self.bundles)
+        self._encoders = encoders.Encoders(self.bundles)
         self._renderer = Renderer(runtime.path)
         self._lanes = Lanes(
             matrix=matrix,
@@ -72,7 +78,7 @@ class Host:
         )
         self.assignments = self._lanes.assignments
         self.counters = self._lanes.counters
-        """What each lane has done, for :mod:`synapse_host.metrics`."""
+        """What each lane has done, for :mod:`synapse_host.serve.metrics`."""
         self.logs = self._lanes.logs
         """The last output of each lane's workers."""
 
@@ -161,10 +167,10 @@ class Host:
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")
         count = check_texts(texts, "texts")
-        if count <= encoding.CHUNK:
+        if count <= encoders.CHUNK:
             few = list(texts)
             tokenizer = await self._encoders.of(model, until)
-            rows = await encoding.encoded(few, until, lambda: tokenizer.rows(few, truncate=truncate))
+            rows = await encoders.encoded(few, until, lambda: tokenizer.rows(few, truncate=truncate))
             vectors = await embedding.embed(self._lanes, assignment, rows, until)
             return EmbedResult(vectors, rows.truncated, *assignment.served_by(), len(rows.ids))
         import numpy as np
@@ -205,7 +211,7 @@ class Host:
         if not hasattr(offset, "__index__"):
             raise InvalidRequest(f"offset is {offset!r}, must be a whole number")
         tokenizer = await self._encoders.of(model, until)
-        chunks = encoding.chunks(tokenizer, texts, until, truncate=truncate, offset=offset)
+        chunks = encoders.chunks(tokenizer, texts, until, truncate=truncate, offset=offset)
         async with aclosing(chunks):
             async for rows in chunks:
                 vectors = await embedding.embed(self._lanes, assignment, rows, until)
@@ -218,7 +224,7 @@ class Host:
         """Return the vectors of rows of token ids (special tokens included), float32 (n, dims)."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")
-        checked = await encoding.checked(rows, until, lambda: check_rows(rows, assignment))
+        checked = await encoders.checked(rows, until, lambda: check_rows(rows, assignment))
         return await embedding.embed(self._lanes, assignment, checked, until)
 
     @memory.typed
@@ -227,7 +233,8 @@ class Host:
     ) -> FloatArray:
         """Return the vectors of at most 64 rows that share passes of one packed width: what qualifies a width.
 
-        Serving chooses by itself (:mod:`synapse_host.rungs`). InvalidRequest where the lane has no packed functions,
+        Serving chooses by itself (:mod:`synapse_host.residency.plan`). InvalidRequest where the lane has no packed
+        functions,
         ``unsupported_packed_width`` for a width that its worker doesn't advertise.
         """
         until = absolute(deadline)
@@ -278,7 +285,7 @@ class Host:
                 return None, tokenizer.pairs(query, documents, truncate=truncate)
             return tokenizer.segments(query, documents, truncate=truncate)
 
-        query_ids, rows = await encoding.encoded(documents, until, compose, query=query)
+        query_ids, rows = await encoders.encoded(documents, until, compose, query=query)
         logits = await reranking.score(self._lanes, assignment, query_ids, rows, until)
         scores = reranking.scaled(assignment.bundle.manifest, logits, raw=raw)
         return RerankResult(scores, rows.truncated, *assignment.served_by())
@@ -315,7 +322,7 @@ class Host:
             admission.check_lengths([length + common for length in rows.lengths], **limits, noun="candidate")
             return rows if frame is None else compose_ids(frame, query, rows)
 
-        rows = await encoding.checked(candidates, until, compose)
+        rows = await encoders.checked(candidates, until, compose)
         logits = await reranking.score(self._lanes, assignment, None if owned else query, rows, until)
         return reranking.scaled(manifest, logits, raw=raw)
 
@@ -337,15 +344,15 @@ class Host:
         assignment = self._lanes.find(model, lane, "generate")
         tokenizer = await self._encoders.of(model, until)
         if chat:
-            from synapse_host.chat import chat_ids
+            from synapse_host.text.chat import chat_ids
 
             def compose() -> list[int]:
                 return chat_ids(assignment.bundle, tokenizer, self._renderer, prompt)
 
             # A template is the bundle's own program: it runs in a process of its own, which a thread waits for.
-            ids: Any = await encoding.in_thread(compose, until)
+            ids: Any = await encoders.in_thread(compose, until)
         elif isinstance(prompt, str):
-            ids = (await encoding.encoded([prompt], until, lambda: tokenizer.prompt(prompt))).ids
+            ids = (await encoders.encoded([prompt], until, lambda: tokenizer.prompt(prompt))).ids
         else:
             raise InvalidRequest("a list of messages needs chat=True")
         return await generation.generate(self._lanes, assignment, ids, max_tokens, until)

@@ -14,18 +14,18 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from synapse_host.ane_lane import AneFleet, RungedLane
-from synapse_host.arguments import absolute
-from synapse_host.assignment import Assignment, assign, find
-from synapse_host.counters import LaneCounters
+from synapse_host.certificates.standing import LaneCertificates
 from synapse_host.errors import DeadlineExceeded, InvalidRequest
-from synapse_host.health import LaneHealth
-from synapse_host.lane_certificates import LaneCertificates
-from synapse_host.lane_lock import LaneLock
-from synapse_host.logring import LogRing
-from synapse_host.permits import Permits
-from synapse_host.slots import Limits
-from synapse_host.supervisor import Supervisor
+from synapse_host.placement.assignment import Assignment, assign, find
+from synapse_host.residency.lane import AneFleet, RungedLane
+from synapse_host.residency.machine_lock import LaneLock
+from synapse_host.residency.types import Limits
+from synapse_host.supervision.health import LaneHealth
+from synapse_host.supervision.permits import Permits
+from synapse_host.supervision.supervisor import Supervisor
+from synapse_host.text.validate import absolute
+from synapse_host.worker.counters import LaneCounters
+from synapse_host.worker.output import LogRing
 
 READ_S: Final = 5.0
 """How long a reader on another thread waits for the host's loop."""
@@ -35,9 +35,9 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from engines.bundle.manifest import Bundle
     from synapse_host.config import HostConfig
-    from synapse_host.hardware import HostProfile
-    from synapse_host.listener import RuntimeDirectory
-    from synapse_host.matrix import HardwareMatrix
+    from synapse_host.placement.hardware import HostProfile
+    from synapse_host.placement.matrix import HardwareMatrix
+    from synapse_host.worker.listener import RuntimeDirectory
 
 
 class Lanes:
@@ -97,7 +97,7 @@ class Lanes:
     # --- which lane --------------------------------------------------------------------------------------------------
 
     def find(self, model: str, lane: str | None, task: str) -> Assignment:
-        """Return the lane that serves *task* with this model; errors as :func:`synapse_host.assignment.find`."""
+        """Return the lane that serves *task* with this model; errors as :func:`placement.assignment.find`."""
         self._check_loop()
         return find(self.assignments, self._bundles, model=model, lane=lane, task=task)
 

@@ -16,9 +16,9 @@ from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from synapse_host.background import start_thread
 from synapse_host.errors import InvalidRequest, QueueFull
 from synapse_host.event_loop import new_event_loop
+from synapse_host.text.background import start_thread
 
 if TYPE_CHECKING:
     import numpy as np

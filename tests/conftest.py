@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 
 from tests.support.clock import ManualClock
+from tests.support.lanes import make, pytest_pyfunc_call  # noqa: F401 - the fixture and the hook are found by name
 
 HARDWARE = {"ane": "ane", "cuda": "cuda", "mac-cpu": "ane", "metal": "llama"}
 """Hardware marker -> the engine module whose ``--probe-floor`` decides."""

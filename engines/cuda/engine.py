@@ -16,7 +16,7 @@ from engines.protocol.messages import MAX_ITEMS, PackedCapability, Request
 from engines.runtime.engine import OWNED_SERVING, Engine, EngineIdentity, Probe, WorkerOptions
 
 if TYPE_CHECKING:
-    from engines.cuda.graph import Precision
+    from engines.cuda.graphs.builder import Precision
     from engines.protocol.messages import Load
     from engines.runtime.engine import Model
     from engines.runtime.progress import ProgressReporter

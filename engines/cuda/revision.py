@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Final
 
 SOURCES: Final = (
-    "families.py", "graph.py", "graph_bert.py", "graph_int8.py", "graph_modernbert.py", "graph_qwen3.py", "options.py",
-)  # fmt: skip
+    *(f"graphs/{name}.py" for name in ("bert", "builder", "families", "int8", "modernbert", "qwen3")),
+    "options.py",
+)
 
 
 def source_revision() -> str:

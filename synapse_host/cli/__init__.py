@@ -24,10 +24,10 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
-from synapse_host import release
 from synapse_host.cli.console import Console, printable
 from synapse_host.cli.parser import Parser, UsageError, common_options, nearest
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid, InvalidRequest, SynapseError, of_os
+from synapse_host.worker import release
 
 
 class Verb(NamedTuple):
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _leave(code: int) -> None:
     """End the process at once where a thread still works on what nobody waits for; the workers are stopped already."""
-    background = sys.modules.get("synapse_host.background")
+    background = sys.modules.get("synapse_host.text.background")
     if background is not None and background.busy():
         sys.stderr.flush()
         # An orderly exit would meet a thread inside the tokenizer's library, which aborts the process then.

@@ -11,9 +11,9 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from synapse_host import interpreter, places
 from synapse_host.cli.parser import Parser
 from synapse_host.errors import EXIT_FAILED, DeadlineExceeded, InvalidRequest
+from synapse_host.placement import interpreter, places
 
 if TYPE_CHECKING:
     import argparse
@@ -45,7 +45,7 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
-    from synapse_host.matrix import load
+    from synapse_host.placement.matrix import load
 
     if args.matrix is not None:
         load(args.matrix)  # The suite has matrices of its own; a typo is told all the same, and before minutes of work.

@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from engines.bundle import facts
-from engines.bundle.checkpoint import Checkpoint
-from synapse_host import builder, places
+from engines.checkpoint import facts
+from engines.checkpoint.read import Checkpoint
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, count
 from synapse_host.errors import EXIT_OK, InvalidRequest
+from synapse_host.models import builder
+from synapse_host.placement import places
 
 _DTYPES: Final[dict[str, tuple[str, ...]]] = {
     "gguf": ("f32", "f16", "bf16", "q8_0"),

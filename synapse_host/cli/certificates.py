@@ -6,13 +6,15 @@ import argparse
 from datetime import UTC, datetime
 from typing import Any
 
-from synapse_host import catalogue, hardware, lane_certificates
+from synapse_host.certificates import standing
+from synapse_host.certificates.standing import Listed
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.ps import duration
 from synapse_host.errors import EXIT_OK
-from synapse_host.lane_certificates import Listed
-from synapse_host.matrix import load
+from synapse_host.models import catalogue
+from synapse_host.placement import hardware
+from synapse_host.placement.matrix import load
 
 
 def configure(parser: Parser) -> None:
@@ -32,7 +34,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     matrix = load(args.matrix)
     with console.stages("looking"):
         profile = hardware.detect(hardware.floor_keys(matrix, matrix.engines))
-        found = list(lane_certificates.listed(matrix, catalogue.readable(args.models_dir), profile))
+        found = list(standing.listed(matrix, catalogue.readable(args.models_dir), profile))
     now = datetime.now(UTC)
     console.document({"certificates": [_row(one, now) for one in found]})
     for one in found:

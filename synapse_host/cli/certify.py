@@ -11,20 +11,22 @@ from typing import Any
 
 import msgspec
 
-from synapse_host import catalogue, hardware, orders
-from synapse_host import evidence as documents
-from synapse_host.certification import Order
+from synapse_host.certificates import document as documents
+from synapse_host.certificates.document import Evidence, Gate
+from synapse_host.certificates.recheck import recheck
+from synapse_host.certificates.standing import Certificate
+from synapse_host.certificates.verdict import GROUPS, rule_of
+from synapse_host.certification import orders
+from synapse_host.certification.orders import CarriedOut
+from synapse_host.certification.report import ORIGINS, SIGNS
+from synapse_host.certification.run import Order
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import DEFAULT_MODELS, bundle_of, config_of, model_name, run_orderly
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, SynapseError
-from synapse_host.evidence import Evidence, Gate
-from synapse_host.gates import GROUPS, rule_of
-from synapse_host.lane_certificates import Certificate
-from synapse_host.matrix import load
-from synapse_host.orders import CarriedOut
-from synapse_host.recheck import recheck
-from synapse_host.report import ORIGINS, SIGNS
+from synapse_host.models import catalogue
+from synapse_host.placement import hardware
+from synapse_host.placement.matrix import load
 
 
 def configure(parser: Parser) -> None:

@@ -9,12 +9,12 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from synapse_host import catalogue
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.session import DEFAULT_MODELS, run_host
 from synapse_host.errors import EXIT_FAILED, EXIT_OK
-from synapse_host.matrix import load as load_matrix
+from synapse_host.models import catalogue
+from synapse_host.placement.matrix import load as load_matrix
 
 if TYPE_CHECKING:
     from synapse_host.host import Host

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from synapse_host import catalogue, doctor
+from synapse_host import doctor
 from synapse_host.cli import host_version
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.doctor import Report
 from synapse_host.errors import EXIT_FAILED, EXIT_OK
-from synapse_host.floor import TIME_LIMIT
-from synapse_host.matrix import load
+from synapse_host.models import catalogue
+from synapse_host.placement.matrix import load
+from synapse_host.placement.probe import TIME_LIMIT
 
 GB: Final = 1024**3
 

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from synapse_host.bulk.jsonl import read_texts
 from synapse_host.cli.console import Console
-from synapse_host.cli.jsonl import read_texts
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import (
     OWN_HOST,
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _to_file(args: argparse.Namespace, console: Console) -> int:
-    from synapse_host.cli.embed_file import Texts, embed_to_file, place
+    from synapse_host.bulk.embed_file import Texts, embed_to_file, place
 
     place(args.out, args.file)  # what can't be written is told before anything is read
     # Here and not on the host's loop: a pipe that nobody writes to ends with a signal, or with the deadline.

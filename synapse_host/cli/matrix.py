@@ -8,15 +8,16 @@ from typing import Any
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle
-from synapse_host import catalogue, hardware
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError, nearest
 from synapse_host.cli.session import DEFAULT_MODELS, bundle_of
 from synapse_host.errors import EXIT_HARDWARE, EXIT_OK, BundleInvalid, SynapseError
-from synapse_host.matrix import HardwareMatrix, Lane
-from synapse_host.matrix import load as load_matrix
-from synapse_host.matrix_schema import json_schema
-from synapse_host.placement import Considered, Placement, select
+from synapse_host.models import catalogue
+from synapse_host.placement import hardware
+from synapse_host.placement.matrix import HardwareMatrix, Lane
+from synapse_host.placement.matrix import load as load_matrix
+from synapse_host.placement.matrix_schema import json_schema
+from synapse_host.placement.select import Considered, Placement, select
 
 
 def configure(parser: Parser) -> None:

@@ -10,10 +10,10 @@ from msgspec import UNSET
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
-from synapse_host import builder, catalogue
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid, InvalidRequest
+from synapse_host.models import builder, catalogue
 
 
 def configure(parser: Parser) -> None:

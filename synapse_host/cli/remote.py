@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from synapse_host import errors
 from synapse_host.errors import DeadlineExceeded, InvalidRequest, SynapseError
-from synapse_host.listener import SUN_PATH, RuntimeDirectory, peer_of
+from synapse_host.worker.listener import SUN_PATH, RuntimeDirectory, peer_of
 
 MAX_ANSWER: Final = 16 * 1024 * 1024
 CONNECT_S: Final = 5.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from synapse_host.bulk.jsonl import lines, opened, pair_of
 from synapse_host.cli.console import Console
-from synapse_host.cli.jsonl import lines, opened, pair_of
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import (
     OWN_HOST,

@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from synapse_host import catalogue
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.config import HostConfig
 from synapse_host.errors import DeadlineExceeded
-from synapse_host.matrix import HardwareMatrix
-from synapse_host.matrix import load as load_matrix
+from synapse_host.models import catalogue
+from synapse_host.placement.matrix import HardwareMatrix
+from synapse_host.placement.matrix import load as load_matrix
 
 if TYPE_CHECKING:
     from synapse_host.host import Host

@@ -12,14 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from synapse_host import catalogue, certificates, hardware, places, remains
-from synapse_host import floor as floors
+from synapse_host.certificates import binding
 from synapse_host.doctor import engines, machine, models
 from synapse_host.doctor.engines import EngineReport
 from synapse_host.doctor.finding import Finding, Severity
-from synapse_host.listener import SUN_PATH
-from synapse_host.matrix import HardwareMatrix
-from synapse_host.places import NoHome, NoTemporary
+from synapse_host.models import catalogue
+from synapse_host.placement import hardware, places
+from synapse_host.placement import probe as floors
+from synapse_host.placement.matrix import HardwareMatrix
+from synapse_host.placement.places import NoHome, NoTemporary
+from synapse_host.worker import runtime_dir as remains
+from synapse_host.worker.listener import SUN_PATH
 
 __all__ = ["EngineReport", "Finding", "Report", "Severity", "examine"]
 
@@ -70,9 +73,7 @@ def examine(
         cache = floors.FloorCache(cache_dir or hardware.default_cache_dir(), hardware.machine_id())
         floor_job = pool.submit(floors.ask, keys, cache=cache, fresh=True, limit=probe_limit)
         foreign_job = pool.submit(engines.foreign_floors, matrix, probe_limit)
-        version_jobs = {
-            id: pool.submit(certificates.version_line, matrix, engine) for id, engine in matrix.engines.items()
-        }
+        version_jobs = {id: pool.submit(binding.version_line, matrix, engine) for id, engine in matrix.engines.items()}
         bundle_job = pool.submit(lambda: list(models.bundle_findings(models_dir)) if models_dir else [])
         profile = replace(profile_job.result(), floors=floor_job.result())
         foreign = foreign_job.result()

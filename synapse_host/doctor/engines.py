@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from synapse_host import floor as floors
-from synapse_host import interpreter
 from synapse_host.doctor.finding import Finding, Severity
 from synapse_host.errors import BackendMissing
-from synapse_host.floor import Floor
-from synapse_host.hardware import HostProfile
-from synapse_host.matrix import Engine, HardwareMatrix
-from synapse_host.placement import floor_text, hardware_reason, has_no_code
+from synapse_host.placement import interpreter
+from synapse_host.placement import probe as floors
+from synapse_host.placement.hardware import HostProfile
+from synapse_host.placement.matrix import Engine, HardwareMatrix
+from synapse_host.placement.probe import Floor
+from synapse_host.placement.select import floor_text, hardware_reason, has_no_code
 
 _INSTALL: Final = {
     "llama": "pip install 'synapse-workers[llama]'   (compiles for about 4 minutes on 2 cores)",

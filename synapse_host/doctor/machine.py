@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from synapse_host import remains
 from synapse_host.doctor.finding import Finding
-from synapse_host.listener import SUN_PATH
+from synapse_host.worker import runtime_dir
+from synapse_host.worker.listener import SUN_PATH
 
 GIB: Final = 1024**3
 MIN_DESCRIPTORS: Final = 256
@@ -107,7 +107,7 @@ def socket_findings(runtime: Path) -> Iterator[Finding]:
 
 def abandoned_findings(roots: Iterable[Path]) -> Iterator[Finding]:
     """Report private runtime directories whose hosts were killed; the next one-shot verb removes them."""
-    found = [path for root in roots for path in remains.abandoned(root)]
+    found = [path for root in roots for path in runtime_dir.abandoned(root)]
     if found:
         number = "1 runtime directory" if len(found) == 1 else f"{len(found)} runtime directories"
         what = f"{number} of hosts that were killed, first {found[0]}; the next synapse embed removes what is left"
@@ -118,7 +118,7 @@ def stale_findings(runtime: Path) -> Iterator[Finding]:
     """Report what hosts that were killed left behind: sockets of ours that nobody listens on."""
     if os.name != "posix":
         return
-    known = set(remains.abandoned(runtime))
+    known = set(runtime_dir.abandoned(runtime))
     stale = [path for path in _sockets(runtime) if path.parents[2] not in known and not _listening(path)]
     if stale:
         roots = sorted({str(path.parents[2]) for path in stale})

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
-from synapse_host import builder, catalogue, certificates, lane_certificates
+from synapse_host.certificates import binding, standing
 from synapse_host.doctor.finding import Finding
 from synapse_host.errors import SynapseError
-from synapse_host.hardware import HostProfile
-from synapse_host.matrix import HardwareMatrix
+from synapse_host.models import builder, catalogue
+from synapse_host.placement.hardware import HostProfile
+from synapse_host.placement.matrix import HardwareMatrix
 
 
 def bundle_findings(models_dir: Path) -> Iterator[Finding]:
@@ -50,9 +51,9 @@ def certificate_findings(
     data_dir: Path | None = None,
 ) -> Iterator[Finding]:
     """Say of every certificate on this machine whether it is valid, and what voided it. *versions*: worker lines."""
-    identities = {id: certificates.identity_of(line) for id, line in versions.items()}
+    identities = {id: binding.identity_of(line) for id, line in versions.items()}
     bundles = catalogue.readable(models_dir)
-    for one in lane_certificates.listed(matrix, bundles, profile, data_dir=data_dir, identities=identities):
+    for one in standing.listed(matrix, bundles, profile, data_dir=data_dir, identities=identities):
         found = one.certificate
         if found.evidence is None:
             why, name = "; ".join(found.why), found.path.stem[:12]

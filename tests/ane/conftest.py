@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from engines.ane.build import build
+from engines.ane.build.convert import build
 from engines.ane.engine import AneEngine
 from engines.ane.model import AneModel
 from engines.ane.shapes import Key
 from engines.bundle import manifest
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Artifact, Bundle
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.messages import Load
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import ProgressReporter, silent
@@ -119,7 +119,7 @@ def load(bundles: Bundles) -> Iterator[Callable[..., AneModel]]:
 
 def _real(name: str, keys: list[Key], tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """Build Core ML functions from a default bundle's fp32 package; skip where the model isn't installed."""
-    from synapse_host import catalogue
+    from synapse_host.models import catalogue
 
     found = catalogue.installed().get(name)
     if found is None:

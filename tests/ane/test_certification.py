@@ -23,14 +23,15 @@ from engines.bundle import fixtures, manifest
 from engines.bundle.digest import file_digest
 from engines.bundle.manifest import Bundle, FileRef
 from engines.protocol.messages import ANE_ENGINE
-from synapse_host import assignment, certificates, gates, lane_certificates
-from synapse_host import evidence as documents
-from synapse_host.certification import Order, certify
+from synapse_host.certificates import binding, standing, verdict
+from synapse_host.certificates import document as documents
+from synapse_host.certificates.document import Evidence, Function, Placement
+from synapse_host.certification.run import Order, certify
 from synapse_host.config import HostConfig
 from synapse_host.errors import SynapseError
-from synapse_host.evidence import Evidence, Function, Placement
 from synapse_host.host import Host
-from synapse_host.matrix import load as load_matrix
+from synapse_host.placement import assignment
+from synapse_host.placement.matrix import load as load_matrix
 from tests.ane.make_goldens import GOLDENS, rows
 from tests.support.certified import document, grant
 from tests.support.evidence import REFERENCE, placement
@@ -90,8 +91,8 @@ def matrix(home: Path) -> Path:
 @pytest.fixture
 def evaluator_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let lanes expect the evaluator's name, and its ``--version`` say the engine's: what only a test can do."""
-    ask = certificates.version_line
-    monkeypatch.setattr(certificates, "version_line", lambda *a: ask(*a).replace(ENGINE, ANE_ENGINE))
+    ask = binding.version_line
+    monkeypatch.setattr(binding, "version_line", lambda *a: ask(*a).replace(ENGINE, ANE_ENGINE))
     made = assignment._spec
 
     def expecting(*args: Any, **fields: Any) -> Any:
@@ -152,7 +153,7 @@ def test_with_good_numbers_and_no_share_the_evaluator_still_ends_uncertified(evi
     assert passed["min_cosine"] and passed["batch_single"] and passed["order"] and passed["limits"]
     assert evidence.placement is not None and evidence.placement.share is None
     assert evidence.verdict == "uncertified" and "placement_unreported" in evidence.reasons
-    assert not passed["placement_share"] and gates.qualified_widths(evidence) == []
+    assert not passed["placement_share"] and verdict.qualified_widths(evidence) == []
 
 
 @pytest.mark.timeout(300)
@@ -181,11 +182,11 @@ def placed(evidence: Evidence, **packed: Any) -> Evidence:
 
 def test_a_width_qualifies_only_with_everything_shown(evidence: Evidence) -> None:
     whole = placed(evidence)
-    assert gates.qualified_widths(whole) == [64]
+    assert verdict.qualified_widths(whole) == [64]
     (packing,) = whole.packing
 
     def bent(**fields: Any) -> list[int]:
-        return gates.qualified_widths(
+        return verdict.qualified_widths(
             msgspec.structs.replace(whole, packing=[msgspec.structs.replace(packing, **fields)])
         )
 
@@ -199,10 +200,10 @@ def test_a_width_qualifies_only_with_everything_shown(evidence: Evidence) -> Non
     parts = {name: getattr(packing, name)[:short] for name in ("cosine", "alone", "moved")}
     assert bent(mixes=packing.mixes[:2], **parts) == [], "24 rows of 2 mixes prove nothing"
     on_cpu = {"conv": {"neuralEngine": 98, "cpu": 1}, "ios17.gather": {"cpu": 1}}
-    assert gates.qualified_widths(placed(evidence, operations=on_cpu)) == []
-    assert gates.qualified_widths(placed(evidence, operations={"conv": {"unknown": 9, "neuralEngine": 1}})) == []
-    assert gates.qualified_widths(placed(evidence, cost={"neuralEngine": 0.9, "cpu": 0.1})) == []
-    assert gates.qualified_widths(placed(evidence, cost={})) == []
+    assert verdict.qualified_widths(placed(evidence, operations=on_cpu)) == []
+    assert verdict.qualified_widths(placed(evidence, operations={"conv": {"unknown": 9, "neuralEngine": 1}})) == []
+    assert verdict.qualified_widths(placed(evidence, cost={"neuralEngine": 0.9, "cpu": 0.1})) == []
+    assert verdict.qualified_widths(placed(evidence, cost={})) == []
 
 
 def certificate(evidence: Evidence, toy: Bundle, matrix: Path, data: Path, ms: float, **machine: Any) -> None:
@@ -219,9 +220,9 @@ def certificate(evidence: Evidence, toy: Bundle, matrix: Path, data: Path, ms: f
         packing=evidence.packing,
         cost_ms=dict.fromkeys(FUNCTIONS, ms),
     )
-    assert gates.qualified_widths(whole) == [64] and whole.verdict == "certified", whole.reasons
+    assert verdict.qualified_widths(whole) == [64] and whole.verdict == "certified", whole.reasons
     whole = msgspec.structs.replace(whole, machine=msgspec.structs.replace(whole.machine, **machine))
-    assert lane_certificates.settle(whole, loaded, data) is not None
+    assert standing.settle(whole, loaded, data) is not None
 
 
 def serve(matrix: Path, toy: Bundle, data: Path) -> tuple[Any, dict[str, Any]]:
@@ -275,7 +276,7 @@ def test_a_reranker_s_functions_are_timed_and_a_slow_one_is_refused(
     loaded = load_matrix(path)
     for ms, refused in ((1e5, False), (1e-6, True)):
         held = grant(loaded, "ane", judge, tmp_path, ane=True, cost_ms=dict.fromkeys(buckets, ms))
-        assert gates.qualified_widths(documents.read(held)[0]) == []
+        assert verdict.qualified_widths(documents.read(held)[0]) == []
         if refused:
             with pytest.raises(SynapseError) as caught:
                 asyncio.run(one_pair())

@@ -18,10 +18,10 @@ import pytest
 
 from engines.ane.model import AneModel
 from engines.bundle import preparation
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.errors import EngineError, ErrorCode
-from synapse_host.matrix import load as load_matrix
-from synapse_host.recheck import recheck
+from synapse_host.certificates.recheck import recheck
+from synapse_host.placement.matrix import load as load_matrix
 from tests.ane.coreml_answers import MilFunction, Op
 from tests.ane.coreml_standin import FLOOR, NEWEST, Framework
 from tests.hardware import coreml_calls, test_mac_cpu

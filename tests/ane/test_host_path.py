@@ -15,17 +15,17 @@ import pytest
 
 from engines.bundle.manifest import Bundle
 from engines.protocol.messages import Vectors
-from synapse_host.ane_lane import AneFleet
 from synapse_host.errors import LaneRefused
+from synapse_host.residency.lane import AneFleet
 from tests.ane.make_goldens import GOLDENS, rows
-from tests.host.conftest import embed, lanes_in
+from tests.support.lanes import embed, lanes_in
 from tests.support.mil_reference import ENGINE
 
 pytestmark = pytest.mark.process
 
 
 def lane_fields(bundle: Bundle, expected: str) -> dict[str, object]:
-    from synapse_host.lane import LoadSpec
+    from synapse_host.placement.spec import LoadSpec
 
     (artifact,) = bundle.artifacts("coreml")
     return {

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from engines.ane import compute_plan, placement
+from engines.ane.build.plan import counted
 from engines.ane.compute_plan import Device, Function, Operation, PlanView
-from engines.ane.plan import counted
 from engines.bundle.manifest import Bundle
 from engines.protocol.errors import EngineError, ErrorCode
-from synapse_host import evidence as documents
-from synapse_host import figures
+from synapse_host.certificates import document as documents
+from synapse_host.certificates import figures
 from tests.ane.coreml_answers import MilFunction
 from tests.support.coreml_plan import from_coremltools
 

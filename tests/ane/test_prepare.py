@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engines.ane import prepare as tool
 from engines.ane.backend import Source
+from engines.ane.build import prepare as tool
 from engines.ane.package import FunctionSpec, PackageSpec, read_spec
 from engines.bundle import manifest, preparation
 from engines.bundle.digest import file_digest, tree_digest
@@ -23,7 +23,7 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Load
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
-from synapse_host import builder
+from synapse_host.models import builder
 from tests.support.ane_worker import ReferenceEngine
 from tests.support.mil_reference import ReferenceBackend, ReferenceProgram
 
@@ -35,7 +35,7 @@ class CompiledBackend(ReferenceBackend):
 
     formats = frozenset({"mlmodelc", "coreml"})
     reads_packages = False
-    build = "24A335"
+    convert = "24A335"
 
     def __init__(self) -> None:
         self.opened: list[Source] = []
@@ -261,11 +261,11 @@ def test_only_old_staging_is_swept(tmp_path: Path) -> None:
 
 
 def test_off_a_mac_prepare_says_why(bundles: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from engines.ane import build
+    from engines.ane.build import convert
 
     if sys.platform == "darwin":
         pytest.skip("this is a Mac")
-    assert build.main(["prepare", str(bundles("bert").root), "--cache", str(tmp_path)]) == 1
+    assert convert.main(["prepare", str(bundles("bert").root), "--cache", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert out == "" and "os_unsupported" in err
 

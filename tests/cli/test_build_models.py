@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from synapse_host import catalogue
 from synapse_host.cli import main
+from synapse_host.models import catalogue
 from tests.support import toy_models
 
 pytestmark = pytest.mark.process

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from synapse_host.certificates.document import Gate
 from synapse_host.cli import certify
 from synapse_host.cli.console import Console
-from synapse_host.evidence import Gate
 from tests.cli.conftest import Command
 from tests.support.evidence import evidence
 from tests.support.sabotage import embed_arrays, give_fixtures, rewrite

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from synapse_host import certification
+from synapse_host.certification import run as certification
 from synapse_host.cli import VERBS, main, remote
 from synapse_host.cli.session import left, limited, run_orderly
 from synapse_host.errors import DeadlineExceeded
-from synapse_host.listener import RuntimeDirectory
+from synapse_host.worker.listener import RuntimeDirectory
 from tests.cli.conftest import Command
 
 pytestmark = [
@@ -70,7 +70,7 @@ def test_the_command_ends_while_a_huge_text_is_still_tokenised(cli: Command, mor
     cli.setup().bundle("toy")
     (cli.root / "long.jsonl").write_text(json.dumps("a " * 20_000) + "\n")
     stuck = (
-        "import sys, time; from synapse_host.cli import main; from synapse_host.tokenize import TextTokenizer\n"
+        "import sys, time; from synapse_host.cli import main; from synapse_host.text.tokenizer import TextTokenizer\n"
         "TextTokenizer.rows = lambda *_, **__: time.sleep(600)\n"
         "sys.exit(main())"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from synapse_host.cli.embed_file import alone
+from synapse_host.bulk.embed_file import alone
 from synapse_host.errors import InvalidRequest
 from tests.cli.conftest import Command
 
@@ -80,7 +80,7 @@ def test_what_can_t_be_written_leaves_nothing_but_an_older_result(cli: Command, 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit of file sizes")
 def test_a_lock_that_can_t_be_written_isn_t_left(tmp_path: Path) -> None:
     code = (
-        "import pathlib, resource\nfrom synapse_host.cli.embed_file import alone\n"
+        "import pathlib, resource\nfrom synapse_host.bulk.embed_file import alone\n"
         "from synapse_host.errors import SynapseError\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         f"try:\n    with alone(pathlib.Path({str(tmp_path / 'x.npy')!r})): pass\n"
         "except SynapseError as exc: raise SystemExit(exc.message)"
@@ -92,7 +92,7 @@ def test_a_lock_that_can_t_be_written_isn_t_left(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_a_killed_run_locks_nobody_out(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from synapse_host.cli.embed_file import alone\n" + (
+    code = "import sys, pathlib; from synapse_host.bulk.embed_file import alone\n" + (
         f"with alone(pathlib.Path({str(tmp_path / 'x.npy')!r})): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

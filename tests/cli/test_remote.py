@@ -11,7 +11,7 @@ import pytest
 
 from synapse_host.cli import remote
 from synapse_host.errors import DeadlineExceeded
-from synapse_host.listener import RuntimeDirectory
+from synapse_host.worker.listener import RuntimeDirectory
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="Unix sockets")
 

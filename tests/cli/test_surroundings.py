@@ -101,7 +101,7 @@ def test_a_run_that_fails_at_once_leaves_an_older_result_alone(
 
 def test_out_has_its_blocks_before_anything_is_computed(cli: Command) -> None:
     """A hole that is mapped and written on a full disk ends the process by SIGBUS."""
-    from synapse_host.cli.embed_file import _allocate
+    from synapse_host.bulk.embed_file import _allocate
 
     out = cli.root / "x.npy"
     array = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(4096, 64))
@@ -111,7 +111,7 @@ def test_out_has_its_blocks_before_anything_is_computed(cli: Command) -> None:
 
 
 def test_out_without_the_call_for_blocks_keeps_the_header(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from synapse_host.cli.embed_file import _allocate
+    from synapse_host.bulk.embed_file import _allocate
 
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     out = cli.root / "x.npy"
@@ -123,7 +123,7 @@ def test_out_without_the_call_for_blocks_keeps_the_header(cli: Command, monkeypa
 
 
 def test_a_place_without_room_is_an_error_and_leaves_nothing(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from synapse_host.cli.embed_file import _allocate
+    from synapse_host.bulk.embed_file import _allocate
 
     out = cli.root / "x.npy"
     np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(9, 9))
@@ -169,7 +169,7 @@ def test_an_endless_line_in_a_plain_file_is_refused_while_it_is_counted(cli: Com
     [("rows_done", True), ("rows_done", -1), ("rows_done", 99), ("truncated", ["x"]), ("truncated", [5])],
 )
 def test_a_resume_file_that_lies_is_not_believed(cli: Command, name: str, value: object) -> None:
-    from synapse_host.cli.embed_file import _resume
+    from synapse_host.bulk.embed_file import _resume
 
     out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
     with (cli.root / "x.npy.partial").open("wb") as file:
@@ -182,7 +182,7 @@ def test_a_resume_file_that_lies_is_not_believed(cli: Command, name: str, value:
 
 
 def test_an_archive_in_place_of_the_vectors_is_not_resumed(cli: Command) -> None:
-    from synapse_host.cli.embed_file import _resume
+    from synapse_host.bulk.embed_file import _resume
 
     out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
     note.write_text(json.dumps({"rows_done": 2, "truncated": []}))

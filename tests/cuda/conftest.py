@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from engines.bundle import manifest
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Bundle
+from engines.checkpoint.read import Checkpoint
 from engines.cuda.engine import CudaEngine
 from engines.cuda.model import OwnedModel
 from engines.runtime.batch import TokenBatch
@@ -99,7 +99,7 @@ def load() -> Iterator[Loader]:
 
 def real_bundle(name: str) -> Bundle:
     """Return a default bundle from the models folder, or skip: `synapse models install` makes it."""
-    from synapse_host import catalogue
+    from synapse_host.models import catalogue
 
     root = Path(os.environ.get("SYNAPSE_MODELS_DIR") or catalogue.models_dir()) / name
     if not (root / manifest.FILE_NAME).is_file():

@@ -16,11 +16,11 @@ import onnxruntime
 import pytest
 from cuda.bindings import driver, runtime
 
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 from engines.cuda import binding
-from engines.cuda.families import build
 from engines.cuda.faults import KEPT, STICKY, refuse
-from engines.cuda.graph import Graph, Variant, WeightStore
+from engines.cuda.graphs.builder import Graph, Variant, WeightStore
+from engines.cuda.graphs.families import build
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime.engine import DeviceLost
 from tests.cuda.test_graph import spec_of

@@ -13,11 +13,12 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from engines.bundle import facts
-from engines.bundle.checkpoint import Checkpoint
-from engines.cuda import binding, graph
-from engines.cuda.families import build, cpu_variants, cuda_variants, recorded_variants
-from engines.cuda.graph import CONTRIB, Graph, GraphBuilder, ModelSpec, Variant, WeightStore, rope_tables
+from engines.checkpoint import facts
+from engines.checkpoint.read import Checkpoint
+from engines.cuda import binding
+from engines.cuda.graphs import builder
+from engines.cuda.graphs.builder import CONTRIB, Graph, GraphBuilder, ModelSpec, Variant, WeightStore, rope_tables
+from engines.cuda.graphs.families import build, cpu_variants, cuda_variants, recorded_variants
 from engines.cuda.revision import SOURCES, source_revision
 from engines.protocol.errors import EngineError, ErrorCode
 from tests.cuda.cases import CASES, Case
@@ -70,8 +71,8 @@ def padded_feed(rows: Sequence[Sequence[int]], width: int, pad: int = 0) -> dict
 def run(graph: Graph, rows: Sequence[Sequence[int]], width: int, *, pad: int = 0) -> np.ndarray:
     """Run padded rows of one width."""
     feed = padded_feed(rows, width, pad)
-    session = binding.session(graph, threads=1)
-    output: np.ndarray = session.run(None, {name: feed[name] for name in graph.inputs})[0]
+    session = binding.session(builder, threads=1)
+    output: np.ndarray = session.run(None, {name: feed[name] for name in builder.inputs})[0]
     return output
 
 
@@ -147,9 +148,9 @@ def test_the_packed_graph_equals_transformers(
 ) -> None:
     """No provider but CUDA has packed attention: onnx's evaluator computes it here."""
     c = case(name)
-    graph = graph_of(checkpoints(name), Variant("f32", "packed"))
+    builder = graph_of(checkpoints(name), Variant("f32", "packed"))
     for spare in (0, 5):
-        error(c, evaluate(graph, packed_feed(c.rows(), spare)), goldens[name])
+        error(c, evaluate(builder, packed_feed(c.rows(), spare)), goldens[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -162,8 +163,8 @@ def test_the_recorded_graph_equals_transformers(
         variant = replace(variant, cuda=True)
         chosen = rows_for(name, variant)
         rows = [c.rows()[i] for i in chosen]
-        graph = graph_of(checkpoints(name), variant)
-        error(c, evaluate(graph, padded_feed(rows, width_for(rows, variant))), goldens[name][chosen])
+        builder = graph_of(checkpoints(name), variant)
+        error(c, evaluate(builder, padded_feed(rows, width_for(rows, variant))), goldens[name][chosen])
 
 
 @pytest.mark.parametrize("name", ["bert-mean", "modernbert-rerank", "qwen3-last", "qwen3-rerank"])
@@ -186,12 +187,12 @@ def test_padding_never_reaches_a_row(name: str, checkpoints: Checkpoints) -> Non
     """Whatever fills the padding, and however much of it there is."""
     c = case(name)
     variant = variants(name, "plain")[-1]
-    graph = graph_of(checkpoints(name), variant)
+    builder = graph_of(checkpoints(name), variant)
     rows = [row for row in c.rows() if len(row) <= 18]
-    base = run(graph, rows, 24, pad=0)
-    assert np.abs(run(graph, rows, 24, pad=c.vocab - 1) - base).max() == 0.0
-    assert np.abs(run(graph, rows, 64, pad=1) - base).max() <= 2e-5
-    alone = np.concatenate([run(graph, [row], width_for([row], variant)) for row in rows])
+    base = run(builder, rows, 24, pad=0)
+    assert np.abs(run(builder, rows, 24, pad=c.vocab - 1) - base).max() == 0.0
+    assert np.abs(run(builder, rows, 64, pad=1) - base).max() <= 2e-5
+    alone = np.concatenate([run(builder, [row], width_for([row], variant)) for row in rows])
     assert np.abs(alone - base).max() <= 2e-5
 
 
@@ -201,9 +202,9 @@ def test_the_window_matters(checkpoints: Checkpoints, goldens: dict[str, np.ndar
     spec = spec_of(checkpoint)
     config = {**checkpoint.config, "layer_types": ["full_attention"] * checkpoint.config["num_hidden_layers"]}
     full = ModelSpec(spec.family, spec.task, spec.dims, config, spec.pooling, spec.normalize)
-    graph = build(full, WeightStore(checkpoint.tensors, "f32"), Variant("f32", "plain", window=True))
+    builder = build(full, WeightStore(checkpoint.tensors, "f32"), Variant("f32", "plain", window=True))
     rows = case("modernbert-cls").rows()
-    similar = cosines(run(graph, rows, 200), goldens["modernbert-cls"])
+    similar = cosines(run(builder, rows, 200), goldens["modernbert-cls"])
     assert similar[-1] < 0.999
 
 
@@ -211,9 +212,9 @@ def test_token_types_matter(checkpoints: Checkpoints, goldens: dict[str, np.ndar
     checkpoint = checkpoints("bert-rerank")
     spec = spec_of(checkpoint)
     untyped = ModelSpec(spec.family, spec.task, 1, spec.config, head=spec.head)
-    graph = build(untyped, WeightStore(checkpoint.tensors, "f32"), Variant())
+    builder = build(untyped, WeightStore(checkpoint.tensors, "f32"), Variant())
     rows = case("bert-rerank").rows()
-    assert np.abs(run(graph, rows, 64)[:, 0] - goldens["bert-rerank"]).max() > 0.1
+    assert np.abs(run(builder, rows, 64)[:, 0] - goldens["bert-rerank"]).max() > 0.1
 
 
 # --- structure -------------------------------------------------------------------------------------------------------
@@ -233,18 +234,20 @@ def test_structure_of_every_variant(name: str, checkpoints: Checkpoints) -> None
     """int32 in, float32 out, nothing about shapes, no sigmoid in a head, every operator as the runtime declares it."""
     schemas = {(s.domain, s.name): s for s in ort.capi.onnxruntime_pybind11_state.get_all_operator_schema()}
     for variant in every_variant(checkpoints(name)):
-        graph = graph_of(checkpoints(name), variant)
-        model = onnx.load_model_from_string(graph.model)
-        assert len(graph.model) < 1 << 20, "weights belong outside"
+        builder = graph_of(checkpoints(name), variant)
+        model = onnx.load_model_from_string(builder.model)
+        assert len(builder.model) < 1 << 20, "weights belong outside"
         kinds = {node.op_type for node in model.graph.node}
         assert not kinds & {"Shape", "Size", "Range", "Expand", "ConstantOfShape", "If", "Loop"}
         if variant.attention != "plain" or not name.startswith("qwen3"):
             assert "Sigmoid" not in kinds  # qwen3's plain SwiGLU is x * sigmoid(x)
-        assert [i.type.tensor_type.elem_type for i in model.graph.input] == [onnx.TensorProto.INT32] * len(graph.inputs)
+        assert [i.type.tensor_type.elem_type for i in model.graph.input] == [onnx.TensorProto.INT32] * len(
+            builder.inputs
+        )
         output = model.graph.output[0]
         assert output.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
         assert output.name == ("logits" if case(name).task == "rerank" else "embedding")
-        big = {key: array for key, array in graph.weights.items() if array.ndim == 2 and not key.endswith(":f32")}
+        big = {key: array for key, array in builder.weights.items() if array.ndim == 2 and not key.endswith(":f32")}
         if variant.precision == "f16":
             assert all(array.dtype == np.float16 for key, array in big.items() if key != "readout")
         for node in model.graph.node:
@@ -262,12 +265,12 @@ def test_structure_of_every_variant(name: str, checkpoints: Checkpoints) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_graphs_are_standard_onnx(name: str, checkpoints: Checkpoints) -> None:
     for variant in variants(name, "plain"):
-        graph = graph_of(checkpoints(name), variant)
-        model = onnx.load_model_from_string(graph.model)
+        builder = graph_of(checkpoints(name), variant)
+        model = onnx.load_model_from_string(builder.model)
         assert {node.domain for node in model.graph.node} == {""}
         for tensor in model.graph.initializer:  # the checker wants files or data, these come from memory
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                array = graph.weights[tensor.name]
+                array = builder.weights[tensor.name]
                 tensor.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
         onnx.checker.check_model(model, full_check=True)
 
@@ -308,19 +311,19 @@ def test_gpu_graphs_hold_only_what_the_cuda_provider_has(
 def test_every_input_and_weight_is_read(name: str, checkpoints: Checkpoints) -> None:
     """An input that no node reads costs a copy to the host in every run on the GPU."""
     for variant in every_variant(checkpoints(name)):
-        graph = graph_of(checkpoints(name), variant)
-        model = onnx.load_model_from_string(graph.model)
+        builder = graph_of(checkpoints(name), variant)
+        model = onnx.load_model_from_string(builder.model)
         read = {value for node in model.graph.node for value in node.input}
-        assert {i.name for i in model.graph.input} == set(graph.inputs) <= read
-        assert {i.name for i in model.graph.initializer} <= read and set(graph.weights) <= read
+        assert {i.name for i in model.graph.input} == set(builder.inputs) <= read
+        assert {i.name for i in model.graph.initializer} <= read and set(builder.weights) <= read
         used = read | {model.graph.output[0].name}
         assert all(used.intersection(node.output) for node in model.graph.node)
 
 
 def test_packed_graph_takes_rows_end_to_end(checkpoints: Checkpoints) -> None:
-    graph = graph_of(checkpoints("bert-rerank"), Variant("f16", "packed"))
-    assert set(graph.inputs) == {"input_ids", "positions", "type_starts", "token_offset", "cu_seqlens"}
-    model = onnx.load_model_from_string(graph.model)
+    builder = graph_of(checkpoints("bert-rerank"), Variant("f16", "packed"))
+    assert set(builder.inputs) == {"input_ids", "positions", "type_starts", "token_offset", "cu_seqlens"}
+    model = onnx.load_model_from_string(builder.model)
     packed = [node for node in model.graph.node if node.op_type == "PackedMultiHeadAttention"]
     assert len(packed) == 2
     for node in packed:
@@ -357,8 +360,8 @@ def test_graphs_of_a_model_share_their_weights(checkpoints: Checkpoints) -> None
 def test_a_table_is_not_copied(checkpoints: Checkpoints) -> None:
     """Mapped tensors that need no change stay mapped."""
     checkpoint = checkpoints("qwen3-last")
-    graph = graph_of(checkpoint, Variant())
-    table = graph.weights["embed_tokens.weight"]
+    builder = graph_of(checkpoint, Variant())
+    table = builder.weights["embed_tokens.weight"]
     assert not table.flags.owndata and not table.flags.writeable
 
 
@@ -397,9 +400,9 @@ def test_refuses_what_it_cannot_build(checkpoints: Checkpoints) -> None:
 def small(body: Callable[[GraphBuilder], Graph], *, dims: int = 2, normalize: bool = False, **feed: np.ndarray) -> Any:
     """Run a graph made of a few builder calls."""
     spec = ModelSpec("bert", "embed", dims, {"hidden_size": dims}, normalize=normalize)
-    graph = body(GraphBuilder(spec, WeightStore({}, "f32"), Variant()))
-    read = {name: feed[name] for name in graph.inputs}
-    return binding.session(graph, threads=1).run(None, read)[0]
+    builder = body(GraphBuilder(spec, WeightStore({}, "f32"), Variant()))
+    read = {name: feed[name] for name in builder.inputs}
+    return binding.session(builder, threads=1).run(None, read)[0]
 
 
 @pytest.mark.parametrize(("pooling", "expected"), [("mean", [4.0, 6.0]), ("last", [6.0, 8.0]), ("cls", [2.0, 4.0])])
@@ -444,4 +447,4 @@ def test_rope_examples() -> None:
 
 def test_revision_follows_every_source_of_numbers() -> None:
     assert re.fullmatch(r"[0-9a-f]{12}", source_revision())
-    assert {file.name for file in Path(graph.__file__).parent.glob("graph*.py")} < set(SOURCES)
+    assert {f"graphs/{file.name}" for file in Path(builder.__file__).parent.glob("[a-z]*.py")} < set(SOURCES)

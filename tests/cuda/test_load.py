@@ -15,14 +15,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.bundle import manifest, safetensors
+from engines.bundle import manifest
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import Bundle
+from engines.checkpoint import safetensors
 from engines.cuda import binding
 from engines.cuda import engine as engine_module
 from engines.cuda.devices import CudaDevice
 from engines.cuda.engine import CudaEngine, kernel_revision, runtime_version
-from engines.cuda.graph import Graph, Variant
+from engines.cuda.graphs.builder import Graph, Variant
 from engines.cuda.model import OwnedModel
 from engines.cuda.revision import source_revision
 from engines.protocol.errors import EngineError, ErrorCode

@@ -16,13 +16,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from synapse_host import birth as birth_module
-from synapse_host.session import Session
-from synapse_host.supervisor import Supervisor
+from synapse_host.supervision.supervisor import Supervisor
+from synapse_host.worker import startup as birth_module
+from synapse_host.worker.session import Session
 from tests.conftest import SETTLE_S, children, descriptors, leaked
 from tests.faults.history import History
 from tests.faults.ledger import Row
-from tests.host.conftest import Lanes, lanes_in
+from tests.support.lanes import Lanes, lanes_in
 
 LIMIT_S = 60.0
 """No single step of a row may take longer: a hang is a finding, not a wait."""

@@ -23,12 +23,12 @@ LIMIT: Final = 95.0
 GROUPS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "protocol": (("engines.protocol",), ("tests/protocol",)),
     "residency": (
-        ("synapse_host.residency", "synapse_host.slots"),
-        ("tests/host/test_residency.py", "tests/host/test_residency_machine.py"),
+        ("synapse_host.residency.core", "synapse_host.residency.types"),
+        ("tests/residency/test_core.py", "tests/residency/test_machine.py"),
     ),
     "matrix": (
-        ("synapse_host.matrix", "synapse_host.matrix_schema", "synapse_host.matrix_yaml"),
-        ("tests/host/test_matrix.py",),
+        ("synapse_host.placement.matrix", "synapse_host.placement.matrix_schema", "synapse_host.placement.source"),
+        ("tests/placement/test_matrix.py",),
     ),
     **{
         name: ((f"synapse_host.{name}",), (f"tests/host/test_{name}.py",))

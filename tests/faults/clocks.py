@@ -12,7 +12,7 @@ from synapse_host.errors import EngineCrashed
 from tests.faults.arena import Arena, arena, until
 from tests.faults.inprocess import SteppedLoop, ThreadProcess, Wire, threads_for_processes
 from tests.faults.ledger import Row
-from tests.host.conftest import FAST
+from tests.support.lanes import FAST
 
 CONFIG = dataclasses.replace(FAST, windows=Windows(setup=4.0, control=4.0, ping=4.0, inference=4.0), handshake=4.0)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from synapse_host.config import Windows
 from synapse_host.errors import EngineCrashed
-from synapse_host.permits import Permits
+from synapse_host.supervision.permits import Permits
 from tests.faults.arena import Arena, appeared, arena, kill, until
 from tests.faults.ledger import Row, cpu_wait
-from tests.host.conftest import FAST
+from tests.support.lanes import FAST
 
 STOP, SPIN = 50, 51
 

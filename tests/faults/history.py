@@ -15,7 +15,7 @@ from typing import Any
 
 from engines.protocol.messages import EmbedBatch, Generate, Item, Pooling, Rerank, Segment
 from synapse_host.errors import SynapseError
-from synapse_host.supervisor import Supervisor
+from synapse_host.supervision.supervisor import Supervisor
 from tests.support.scripted import expected_score, expected_text, expected_vector
 
 FIRST_ORDINARY = 1_000_000

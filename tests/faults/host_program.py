@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from synapse_host.errors import SynapseError
-from synapse_host.permits import Permits
+from synapse_host.supervision.permits import Permits
 from tests.faults.history import History
-from tests.host.conftest import Lanes, lanes_in
 from tests.support import scripted
+from tests.support.lanes import Lanes, lanes_in
 
 BUSY, GIL, LONG = 50, 51, 52
 

@@ -26,7 +26,7 @@ from engines.runtime.engine import WorkerOptions
 from engines.runtime.main import identify
 from engines.runtime.transport import PeerGone, SocketTransport, TransportFailed, connect_socket
 from engines.runtime.worker import DeviceLostExit
-from synapse_host import birth as birth_module
+from synapse_host.worker import startup as birth_module
 from tests.support.scripted import Actions, Script, ScriptedWorker, scripted_engine
 
 JOIN_S = 10.0

@@ -41,13 +41,13 @@ TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "engines.protocol.messages": ("tests/protocol",),
     "engines.protocol.states": ("tests/protocol/test_document.py", "tests/protocol/test_vectors.py"),
     "engines.protocol.errors": ("tests/protocol/test_errors.py", "tests/protocol/test_vectors.py"),
-    "synapse_host.quarantine": ("tests/host/test_quarantine.py",),
-    "synapse_host.watchdog": ("tests/host/test_watchdog.py",),
-    "synapse_host.handshake": ("tests/host/test_handshake.py",),
-    "synapse_host.turns": ("tests/host/test_turns.py",),
-    "synapse_host.permits": ("tests/host/test_permits.py",),
-    "synapse_host.residency": ("tests/host/test_residency.py", "tests/host/test_residency_machine.py"),
-    "synapse_host.gates": ("tests/host/test_gates.py",),
+    "synapse_host.supervision.quarantine": ("tests/supervision/test_quarantine.py",),
+    "synapse_host.worker.watchdog": ("tests/worker/test_watchdog.py",),
+    "synapse_host.worker.handshake": ("tests/worker/test_handshake.py",),
+    "synapse_host.supervision.turns": ("tests/supervision/test_turns.py",),
+    "synapse_host.supervision.permits": ("tests/supervision/test_permits.py",),
+    "synapse_host.residency.core": ("tests/residency/test_core.py", "tests/residency/test_machine.py"),
+    "synapse_host.certificates.verdict": ("tests/certificates/test_verdict.py",),
 }
 """Module -> its own tests."""
 

@@ -22,7 +22,7 @@ from tests.faults.history import History
 from tests.faults.inprocess import SteppedLoop, ThreadProcess, Wire, threads_for_processes
 from tests.faults.ledger import Row
 from tests.faults.spoil import HARMLESS, Plan, SpoiledWire, draw
-from tests.host.conftest import FAST
+from tests.support.lanes import FAST
 
 ROOT = Path(__file__).parents[2]
 CORPUS = Path(__file__).parent / "corpus" / "sessions.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from synapse_host.lane import LaneKind
-from synapse_host.quarantine import Fingerprint, Quarantine, Strike
+from synapse_host.placement.spec import LaneKind
+from synapse_host.supervision.quarantine import Fingerprint, Quarantine, Strike
 from tests.faults.ledger import Row
 
 

@@ -17,7 +17,7 @@ from tests.faults.arena import Arena, alive, arena, until
 from tests.faults.ledger import Row
 from tests.faults.mutations import FRAMES, KILL_S, SCRIPT, TRIES, _typed
 from tests.faults.spoil import Plan, draw
-from tests.host.conftest import FAST
+from tests.support.lanes import FAST
 
 PROGRAM = Path(__file__).with_name("spoiled_worker.py")
 PATIENCE = dataclasses.replace(

@@ -16,9 +16,9 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from synapse_host import listener as listener_module
-from synapse_host import process as process_module
 from synapse_host.errors import EngineCrashed, SynapseError
+from synapse_host.worker import listener as listener_module
+from synapse_host.worker import process as process_module
 from tests.faults.arena import Arena, arena
 from tests.faults.inprocess import ThreadProcess, error_of, threads_for_processes
 from tests.faults.ledger import Row

@@ -109,7 +109,7 @@ def test_a_row_counts_what_its_body_leaves_behind() -> None:
 
 
 def test_the_quarantine_walk_notices_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("synapse_host.quarantine.LIMIT", 3)
+    monkeypatch.setattr("synapse_host.supervision.quarantine.LIMIT", 3)
     row = Row("R14", "x")
     quarantine_model.walk("catalog", 200, 1, row)
     assert row.problems
@@ -155,7 +155,7 @@ def test_mutants_change_one_thing_each() -> None:
 
 
 def test_a_mutant_is_killed_and_an_unchanged_module_is_not() -> None:
-    name = "synapse_host.watchdog"
+    name = "synapse_host.worker.watchdog"
     tests = mutants.TARGETS[name]
     mutant = next(mutant for mutant in mutants.sample(name, None, 0) if "Lt becomes LtE" in mutant.what)
     assert mutants.killed(name, mutant, tests)

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from engines.bundle.manifest import Bundle
-from synapse_host import catalogue, gates, orders
-from synapse_host.certification import Order
+from synapse_host.certificates import verdict
+from synapse_host.certification import orders
+from synapse_host.certification.compute_plan import Plans, plan_tool
+from synapse_host.certification.run import Order
 from synapse_host.config import HostConfig
 from synapse_host.errors import SynapseError
-from synapse_host.matrix import HardwareMatrix, load
-from synapse_host.placements import Plans, plan_tool
+from synapse_host.models import catalogue
+from synapse_host.placement.matrix import HardwareMatrix, load
 
 EVIDENCE = Path(__file__).parents[2] / "evidence"
 MODELS = {"embed": "minilm", "rerank": "ms-marco", "generate": "smollm2"}
@@ -62,7 +64,7 @@ def certified(
         "fault": None if evidence.fault is None else evidence.fault.message,
         "reported": evidence.reported,
         "gates": {gate.name: gate.value for gate in evidence.gates},
-        "packed_widths": gates.qualified_widths(evidence),
+        "packed_widths": verdict.qualified_widths(evidence),
         "evidence": f"{done.document.parent.name}/{done.document.name}",
     }
 

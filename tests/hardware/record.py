@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from synapse_host import floor, hardware, orders
+from synapse_host.certification import orders
+from synapse_host.placement import hardware, probe
 from tests.hardware import lanes
 
 
@@ -29,7 +30,7 @@ class Record:
             "os": f"{self._profile.os} {self._profile.os_version}",
             "os_build": self._profile.os_build,
             "memory_gib": round(self._profile.ram_total / 2**30),
-            "software": {"python": platform.python_version(), **floor.versions(software)},
+            "software": {"python": platform.python_version(), **probe.versions(software)},
             **facts,
             "results": {},
             "outcomes": {},

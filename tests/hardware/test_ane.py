@@ -29,23 +29,24 @@ import pytest
 from engines.ane import REVISION, inputs, placement
 from engines.ane.artifact import sources
 from engines.ane.backend import HINTS, Source
+from engines.ane.build.plan import counted
+from engines.ane.build.prepare import prepare
 from engines.ane.coreml import CoreML
 from engines.ane.engine import AneEngine
 from engines.ane.inputs import InputRules
 from engines.ane.model import AneModel
-from engines.ane.plan import counted
-from engines.ane.prepare import prepare
 from engines.bundle import preparation
 from engines.bundle.manifest import Artifact, Bundle, Function
 from engines.protocol.errors import EngineError
 from engines.protocol.messages import Load, Pooling
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
-from synapse_host import agreement, gates, rungs
-from synapse_host import evidence as documents
-from synapse_host.evidence import Evidence, Packing
-from synapse_host.matrix import load as load_matrix
-from synapse_host.qualification import mixes
+from synapse_host.certificates import document as documents
+from synapse_host.certificates import metrics, verdict
+from synapse_host.certificates.document import Evidence, Packing
+from synapse_host.certification.packing import mixes
+from synapse_host.placement.matrix import load as load_matrix
+from synapse_host.residency import plan as rungs
 from tests.hardware import lanes
 from tests.hardware.coreml_calls import batch, cosines, gil, grown_mib, rows
 from tests.hardware.record import Record
@@ -60,7 +61,7 @@ GIL_GAP_S, LEAK_MIB = 0.25, 64.0
 THEIR_SHARE, THEIR_COSINE = 0.02, 0.9999
 """How far coremltools' plan and predictions may be from ours."""
 LIMITS = {
-    task: gates.thresholds(load_matrix(), engine="ane", task=task, precision="exact", placement=True)
+    task: verdict.thresholds(load_matrix(), engine="ane", task=task, precision="exact", placement=True)
     for task in ("embed", "rerank")
 }
 PLACEMENT = ("placement_share", "functions_unreported", "function_share", "cost_share", "cpu_operations")
@@ -329,7 +330,7 @@ def test_a_reranker_s_logits_are_the_reference_s(rerank_model: AneModel, reranke
         }
         got += scores
         wanted += expected
-    worst, pearson = agreement.max_error(wanted, got), agreement.pearson(wanted, got)
+    worst, pearson = metrics.max_error(wanted, got), metrics.pearson(wanted, got)
     record.note("logits", functions=figures, max_error=worst, pearson=pearson)
     assert worst is not None and worst <= LIMITS["rerank"]["max_error"] and pearson >= LIMITS["rerank"]["pearson"]
 
@@ -359,7 +360,7 @@ def test_packing_qualifies(model: AneModel, embedder: Subject, record: Record) -
     # Where they are placed is another test's question.
     placed = [function("p", kind="packed", tokens=one.width) for one in tried]
     where = msgspec.structs.replace(clean(), functions=[*clean().functions, *placed])
-    assert gates.qualified_widths(judged(packing=tried, placement=where)) == sorted(one.width for one in tried)
+    assert verdict.qualified_widths(judged(packing=tried, placement=where)) == sorted(one.width for one in tried)
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from engines.ane import inputs, placement
 from engines.ane.artifact import sources
 from engines.ane.backend import Source
 from engines.ane.binding import Handle
+from engines.ane.build.prepare import prepare
 from engines.ane.compute_plan import Device
 from engines.ane.coreml import MULTI_FUNCTION_MACOS, CoreML
 from engines.ane.engine import AneEngine
@@ -25,10 +26,9 @@ from engines.ane.floor import mac_version
 from engines.ane.inputs import InputRules
 from engines.ane.model import AneModel
 from engines.ane.package import FunctionSpec
-from engines.ane.prepare import prepare
 from engines.bundle import preparation
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Bundle
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Load, Pooling
 from engines.runtime.engine import WorkerOptions

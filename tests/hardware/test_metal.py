@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from synapse_host import floor
+from synapse_host.placement import probe
 from tests.hardware import lanes
 from tests.hardware.record import Record
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.metal, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def record(request: pytest.FixtureRequest) -> Iterator[Record]:
-    found = Record("llama-metal", floor.DISTRIBUTIONS["llama"])
+    found = Record("llama-metal", probe.DISTRIBUTIONS["llama"])
     found.expect(request)
     yield found
     found.write()

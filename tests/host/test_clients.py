@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from synapse_host import clients
-from synapse_host.clients import Clients
+from synapse_host.serve import clients
+from synapse_host.serve.clients import Clients
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="Unix sockets")
 

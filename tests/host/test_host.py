@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from synapse_host import admission, arguments, encoding, lanes
+from synapse_host import lanes
 from synapse_host.config import HostConfig
 from synapse_host.errors import (
     BackendMissing,
@@ -27,6 +27,7 @@ from synapse_host.errors import (
 )
 from synapse_host.host import Host, SyncHost, open_bundles
 from synapse_host.results import sigmoid
+from synapse_host.text import encoders, limits, validate
 from tests.conftest import children
 from tests.support.scripted import expected_score, expected_sequence_score, expected_text, expected_vector
 from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle, write_matrix
@@ -114,9 +115,9 @@ def test_many_rows_are_checked_and_cut_beside_the_loop(bench: Bench, monkeypatch
 
         monkeypatch.setattr(module, name, noted)
 
-    note(arguments, "id_rows")
-    note(admission, "split")
-    rows = [[1 + number % 13, 1 + number // 13] for number in range(encoding.CHUNK + 1)]
+    note(validate, "id_rows")
+    note(limits, "split")
+    rows = [[1 + number % 13, 1 + number // 13] for number in range(encoders.CHUNK + 1)]
 
     async def work(host: Host) -> None:
         assert (await host.embed_ids("toy", rows)).tolist() == [vector(row) for row in rows]
@@ -125,7 +126,7 @@ def test_many_rows_are_checked_and_cut_beside_the_loop(bench: Bench, monkeypatch
             await host.embed_ids("toy", rows, deadline=0.0)
         assert here[:4] == [("id_rows", False), ("split", False), ("id_rows", True), ("split", True)]
         here.clear()
-        await host.rerank("judge", "query", ["a"] * (encoding.CHUNK + 1))
+        await host.rerank("judge", "query", ["a"] * (encoders.CHUNK + 1))
         await host.rerank_ids("judge", [QUERY], rows)
         assert here == [("split", False), ("split", False)]
 

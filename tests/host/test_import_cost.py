@@ -32,13 +32,13 @@ def test_importing_the_host_imports_no_engine_and_no_numerics() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("module", ["supervisor", "builder", "catalogue"])
+@pytest.mark.parametrize("module", ["supervision.supervisor", "models.builder", "models.catalogue"])
 def test_neither_a_lane_nor_a_build_needs_numerics_or_an_engine(module: str) -> None:
     modules = loaded(f"import synapse_host.{module}")
     assert not modules.intersection({"numpy", "onnx", "gguf", "llama_cpp", "tokenizers"})
     ours = {name.split(".")[1] for name in modules if name.startswith("engines.")}
     assert ours <= {"bundle", "protocol", "machine", "finite"}
-    assert module != "supervisor" or "psutil" not in modules
+    assert module != "supervision.supervisor" or "psutil" not in modules
 
 
 @pytest.mark.process

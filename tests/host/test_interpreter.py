@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from synapse_host import floor, interpreter
 from synapse_host.errors import BackendMissing
+from synapse_host.placement import interpreter, probe
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Unix programs")
 
@@ -34,7 +34,7 @@ def test_inside_another_program_the_environments_own_python_is_taken(
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "nowhere"))
     with pytest.raises(BackendMissing, match=r"can't be started: this process .*Set SYNAPSE_PYTHON to the"):
         interpreter.executable()
-    answers = floor.ask({("llama", "cpu")}, cache=None)
+    answers = probe.ask({("llama", "cpu")}, cache=None)
     assert answers["llama:cpu"].code == "probe_not_started" and "SYNAPSE_PYTHON" in answers["llama:cpu"].why
     assert not (tmp_path / "started").exists()
     monkeypatch.setenv("SYNAPSE_PYTHON", real)

@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 
 from engines.bundle import manifest
-from synapse_host import hardware, orders
-from synapse_host.floor import Floor
-from synapse_host.matrix import load
+from synapse_host.certification import orders
+from synapse_host.placement import hardware
+from synapse_host.placement.matrix import load
+from synapse_host.placement.probe import Floor
 from tests.support.small_bundle import write_bundle
 
 

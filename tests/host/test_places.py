@@ -8,11 +8,15 @@ from pathlib import Path
 import platformdirs
 import pytest
 
-from synapse_host import catalogue, certificates, doctor, hardware, places, remains
+from synapse_host import doctor
+from synapse_host.certificates import binding
 from synapse_host.cli import remote
 from synapse_host.host import Host
-from synapse_host.matrix import load
-from synapse_host.places import NoHome, NoTemporary
+from synapse_host.models import catalogue
+from synapse_host.placement import hardware, places
+from synapse_host.placement.matrix import load
+from synapse_host.placement.places import NoHome, NoTemporary
+from synapse_host.worker import runtime_dir
 from tests.support.small_bundle import write_bundle, write_matrix
 
 
@@ -35,14 +39,14 @@ def homeless(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_without_a_home(homeless: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for needs in (catalogue.models_dir, certificates.folder, lambda: places.expanded("~/m")):
+    for needs in (catalogue.models_dir, binding.folder, lambda: places.expanded("~/m")):
         with pytest.raises(NoHome, match=r"has no home folder.*set HOME") as caught:
             needs()
         assert caught.value.exit_code == 2
     # What would only be kept there is not kept, and nothing is installed.
     assert hardware.default_cache_dir() is None and catalogue.installed() == {} and catalogue.locate("minilm") is None
-    assert list(certificates.stored()) == []
-    certificates.remove("e", "d")
+    assert list(binding.stored()) == []
+    binding.remove("e", "d")
     assert remote.default_directory().is_absolute()
     found = doctor.examine(load(write_matrix(tmp_path)), host_version="0", cache_dir=tmp_path)
     assert "home.missing" in {finding.id for finding in found.findings} and found.host["models_dir"] is None
@@ -63,6 +67,6 @@ async def test_without_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(NoTemporary, match="Set TMPDIR to a folder"):
         async with Host.open(write_matrix(tmp_path), {}):
             pass
-    assert remains.roots() == [Path("/tmp")]
+    assert runtime_dir.roots() == [Path("/tmp")]
     found = doctor.examine(load(write_matrix(tmp_path)), host_version="0", models_dir=tmp_path, cache_dir=tmp_path)
     assert "temporary.missing" in {finding.id for finding in found.findings if finding.severity == "failure"}

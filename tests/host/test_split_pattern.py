@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from synapse_host import split_pattern
+from synapse_host.text import split_pattern
 
 TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"

@@ -10,8 +10,8 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from synapse_host import evidence as documents
-from synapse_host.matrix import load
+from synapse_host.certificates import document as documents
+from synapse_host.placement.matrix import load
 from tests.support.evidence import evidence
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def test_the_readme_says_what_the_documents_say(script: ModuleType) -> None:
 def test_a_document_counts_as_what_its_measurements_say(script: ModuleType, tmp_path: Path) -> None:
     """One that passed, one that failed, one that was edited, and engines without any."""
     failed = msgspec.structs.replace(evidence("rerank"), repeat_differs=1)
-    from synapse_host.gates import judge
+    from synapse_host.certificates.verdict import judge
 
     for name, document in {"good": evidence("embed"), "failed": judge(failed), "edited": evidence("generate")}.items():
         documents.write(tmp_path / "llama-cpu-a-cpu-linux" / f"{name}.json", document)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from synapse_host import catalogue
 from synapse_host.errors import BundleInvalid, UnknownModel
-from synapse_host.tokenizer_file import sanitized
+from synapse_host.models import catalogue
+from synapse_host.text.tokenizer_file import sanitized
 from tests.host.test_split_pattern import REAL
 
 TEXTS = ["Hello World, naïve café!", "don't  stop\n\n 12345", "日本語 текст 🙂", "<s>", "   ", "a" * 300]

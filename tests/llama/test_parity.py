@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 from engines.llama.build import build
 from engines.protocol.messages import FinishReason, Pooling
 from engines.runtime.batch import RerankPairs, TokenBatch
@@ -35,8 +35,8 @@ Make = Callable[[str, str], ToyGguf]
 
 
 def bundle(name: str) -> Path:
-    from synapse_host import catalogue
     from synapse_host.errors import SynapseError
+    from synapse_host.models import catalogue
 
     try:
         return catalogue.obtain(name).root

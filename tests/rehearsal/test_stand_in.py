@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from synapse_host import HostConfig
-from synapse_host.certification import Order, certify
-from synapse_host.matrix import load
+from synapse_host.certification.run import Order, certify
+from synapse_host.placement.matrix import load
 from tests.hardware import cuda_evidence
 from tests.rehearsal.conftest import Bundles, Environment, case
 from tests.rehearsal.libraries import STAND_IN

@@ -1,7 +1,7 @@
 """The named-pipe transport against a stand-in for kernel32.
 
 This proves our side of each call: order, arguments, loops, what each error code means. What Windows really does is not
-measured here; ``tests/host/test_pipe.py`` runs the same conformance suite over ``--pipe`` on Windows.
+measured here; ``tests/worker/test_pipe.py`` runs the same conformance suite over ``--pipe`` on Windows.
 """
 
 from __future__ import annotations

@@ -12,12 +12,13 @@ import msgspec
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Artifact, Bundle, FileRef, Function
-from synapse_host import certificates, gates, hardware, lane_certificates
-from synapse_host import evidence as documents
-from synapse_host.certificates import Binding, Identity
-from synapse_host.evidence import Evidence
-from synapse_host.hardware import HostProfile
-from synapse_host.matrix import HardwareMatrix, load
+from synapse_host.certificates import binding, standing, verdict
+from synapse_host.certificates import document as documents
+from synapse_host.certificates.binding import Binding, Identity
+from synapse_host.certificates.document import Evidence
+from synapse_host.placement import hardware
+from synapse_host.placement.hardware import HostProfile
+from synapse_host.placement.matrix import HardwareMatrix, load
 from tests.support.evidence import DIGEST, evidence
 from tests.support.sabotage import rewrite
 from tests.support.small_bundle import write_bundle, write_matrix
@@ -37,8 +38,8 @@ def document(
     engine = matrix.engines[engine_id]
     artifact = bundle.artifacts(engine.format)[0]
     profile = hardware.detect(hardware.floor_keys(matrix, [engine_id]))
-    identity = identity or certificates.identity_of(certificates.version_line(matrix, engine))
-    now = certificates.present(matrix, engine, bundle, artifact, profile, identity)
+    identity = identity or binding.identity_of(binding.version_line(matrix, engine))
+    now = binding.present(matrix, engine, bundle, artifact, profile, identity)
     return bound_to(evidence(bundle.manifest.task, **clean), now, engine_id, bundle, expected=engine.worker_engine)
 
 
@@ -90,12 +91,12 @@ def bound_to(clean: Evidence, now: Binding, engine_id: str, bundle: Bundle, *, e
             accelerator=now.accelerator,
         ),
     )
-    return gates.judge(changed)
+    return verdict.judge(changed)
 
 
 def grant(matrix: HardwareMatrix, engine_id: str, bundle: Bundle, data: Path | None, **options: Any) -> Path:
     """Store a valid certificate and return its file."""
-    path = lane_certificates.settle(document(matrix, engine_id, bundle, **options), matrix, data)
+    path = standing.settle(document(matrix, engine_id, bundle, **options), matrix, data)
     assert path is not None
     return path
 
@@ -117,7 +118,7 @@ class Case:
     ) -> tuple[str, ...]:
         """Return what is against the certificate; *engine*: fields of the matrix's engine that are others now."""
         described = msgspec.structs.replace(self.matrix.engines["scripted"], **engine)
-        return lane_certificates.look_up(
+        return standing.look_up(
             msgspec.structs.replace(self.matrix, engines={"scripted": described}),
             described,
             self.bundle,
@@ -129,9 +130,7 @@ class Case:
 
     def settle(self, matrix: HardwareMatrix | None = None, **changes: Any) -> Path | None:
         """Let a run end with this document, changed."""
-        return lane_certificates.settle(
-            msgspec.structs.replace(self.evidence, **changes), matrix or self.matrix, self.data
-        )
+        return standing.settle(msgspec.structs.replace(self.evidence, **changes), matrix or self.matrix, self.data)
 
     def edit(self, change: Callable[[dict[str, Any]], object], *, sign: bool = True) -> None:
         """Change the stored document; *sign*: with a digest that fits."""
@@ -157,7 +156,7 @@ def certified(folder: Path, *, task: str = "embed", on_ane: bool = False, **clea
         path.write_text(json.dumps(plain))
     matrix = load(path)
     made = document(matrix, "scripted", bundle, identity=identity, ane=on_ane, **clean)
-    kept = lane_certificates.settle(made, matrix, folder / "data")
+    kept = standing.settle(made, matrix, folder / "data")
     assert kept is not None, made.reasons
     case = Case(matrix, bundle, folder / "data", kept, made, identity, hardware.detect())
     assert case.why() == ()

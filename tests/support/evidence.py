@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from engines.bundle.fixtures import Reference
-from synapse_host import figures, gates
-from synapse_host.evidence import (
+from synapse_host.certificates import figures, verdict
+from synapse_host.certificates.document import (
     Case,
     EmbedInputs,
     EngineFacts,
@@ -22,7 +22,7 @@ from synapse_host.evidence import (
     Placement,
     RerankInputs,
 )
-from synapse_host.matrix import load
+from synapse_host.placement.matrix import load
 
 DIGEST = "sha256:" + "a" * 64
 MATRIX = load()
@@ -108,7 +108,7 @@ def placement(**changes: Any) -> Placement:
 
 
 def bounds(task: str, *, ane: bool = False, approximate: bool = False) -> dict[str, float]:
-    return gates.thresholds(
+    return verdict.thresholds(
         MATRIX, engine="none", task=task, precision="approximate" if approximate else "exact", placement=ane
     )
 
@@ -117,7 +117,7 @@ def evidence(task: str = "embed", *, ane: bool = False, dtype: str = "f16", **ch
     """A clean, judged document; *ane* makes it a Neural Engine lane's with a synthetic plan."""
     device = "ane" if ane else "cpu"
     expected = "ane-coreml-worker" if ane else "llama.cpp-worker"
-    precision = gates.precision_of(dtype)
+    precision = verdict.precision_of(dtype)
     clean = Evidence(
         format="synapse-evidence-v1",
         created="2026-11-29T12:00:00+00:00",
@@ -153,7 +153,7 @@ def evidence(task: str = "embed", *, ane: bool = False, dtype: str = "f16", **ch
         inputs=INPUTS[task](),
         placement=placement() if ane else None,
     )
-    return gates.judge(msgspec.structs.replace(clean, **changes))
+    return verdict.judge(msgspec.structs.replace(clean, **changes))
 
 
 def failed(document: Evidence) -> set[str]:

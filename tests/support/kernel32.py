@@ -159,8 +159,8 @@ class Kernel:
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[Kernel]:
-    """Make synapse_host.pipe and synapse_host.job believe that they run on Windows, over the yielded kernel."""
-    from synapse_host import job, pipe
+    """Make the worker room's pipe and job believe that they run on Windows, over the yielded kernel."""
+    from synapse_host.worker import job, pipe
 
     kernel = Kernel()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 _HOLDER = """
 import sys
-from synapse_host.listener import RuntimeDirectory
+from synapse_host.worker.listener import RuntimeDirectory
 held = RuntimeDirectory.open(None)
 listener = held.listen("embed-1")
 print(held.path, listener.path, sep="\\n", flush=True)

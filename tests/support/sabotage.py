@@ -27,9 +27,9 @@ from engines.bundle.fixtures import Reference
 from engines.bundle.manifest import FileRef, Manifest
 from engines.protocol.messages import Pooling
 from synapse_host import HostConfig
-from synapse_host.certification import Order, certify
-from synapse_host.evidence import Evidence
-from synapse_host.matrix import HardwareMatrix, load
+from synapse_host.certificates.document import Evidence
+from synapse_host.certification.run import Order, certify
+from synapse_host.placement.matrix import HardwareMatrix, load
 from tests.support import foreign
 from tests.support.evidence import REFERENCE, N, failed_groups
 from tests.support.scripted import expected_score, expected_text, expected_vector
@@ -253,7 +253,7 @@ def run(bundle: Path, task: str, matrix: HardwareMatrix, *, engine: str | None =
 
 def main() -> int:
     """Run as a program."""
-    from synapse_host import catalogue
+    from synapse_host.models import catalogue
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--embed", type=Path, default=catalogue.locate("minilm"))

@@ -35,7 +35,7 @@ def build_toy(
     **config: Any,
 ) -> ToyGguf:
     """Write a toy checkpoint with *write* and build ``<name>.gguf`` beside it."""
-    from engines.bundle.checkpoint import Checkpoint
+    from engines.checkpoint.read import Checkpoint
     from engines.llama.build import build
 
     checkpoint = write(folder / name, **config)

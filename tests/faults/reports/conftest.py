@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.reports.trial import ReportLanes
-from tests.host.conftest import pytest_pyfunc_call
+from tests.support.lanes import pytest_pyfunc_call
 
 __all__ = ["pytest_pyfunc_call"]
 

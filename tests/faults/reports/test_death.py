@@ -17,13 +17,13 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import EmbedBatch, Err, Item, Load, Loaded, Pooling, decode_from_worker, encode
 from engines.runtime.dispatch import Dispatcher
 from engines.runtime.progress import silent
-from synapse_host import process as process_module
 from synapse_host.config import Windows
 from synapse_host.errors import EngineCrashed
-from synapse_host.process import WorkerProcess
+from synapse_host.worker import process as process_module
+from synapse_host.worker.process import WorkerProcess
 from tests.faults.reports.trial import ROOT, TREE, alive, end, exists, run_limited
-from tests.host.conftest import EMBED, FAST, FINE, POISON, SHORT, crash, embed, on, poison, serve, spawns, until
 from tests.support import scripted
+from tests.support.lanes import EMBED, FAST, FINE, POISON, SHORT, crash, embed, on, poison, serve, spawns, until
 from tests.support.toy_engine import ToyEngine
 
 pytestmark = [pytest.mark.process, pytest.mark.fault]
@@ -137,7 +137,7 @@ async def test_report_07_ten_waiters_of_a_dead_worker(make, tmp_path):
 HOST = """
 import asyncio, sys
 from pathlib import Path
-from tests.host.conftest import FAST, embed
+from tests.support.lanes import FAST, embed
 from tests.faults.reports.trial import ReportLanes
 
 async def main():

@@ -19,11 +19,11 @@ from engines.protocol.connection import Connection, Role
 from engines.protocol.errors import RemoteProtocolError
 from engines.protocol.messages import EmbedBatch, Item, Pooling
 from synapse_host.errors import BackendMissing, InvalidRequest
-from synapse_host.listener import SUN_PATH, RuntimeDirectory
+from synapse_host.worker.listener import SUN_PATH, RuntimeDirectory
 from tests.conftest import descriptors
 from tests.faults.reports.trial import end, exists
-from tests.host.conftest import EMBED, FAST, crash, poison, serve, soon
 from tests.support.kernel32 import stand_in
+from tests.support.lanes import EMBED, FAST, crash, poison, serve, soon
 
 pytestmark = [pytest.mark.process, pytest.mark.fault]
 
@@ -216,7 +216,7 @@ async def test_report_37_connect_and_drop(make, directory):
     assert vectors.nbytes == 64 * MIB and vectors[12345] == 0 and vectors.flags.writeable
     # On Windows: byte mode, so that a large frame is a stream and not a message. The system itself is not measured.
     with stand_in() as kernel:
-        from synapse_host import pipe
+        from synapse_host.worker import pipe
 
         pipe.listen(Path("rt"), "toy-1").close()
     assert kernel.created[0]["pipe_mode"] & (0x4 | 0x2) == 0, "message type or message read mode"

@@ -19,23 +19,24 @@ import pytest
 
 from engines.ane.artifact import prepared
 from engines.ane.stderr_scan import StderrScan
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Load, Pooling
 from engines.runtime.batch import RerankPairs, TokenBatch
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
-from synapse_host import Host, certificates
+from synapse_host import Host
+from synapse_host.certificates import binding
+from synapse_host.certificates.figures import STAGES
 from synapse_host.config import Windows
 from synapse_host.errors import WORKER_ERRORS, EngineCrashed, InvalidRequest, QueueFull, SequenceTooLong
-from synapse_host.figures import STAGES
 from synapse_host.results import sigmoid
+from tests.certificates.test_binding import BOUND
 from tests.faults.reports.trial import ROOT, TREE, run_limited, toy_host
-from tests.host.conftest import EMBED, FAST, KILLS, POISON, crash, embed, on, poison, serve, spawns, until
-from tests.host.test_certificates import BOUND
 from tests.llama import reference
 from tests.support import scripted, toy_models
 from tests.support.evidence import N, embed_inputs, evidence, rerank_inputs
+from tests.support.lanes import EMBED, FAST, KILLS, POISON, crash, embed, on, poison, serve, spawns, until
 from tests.support.toy_gguf import ToyGguf, build_toy
 
 pytestmark = [pytest.mark.process, pytest.mark.fault]
@@ -96,9 +97,9 @@ def test_report_41_nan_on_one_device_only():
     counts = dict.fromkeys(STAGES["embed"], 0) | {"singles": 1}
     spoilt = embed_inputs(cosine=[None, *[1.0] * (N - 1)])
     assert verdict(inputs=spoilt, non_finite=counts) == ("uncertified", ["unmeasured", "non_finite"])
-    assert certificates.void_because(BOUND, BOUND) == []
+    assert binding.void_because(BOUND, BOUND) == []
     elsewhere = msgspec.structs.replace(BOUND, device="cuda:1")
-    assert certificates.void_because(BOUND, elsewhere) == ["the device changed cuda → cuda:1"]
+    assert binding.void_because(BOUND, elsewhere) == ["the device changed cuda → cuda:1"]
 
 
 def verdict(task: str = "embed", **changes: Any) -> tuple[str, list[str]]:
@@ -230,10 +231,10 @@ async def test_report_47_an_input_that_is_too_long(make, tmp_path):
 NO_GPU = """
 import sys
 from pathlib import Path
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 from engines.cuda import binding
-from engines.cuda.families import build
-from engines.cuda.graph import Variant, WeightStore
+from engines.cuda.graphs.families import build
+from engines.cuda.graphs.builder import Variant, WeightStore
 from engines.protocol.errors import EngineError
 from tests.cuda.test_graph import spec_of
 from tests.support.toy_models import write_bert
@@ -274,7 +275,7 @@ def test_report_49_wrong_but_finite():
     wrong = rerank_inputs(single=shifted, batch=list(shifted), permuted=list(shifted))
     assert verdict("rerank") == ("certified", [])
     assert verdict("rerank", inputs=wrong) == ("uncertified", ["max_error"]), "order and correlation are perfect"
-    said = certificates.void_because(BOUND, msgspec.structs.replace(BOUND, os_build="6.8.1"))
+    said = binding.void_because(BOUND, msgspec.structs.replace(BOUND, os_build="6.8.1"))
     assert said == ["the operating system build changed 6.8.0 → 6.8.1"]
 
 

@@ -17,8 +17,8 @@ from engines.runtime.progress import silent
 from synapse_host import Host
 from synapse_host.errors import DeadlineExceeded, QueueFull
 from tests.faults.reports.trial import run_limited, toy_host
-from tests.host.conftest import EMBED, FAST, POISON, crash, embed, on, poison, serve, soon, until
 from tests.support import scripted, toy_models
+from tests.support.lanes import EMBED, FAST, POISON, crash, embed, on, poison, serve, soon, until
 from tests.support.toy_gguf import build_toy
 
 pytestmark = [pytest.mark.process, pytest.mark.fault]

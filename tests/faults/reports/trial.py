@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 
 from synapse_host.config import HostConfig
-from synapse_host.supervisor import Supervisor
-from tests.host.conftest import FAST, Lanes
+from synapse_host.supervision.supervisor import Supervisor
+from tests.support.lanes import FAST, Lanes
 from tests.support.small_bundle import write_bundle, write_matrix
 
 ROOT = Path(__file__).resolve().parents[3]

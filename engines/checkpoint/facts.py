@@ -1,0 +1,153 @@
+"""What a checkpoint folder says beyond its weights: pooling, normalisation, length limit, special ids, head.
+
+How each file beside the weights is read, and what is refused, stands in :mod:`engines.checkpoint.pipeline`. Nothing
+here needs the tokenizers package.
+
+Shapes of what goes into a manifest:
+
+``special_ids``
+    any of ``cls, sep, bos, eos, pad, unk, mask`` -> id; for BERT and ModernBERT ``bos`` is ``cls`` and ``eos`` is
+    ``sep``.
+``head`` (rerank only)
+    bert: ``{"kind": "pooler"}``, tanh pooler on the first token, then classifier;
+    modernbert: ``{"kind": "dense", "pooling": "cls" | "mean"}``, dense, gelu, norm, classifier;
+    qwen3: ``{"kind": "yes_no", "yes": id, "no": id}``, logit = yes row minus no row of the output matrix, last real
+    token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from engines.checkpoint import pipeline
+from engines.checkpoint.read import Checkpoint, CheckpointError, read_json
+from engines.protocol.messages import Pooling
+
+_ROLES: Final = ("cls", "sep", "bos", "eos", "pad", "unk", "mask")
+_POOLING_BY_FAMILY: Final[dict[str, Pooling]] = {
+    "bert": Pooling.MEAN,
+    "modernbert": Pooling.CLS,
+    "qwen3": Pooling.LAST,
+    "llama": Pooling.LAST,
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a manifest says about a checkpoint's use. ``pooling`` and ``normalize`` are None unless it embeds."""
+
+    dims: int
+    max_tokens: int
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    special_ids: dict[str, int] = field(default_factory=dict)
+    head: dict[str, Any] | None = None
+    token_types: bool | None = None
+    chat_template: str | None = None
+    score: str | None = None
+    """``sigmoid`` or ``identity``, of a reranker."""
+    end_ids: tuple[int, ...] = ()
+    """Every id that ends a generation."""
+    notes: tuple[str, ...] = ()
+    """What the person who builds this should know: sentences."""
+
+
+def of_checkpoint(checkpoint: Checkpoint) -> Facts:
+    """Read the facts of an opened checkpoint. Raises CheckpointError for what would silently change its numbers."""
+    config, family, task, folder = checkpoint.config, checkpoint.family, checkpoint.task, checkpoint.folder
+    raw = read_json(folder / "config.json")
+    pipeline.check_config(raw, folder / "config.json")
+    lowers = pipeline.check_tokenizer_files(folder)
+    steps = pipeline.read_pipeline(folder)
+    embed, generate = task == "embed", task == "generate"
+    notes = pipeline.check_prompts(folder) if embed else pipeline.check_generation(folder) if generate else []
+    limits = [config["max_position_embeddings"], pipeline.read_limit(folder, tokenizer_lowers=lowers)]
+    limits.append(None if generate else pipeline.tokenizer_limit(folder))
+    return Facts(
+        dims=1 if task == "rerank" else config["hidden_size"],
+        max_tokens=min(limit for limit in limits if limit),
+        pooling=(steps and steps.pooling) or _POOLING_BY_FAMILY[family] if embed else None,
+        normalize=(steps is None or steps.normalize) if embed else None,
+        special_ids=special_ids(checkpoint),
+        head=head(checkpoint, steps) if task == "rerank" else None,
+        token_types=True if family == "bert" and task == "rerank" and config["type_vocab_size"] > 1 else None,
+        chat_template=pipeline.chat_template(folder) if generate else None,
+        score=pipeline.read_score(raw, folder / "config.json") if task == "rerank" else None,
+        end_ids=tuple(pipeline.end_ids(folder, raw, config["vocab_size"])) if generate else (),
+        notes=tuple(notes),
+    )
+
+
+def special_ids(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the ids of the special tokens that the tokenizer names, checked against the vocabulary size."""
+    folder, config = checkpoint.folder, checkpoint.config
+    names: dict[str, str] = {}
+    for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+        if not file.exists():
+            continue
+        conf = read_json(file)
+        for role in _ROLES:
+            token = conf.get(f"{role}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                names[role] = token
+    vocabulary = _vocabulary(folder)
+    ids = {role: vocabulary[token] for role, token in names.items() if token in vocabulary}
+    decoder = checkpoint.family in ("qwen3", "llama")
+    for role in _ROLES:
+        # A decoder's config.json says how the model was trained; its tokenizer may name the chat's end instead.
+        if (decoder or role not in ids) and type(config.get(f"{role}_token_id")) is int:
+            ids[role] = config[f"{role}_token_id"]
+    if checkpoint.family in ("bert", "modernbert"):
+        for role, token in {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "unk": "[UNK]", "mask": "[MASK]"}.items():
+            if role not in ids and token in vocabulary:
+                ids[role] = vocabulary[token]
+        if "cls" in ids:
+            ids["bos"] = ids["cls"]
+        if "sep" in ids:
+            ids["eos"] = ids["sep"]
+    for role, value in ids.items():
+        if not 0 <= value < config["vocab_size"]:
+            raise CheckpointError(
+                f"{folder}: {role} token id {value} is outside the vocabulary of {config['vocab_size']}"
+            )
+    return {role: ids[role] for role in _ROLES if role in ids}
+
+
+def head(checkpoint: Checkpoint, steps: pipeline.Pipeline | None) -> dict[str, Any]:
+    """Return what the manifest says about a reranker's head."""
+    if checkpoint.family == "bert":
+        return {"kind": "pooler"}
+    if checkpoint.family == "modernbert":
+        return {"kind": "dense", "pooling": checkpoint.config["classifier_pooling"]}
+    # Without a pipeline the folder's usual name counts: older exports have the module's settings and no modules.json.
+    module = steps.score_folder if steps is not None and steps.score_folder else checkpoint.folder / "1_LogitScore"
+    file = module / "config.json"
+    conf = read_json(file) if file.exists() else {}
+    ids = {}
+    vocabulary = _vocabulary(checkpoint.folder)
+    for word, key in (("yes", "true_token_id"), ("no", "false_token_id")):
+        value = conf.get(key, checkpoint.config.get(f"{word}_token_id", vocabulary.get(word)))
+        if type(value) is not int or not 0 <= value < checkpoint.config["vocab_size"]:
+            raise CheckpointError(
+                f"{checkpoint.folder}: no id for the answer {word!r}: 1_LogitScore/config.json, config.json and the"
+                " tokenizer's vocabulary were looked at"
+            )
+        ids[word] = value
+    return {"kind": "yes_no", **ids}
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        return {}
+    conf = read_json(file)
+    model = conf.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = {k: v for k, v in vocabulary.items() if type(v) is int} if isinstance(vocabulary, dict) else {}
+    for token in conf.get("added_tokens") or []:
+        if isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int:
+            ids[token["content"]] = token["id"]
+    return ids

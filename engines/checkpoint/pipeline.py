@@ -1,0 +1,359 @@
+"""What the files beside a checkpoint's weights say about its use: each key is followed, known as harmless, or refused.
+
+sentence-transformers describes a model as a pipeline (``modules.json``): each entry names a class and a folder with its
+own settings. A step that isn't followed here changes every number without any sign of it, so an unknown module, class
+or key is refused by name. The same holds for the keys of ``config.json`` that transformers doesn't write for a family.
+
+Sources: sentence-transformers (models/*.py, SentenceTransformer.py, cross_encoder/CrossEncoder.py), and the keys that
+transformers 4.57 and 5.24 write for BertConfig, ModernBertConfig, Qwen3Config and LlamaConfig.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from engines.checkpoint.read import CheckpointError, read_json, read_json_list
+from engines.protocol.messages import Pooling
+
+_FLAGS: Final[dict[str, Pooling]] = {
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_cls_token": Pooling.CLS,
+    "pooling_mode_lasttoken": Pooling.LAST,
+}
+_NAMES: Final[dict[str, Pooling]] = {"mean": Pooling.MEAN, "cls": Pooling.CLS, "lasttoken": Pooling.LAST}
+_POOLING_KEYS: Final = {"word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt"}
+_SENTENCE_KEYS: Final = {"max_seq_length", "do_lower_case"}
+_SENTENCE_HARMLESS: Final = {"model_args", "tokenizer_args", "config_args", "cache_dir", "backend", "transformer_task"}
+_PROMPT_KEYS: Final = {
+    "__version__",
+    "model_type",
+    "prompts",
+    "default_prompt_name",
+    "similarity_fn_name",
+    "activation_fn",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """``modules.json`` as served here: ``pooling`` None where it names none, ``normalize`` as its last module says."""
+
+    pooling: Pooling | None
+    normalize: bool
+    score_folder: Path | None = None
+    """Where a reranker's LogitScore module keeps its settings."""
+
+
+def read_pipeline(folder: Path) -> Pipeline | None:
+    """Return the pipeline of a checkpoint folder, None where it has no ``modules.json``.
+
+    Raises CheckpointError naming file, module and key for everything that would change a vector and isn't done here.
+    """
+    file = folder / "modules.json"
+    if not file.exists():
+        return None
+    pooling: Pooling | None = None
+    normalize, score, seen = False, None, []
+    for number, module in enumerate(read_json_list(file)):
+        kind, path = module.get("type"), module.get("path", "")
+        if not isinstance(kind, str) or not isinstance(path, str):
+            raise CheckpointError(f"{file}: module {number} has no type or path")
+        home = _inside(folder, path, file)
+        name = kind.rpartition(".")[2]
+        seen.append(name)
+        if name == "Transformer" and number == 0:
+            if home != folder:
+                raise CheckpointError(f"{file}: the transformer's files lie in {path!r}: build that folder")
+        elif name == "Pooling" and seen == ["Transformer", "Pooling"]:
+            pooling = read_pooling(home / "config.json")
+        elif name == "Normalize" and pooling is not None and not normalize:
+            normalize = True
+        elif name == "LogitScore" and seen == ["Transformer", "LogitScore"]:
+            score = home
+        else:
+            raise CheckpointError(
+                f"{file}: module {number} is a {name} after {', '.join(seen[:-1]) or 'nothing'}, which isn't served: "
+                "it would be left out of every vector. Served: Transformer, Pooling (mean, cls, last token), Normalize"
+            )
+    return Pipeline(pooling, normalize, score)
+
+
+def read_pooling(file: Path) -> Pooling:
+    """Return the one pooling of a Pooling module's config.json; other and several modes are refused."""
+    conf = read_json(file)
+    unknown = {key for key in conf if key not in _POOLING_KEYS and not key.startswith("pooling_mode_")}
+    if unknown:
+        raise CheckpointError(f"{file}: {_quoted(unknown)} isn't known here and may change how vectors are pooled")
+    on = [key for key, value in conf.items() if key.startswith("pooling_mode_") and value not in (False, None)]
+    named = conf.get("pooling_mode")
+    if not on and isinstance(named, str) and named in _NAMES:
+        return _NAMES[named]
+    if len(on) != 1 or on[0] not in _FLAGS or named is not None:
+        raise CheckpointError(
+            f"{file}: pooling {on or named or 'none'} is not supported, only one of mean, cls, last token"
+        )
+    return _FLAGS[on[0]]
+
+
+def read_limit(folder: Path, *, tokenizer_lowers: bool | None) -> int | None:
+    """Return ``max_seq_length`` of sentence_bert_config.json, None where nothing is said.
+
+    *tokenizer_lowers*: what the tokenizer does itself; a ``do_lower_case`` that it doesn't do is refused.
+    """
+    file = folder / "sentence_bert_config.json"
+    if not file.exists():
+        return None
+    conf = read_json(file)
+    unknown = set(conf) - _SENTENCE_KEYS - _SENTENCE_HARMLESS
+    if unknown:
+        raise CheckpointError(f"{file}: {_quoted(unknown)} isn't known here and may change a vector or a limit")
+    if conf.get("do_lower_case") and not tokenizer_lowers:
+        raise CheckpointError(
+            f"{file}: do_lower_case is true, and the tokenizer keeps capitals: texts would have to be lowered before "
+            "it, which isn't done here. Give tokenizer.json a lower-casing normalizer, or set do_lower_case to false"
+        )
+    said = conf.get("max_seq_length")
+    return said if type(said) is int and said > 0 else None
+
+
+def check_prompts(folder: Path) -> list[str]:
+    """Refuse a default prompt, which would stand before every text; return notes about the named ones."""
+    file = folder / "config_sentence_transformers.json"
+    if not file.exists():
+        return []
+    conf = read_json(file)
+    unknown = set(conf) - _PROMPT_KEYS
+    if unknown:
+        raise CheckpointError(f"{file}: {_quoted(unknown)} isn't known here and may change a vector")
+    prompts = conf.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise CheckpointError(f"{file}: prompts must map names to texts")
+    default = conf.get("default_prompt_name")
+    if default is not None and prompts.get(default) != "":
+        raise CheckpointError(
+            f"{file}: default_prompt_name {default!r} puts a prompt before every text, which isn't done here. Set it "
+            f"to null and put the prompt into your texts: {prompts.get(default)!r}"
+        )
+    said = {name: text for name, text in prompts.items() if text}
+    if not said:
+        return []
+    listed = ", ".join(f"{name}: {text!r}" for name, text in said.items())
+    return [f"the model was trained with prompts, which your texts must bring along: {listed}"]
+
+
+def read_score(config: Mapping[str, Any], file: Path) -> str:
+    """Return ``sigmoid`` or ``identity``: what a cross-encoder's config.json makes of its logit.
+
+    Both spellings of sentence-transformers: ``sbert_ce_default_activation_function`` and, since version 4,
+    ``sentence_transformers.activation_fn``. Without one it is a sigmoid, as there.
+    """
+    nested = config.get("sentence_transformers")
+    said = config.get("sbert_ce_default_activation_function")
+    key = "sbert_ce_default_activation_function"
+    if isinstance(nested, dict) and nested.get("activation_fn") is not None:
+        said, key = nested["activation_fn"], "sentence_transformers.activation_fn"
+    if said is None:
+        return "sigmoid"
+    name = str(said).rpartition(".")[2]
+    if name not in ("Sigmoid", "Identity"):
+        raise CheckpointError(f"{file}: {key} is {said!r}, only Sigmoid and Identity are served")
+    return name.lower()
+
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+_USED: Final = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings head_dim "
+    "hidden_act layer_norm_eps type_vocab_size position_embedding_type norm_eps norm_bias attention_bias mlp_bias "
+    "classifier_bias classifier_pooling classifier_activation hidden_activation local_attention global_rope_theta "
+    "local_rope_theta global_attn_every_n_layers layer_types num_key_value_heads rms_norm_eps rope_theta rope_scaling "
+    "rope_parameters use_sliding_window tie_word_embeddings model_type architectures bos_token_id eos_token_id "
+    "pad_token_id cls_token_id sep_token_id mask_token_id unk_token_id yes_token_id no_token_id num_labels id2label "
+    "label2id sbert_ce_default_activation_function sentence_transformers"
+)
+_TRAINING: Final = (
+    "attention_probs_dropout_prob attention_dropout classifier_dropout embedding_dropout hidden_dropout_prob "
+    "mlp_dropout initializer_range initializer_cutoff_factor gradient_checkpointing problem_type finetuning_task "
+    "repad_logits_with_grad sparse_pred_ignore_index decoder_bias use_bfloat16"
+)
+_RUNNING: Final = (
+    "_name_or_path name_or_path transformers_version torch_dtype dtype torchscript return_dict use_cache auto_map "
+    "output_attentions output_hidden_states output_scores output_past chunk_size_feed_forward tokenizer_class prefix "
+    "deterministic_flash_attn reference_compile _attn_implementation attn_implementation _attn_implementation_autoset "
+    "pretraining_tp tf_legacy_loss task_specific_params transformers.js_config unsloth_version unsloth_fixed "
+    "max_window_layers sliding_window is_llama_config model_max_length"
+)
+_GENERATING: Final = (
+    "bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample early_stopping "
+    "encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id "
+    "length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
+    "remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p"
+)
+"""Older checkpoints repeat these here; what a generation follows is generation_config.json."""
+_POOLER: Final = (
+    "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type"
+)
+"""Left over from the first BERT conversions; no class of transformers reads them."""
+_KNOWN: Final = frozenset(" ".join((_USED, _TRAINING, _RUNNING, _GENERATING, _POOLER)).split())
+_ONLY: Final[dict[str, tuple[Any, ...]]] = {
+    "is_decoder": (False, None),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False, None),
+    "pruned_heads": ({}, None),
+    "rope_interleaved": (False, None),
+    "sparse_prediction": (False, True, None),
+    "is_causal": (None,),
+    "use_bidirectional_attention": (False, None),
+}
+"""Keys that may stand there with these values only; another one changes the forward pass."""
+
+
+def check_config(raw: Mapping[str, Any], file: Path) -> None:
+    """Refuse a key of config.json that isn't followed here and may change what the model computes."""
+    for key, value in raw.items():
+        if key in _ONLY:
+            if value not in _ONLY[key]:
+                raise CheckpointError(f"{file}: {key} is {value!r}, which isn't served: it changes the forward pass")
+        elif key not in _KNOWN:
+            raise CheckpointError(
+                f"{file}: {key!r} isn't known here and may change what the model computes. If it doesn't, remove it "
+                "from the file"
+            )
+    kinds = raw.get("layer_types")
+    if raw.get("model_type") in ("qwen3", "llama") and isinstance(kinds, list) and set(kinds) != {"full_attention"}:
+        raise CheckpointError(f"{file}: layer_types: only full_attention is served for {raw['model_type']}")
+
+
+# --- tokenizer files and generation -----------------------------------------------------------------------------------
+
+_OTHER_TOKENIZERS: Final = (
+    *("vocab.txt", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+)
+_HELD: Final[dict[str, tuple[Any, ...]]] = {
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "bad_words_ids": (None, []),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "no_repeat_ngram_size": (None, 0),
+    "num_beams": (None, 1),
+    "stop_strings": (None, []),
+}
+_SAMPLING: Final = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+
+
+def check_tokenizer_files(folder: Path) -> bool | None:
+    """Return whether the tokenizer lowers capitals, None where there is no tokenizer.json.
+
+    Refuses a folder that has a tokenizer in another form, and a ``do_lower_case`` that contradicts tokenizer.json.
+    """
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        others = [name for name in _OTHER_TOKENIZERS if (folder / name).exists()]
+        if others:
+            raise CheckpointError(
+                f"{folder}: the tokenizer is in {', '.join(others)}, and only tokenizer.json is read. Make it once "
+                "with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+        return None
+    lowers = _lowers(read_json(file).get("normalizer"))
+    settings = folder / "tokenizer_config.json"
+    if settings.exists():
+        conf = read_json(settings)
+        said = conf.get("do_lower_case")
+        # Bert's fast tokenizers put this over what tokenizer.json says.
+        if isinstance(said, bool) and said != lowers and "Bert" in str(conf.get("tokenizer_class")):
+            raise CheckpointError(
+                f"{settings}: do_lower_case is {str(said).lower()}, and tokenizer.json "
+                f"{'lowers' if lowers else 'keeps'} capitals: transformers follows the first, here the second is run. "
+                "Save the tokenizer once with transformers so that both say the same"
+            )
+    return lowers
+
+
+def _lowers(normalizer: Any) -> bool:
+    if not isinstance(normalizer, dict):
+        return False
+    if normalizer.get("type") == "Sequence":
+        return any(_lowers(part) for part in normalizer.get("normalizers") or [])
+    return normalizer.get("type") == "Lowercase" or normalizer.get("lowercase") is True
+
+
+def tokenizer_limit(folder: Path) -> int | None:
+    """Return ``model_max_length`` of tokenizer_config.json; None where it is absent or the huge 'no limit'."""
+    file = folder / "tokenizer_config.json"
+    said = read_json(file).get("model_max_length") if file.exists() else None
+    return int(said) if isinstance(said, int | float) and 0 < said < 2**31 else None
+
+
+def end_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> list[int]:
+    """Return every id that ends a generation: config.json's and generation_config.json's, in rising order."""
+    ids: set[int] = set()
+    file = folder / "generation_config.json"
+    sources = [(folder / "config.json", config), (file, read_json(file) if file.exists() else {})]
+    for source, conf in sources:
+        said = conf.get("eos_token_id")
+        for id in said if isinstance(said, list) else [said]:
+            if id is None:
+                continue
+            if type(id) is not int or not 0 <= id < vocab_size:
+                raise CheckpointError(f"{source}: eos_token_id {id!r} is outside the vocabulary of {vocab_size}")
+            ids.add(id)
+    return sorted(ids)
+
+
+def check_generation(folder: Path) -> list[str]:
+    """Refuse what would have to change a greedy answer and isn't done; return notes about what is left out."""
+    file = folder / "generation_config.json"
+    if not file.exists():
+        return []
+    conf = read_json(file)
+    for key, neutral in _HELD.items():
+        if conf.get(key) not in neutral:
+            raise CheckpointError(f"{file}: {key} {json.dumps(conf[key])} isn't followed here; generation is greedy")
+    notes = []
+    left = [key for key in _SAMPLING if conf.get(key) not in (None, False)]
+    if conf.get("do_sample") and left:
+        notes.append(f"generation is greedy: {', '.join(left)} of generation_config.json are not used")
+    if conf.get("repetition_penalty") not in (None, 1, 1.0):
+        notes.append(f"generation is greedy: repetition_penalty {conf['repetition_penalty']} is not applied")
+    return notes
+
+
+def chat_template(folder: Path) -> str | None:
+    """Return the chat template: ``chat_template.jinja``, ``chat_template.json``, else tokenizer_config.json's.
+
+    Of a list of named templates the one called ``default`` is taken, as transformers does.
+    """
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text("utf-8")
+    found: Any = None
+    for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
+        found = read_json(file).get("chat_template") if found is None and file.exists() else found
+    if isinstance(found, list):
+        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        found = named.get("default")
+        if found is None:
+            raise CheckpointError(f"{file}: chat_template has {_quoted(map(str, named))}, and none is called 'default'")
+    if found is not None and not isinstance(found, str):
+        raise CheckpointError(f"{file}: chat_template must be a text, or a list of names and texts")
+    return found
+
+
+def _inside(folder: Path, path: str, file: Path) -> Path:
+    if path.startswith(("/", "\\")) or ".." in Path(path).parts or ":" in path:
+        raise CheckpointError(f"{file}: {path!r} must be a folder beside it")
+    return folder / path if path else folder
+
+
+def _quoted(keys: Any) -> str:
+    return ", ".join(repr(key) for key in sorted(keys)[:8])

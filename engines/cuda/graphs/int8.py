@@ -1,0 +1,173 @@
+"""Dense layers of an int8 package on the CPU: 8-bit activations times 8-bit weights, everything else in float32.
+
+Activations are quantised while the graph runs, each token by its own range: onnxruntime's DynamicQuantizeLinear knows
+one range a tensor, with which a row's values would depend on its batch, and loses the ranking (docs/performance.md).
+Here a row is the same alone and in a batch. Weights are symmetric with a scale an output channel; the few large
+channels of a norm's output are multiplied apart in float32 (:mod:`engines.checkpoint.quantize`).
+
+The products are exact in int32 on processors with AVX-512 VNNI or AVX-VNNI; older x86 kernels of onnxruntime
+saturate pairs at 16 bits, so the matrix should ask for the instruction set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from engines.checkpoint.layout import APART, CHANNELS, SCALE
+from engines.cuda.graphs.builder import CONTRIB, GraphBuilder
+from engines.protocol.errors import EngineError, ErrorCode
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+After: TypeAlias = Literal["norm", "attention", "gelu"]
+"""What a dense layer's input comes out of: it decides how the input is quantised."""
+TINY: Final = 1e-9
+"""Added to a row's reach, so that a row of zeros divides by something."""
+SYMMETRIC: Final = (127, 128)
+"""Levels up to a row's reach, and the level of zero."""
+ABOVE_FLOOR: Final = (255, 0)
+"""The same for values of which none is below zero."""
+GELU_FLOOR: Final = -0.17
+"""No value of gelu is below: counted from here, its outputs use all 256 levels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stored layer: ``name`` without .weight and .bias, its outputs, and a factor folded into both."""
+
+    name: str
+    out: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Tokens quantised once for every matrix that multiplies them: ``levels`` uint8 (…, into) of ``reach`` (…, 1).
+
+    ``few``: after a norm, float32 (…, K + 1) of the channels multiplied apart and a one, which the bias multiplies.
+    """
+
+    levels: str
+    reach: str
+    into: int
+    scale: tuple[int, int]
+    few: str = ""
+
+
+class Int8Dense:
+    """Dense layers of :mod:`engines.cuda.graphs.bert` with int8 matrices."""
+
+    def __init__(self, b: GraphBuilder) -> None:
+        self.b = b
+
+    def rows(self, x: str, *, into: int, after: After) -> Rows:
+        """Quantise *x*, float32 (…, into), each row by its largest value."""
+        import numpy as np
+
+        b = self.b
+        if after == "gelu":
+            x = b.add(x, b.scalar(-GELU_FLOOR))
+            reach = self._reach(x)
+            # One range a row in one pass; where zero isn't level 0, the zero points would need such an array as well.
+            step = b.op("Mul", reach, self._step(ABOVE_FLOOR))
+            return Rows(b.op("QuantizeLinear", x, step, axis=2, block_size=into), reach, into, ABOVE_FLOOR)
+        few, kept = "", x
+        if after == "norm":
+            channels = _channels(b.store.raw(CHANNELS), into)
+            others = np.ones(into, np.float32)
+            others[channels] = 0
+            kept = b.op("Mul", x, b.constant("others", others))
+            few = b.op("Gather", x, b.constant(CHANNELS, channels), axis=-1)
+        reach = self._reach(b.op("Abs", kept))
+        if few:
+            few = b.op("Concat", few, b.op("Sign", reach), axis=-1)
+        # Channels apart may lie beyond the reach; their levels saturate and meet zeros in the matrix.
+        ratio = b.op("Mul", x, b.op("Reciprocal", reach))
+        levels = b.op("QuantizeLinear", ratio, self._step(SYMMETRIC), self._zero(SYMMETRIC))
+        return Rows(levels, reach, into, SYMMETRIC, few)
+
+    def _reach(self, x: str) -> str:
+        return self.b.add(self.b.op("ReduceMax", x, self.b.ints(-1), keepdims=1), self.b.scalar(TINY))
+
+    def product(self, rows: Rows, part: Part) -> str:
+        """Multiply by the part's matrix and add its bias: float32 (…, out)."""
+        b, name = self.b, part.name
+        weight = b.derived(name + ":int8", lambda: _values(b, part, rows.into).T, int8=True)
+        scales = b.derived(name + SCALE, lambda: _scale(b, part))
+        step, zero = self._step(rows.scale), self._zero(rows.scale)
+        y = b.op("MatMulIntegerToFloat", rows.levels, weight, step, scales, zero, domain=CONTRIB)
+        y = b.op("Mul", y, rows.reach)
+        if rows.few:
+            return b.add(y, b.op("MatMul", rows.few, b.derived(name + APART, lambda: _columns(b, part))))
+        above = rows.scale == ABOVE_FLOOR
+        return b.add(y, b.derived(name + ".bias:int8", lambda: _bias(b, part, rows.into, above=above)))
+
+    def _step(self, scale: tuple[int, int]) -> str:
+        import numpy as np
+
+        return self.b.constant(f"step_{scale[0]}", np.array(1 / scale[0], np.float32))
+
+    def _zero(self, scale: tuple[int, int]) -> str:
+        import numpy as np
+
+        return self.b.constant(f"level_{scale[1]}", np.array(scale[1], np.uint8))
+
+
+def _bias(b: GraphBuilder, part: Part, into: int, *, above: bool) -> Array:
+    """Return the bias (out,); *above*: with what the values lost when they were counted from the floor."""
+    import numpy as np
+
+    bias = _floats(b, part, ".bias", (part.out,))
+    if above:
+        sums = _values(b, part, into).sum(axis=1, dtype=np.int64) * _scale(b, part)
+        bias = (bias + GELU_FLOOR * sums).astype(np.float32)
+    return bias
+
+
+def _values(b: GraphBuilder, part: Part, into: int) -> Array:
+    return b.store.raw(part.name + ".weight", (part.out, into))
+
+
+def _columns(b: GraphBuilder, part: Part) -> Array:
+    """Return the columns apart and below them the bias, (K + 1, out)."""
+    import numpy as np
+
+    count = len(b.store.raw(CHANNELS))
+    bias = _floats(b, part, ".bias", (part.out,))
+    return np.concatenate([_floats(b, part, ".weight" + APART, (part.out, count)).T, bias[None]])
+
+
+def _channels(few: Array, into: int) -> Array:
+    import numpy as np
+
+    if not (few >= 0).all() or not (few < into).all() or len(np.unique(few)) != len(few):
+        raise EngineError(
+            ErrorCode.ARTIFACT_INVALID, f"{CHANNELS} holds {few.tolist()}, not different channels below {into}"
+        )
+    return few.astype(np.int64)
+
+
+def _scale(b: GraphBuilder, part: Part) -> Array:
+    scale = _floats(b, part, ".weight" + SCALE, (part.out,))
+    if not (scale > 0).all():
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{part.name}.weight{SCALE} holds a value that isn't above 0")
+    return scale
+
+
+def _floats(b: GraphBuilder, part: Part, suffix: str, shape: tuple[int, ...]) -> Array:
+    """Return a stored float tensor times the part's factor.
+
+    What integer levels would swallow is refused: a NaN inside this graph needn't come out at its end.
+    """
+    import numpy as np
+
+    array = b.store.raw(part.name + suffix, shape)
+    if not np.isfinite(array).all():
+        raise EngineError(
+            ErrorCode.ARTIFACT_INVALID, f"{part.name}{suffix} holds NaN or infinity; the package is damaged"
+        )
+    return array * np.float32(part.factor)

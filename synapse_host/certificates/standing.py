@@ -1,0 +1,286 @@
+"""How lanes stand with their certificates: where one lies, whether it is valid, and what that lets a lane do.
+
+A certificate is the evidence document of a run that passed, kept on the machine where it passed: one file per engine,
+bundle and configuration, below ``<data dir>/synapse/certificates/<engine id>/``. It is valid while two things hold: its
+verdict follows from its own measurements under this matrix (:mod:`synapse_host.certificates.recheck`), and everything
+that changes numbers is what it was (:mod:`synapse_host.certificates.binding`). :func:`look_up` answers that, and
+nothing else does: it is asked by the host when a worker starts, ``synapse doctor``, ``certify``, ``certificates`` and
+the hardware runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from synapse_host.certificates import binding, verdict
+from synapse_host.certificates import document as documents
+from synapse_host.certificates.binding import Identity
+from synapse_host.certificates.document import Evidence, Model
+from synapse_host.certificates.recheck import model_of, recheck, thresholds_of
+from synapse_host.errors import InvalidRequest, NotCertified
+from synapse_host.placement import hardware, places
+from synapse_host.placement.places import NoHome
+from synapse_host.residency import plan
+
+if TYPE_CHECKING:
+    from engines.bundle.manifest import Artifact, Bundle
+    from synapse_host.config import HostConfig
+    from synapse_host.placement.assignment import Assignment
+    from synapse_host.placement.hardware import HostProfile
+    from synapse_host.placement.matrix import Engine, HardwareMatrix
+    from synapse_host.placement.spec import LaneSpec
+
+MISSING: Final = "it has none on this machine"
+OTHERWISE: Final = (
+    "the matrix configures its engine otherwise than when it was certified: device, dtype, runtime_config, env, "
+    "worker command or thresholds"
+)
+NOT_RUN: Final = frozenset({"ane_lane_busy"})
+"""Faults that end a run before it says anything about the lane: another host of this user holds the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What there is for an engine and a bundle. ``why``: what is against it, empty while it is valid.
+
+    ``evidence``: the document as judged now, None where there is none or none that can be read.
+    """
+
+    path: Path
+    evidence: Evidence | None
+    why: tuple[str, ...]
+
+    @property
+    def valid(self) -> bool:
+        """True while a lane may call itself certified by it."""
+        return self.evidence is not None and not self.why
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One stored certificate by the names people use. ``model``: the installed name, else the bundle's own.
+
+    ``fix``: the command that gets a valid one; None where certifying again can't help.
+    """
+
+    certificate: Certificate
+    engine: str
+    lane: str = ""
+    model: str = ""
+    fix: str | None = None
+
+
+# --- where they lie --------------------------------------------------------------------------------------------------
+
+
+def folder(data_dir: Path | None = None) -> Path:
+    """Return where certificates lie: below *data_dir*, or the user's data directory. Raises NoHome."""
+    return places.data() / "certificates" if data_dir is None else data_dir / "synapse" / "certificates"
+
+
+def path_of(matrix: HardwareMatrix, engine: Engine, model: Model, data_dir: Path | None = None) -> Path:
+    """Return the certificate file of an engine, a model's artifact and what the matrix says of both.
+
+    What the matrix says is part of the name. So trying an engine by another matrix, with another configuration or
+    other thresholds, never takes a certificate away from the one that serves.
+    """
+    told = {
+        "artifact": model.artifact_digest,
+        "command": list(engine.command or ()),
+        "device": engine.device,
+        "dtype": model.dtype,
+        "env": engine.env,
+        "runtime_config": engine.runtime_config,
+        "thresholds": thresholds_of(matrix, engine, model),
+    }
+    key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    return folder(data_dir) / engine.id / f"{model.manifest_digest}-{key}.json"
+
+
+def settle(evidence: Evidence, matrix: HardwareMatrix, data_dir: Path | None = None) -> Path | None:
+    """Make a run's outcome count: keep a certified document, withdraw the older one after a run that failed.
+
+    Returns the kept file. Nothing changes for an answer to another question than the matrix asks (other thresholds,
+    ``--min-placement-share``) and for a run that never got the device.
+    """
+    engine = matrix.engines[evidence.engine.id]
+    if evidence.thresholds != thresholds_of(matrix, engine, evidence.model):
+        return None
+    if evidence.verdict == "certified":
+        path = path_of(matrix, engine, evidence.model, data_dir)
+        documents.write(path, evidence)
+        return path
+    if evidence.fault is None or evidence.fault.code not in NOT_RUN:
+        with suppress(NoHome):
+            path_of(matrix, engine, evidence.model, data_dir).unlink(missing_ok=True)
+    return None
+
+
+# --- is one valid? ---------------------------------------------------------------------------------------------------
+
+
+def look_up(
+    matrix: HardwareMatrix,
+    engine: Engine,
+    bundle: Bundle,
+    artifact: Artifact,
+    profile: HostProfile,
+    *,
+    data_dir: Path | None = None,
+    identity: Identity | None = None,
+) -> Certificate:
+    """Return the certificate of an engine and an artifact with what is against it now.
+
+    *identity*: what the worker says of itself; None asks it (``--version`` in a child), if nothing else speaks against
+    the certificate. *profile* needs the floors of :func:`synapse_host.placement.hardware.floor_keys`. Blocks; reads a
+    file, and hashes what changed of the engine's installation.
+    """
+    path = path_of(matrix, engine, model_of(bundle, artifact), data_dir)
+    if not path.exists():
+        other = any(path.parent.glob(f"{bundle.digest}-*.json"))
+        return Certificate(path, None, (OTHERWISE if other else MISSING,))
+    try:
+        judged = recheck(path, matrix, bundle=bundle)
+    except InvalidRequest as exc:
+        return Certificate(path, None, (f"{exc.message}; it can't be read",))
+    found, problems = judged.evidence, list(judged.problems)
+    if found.engine.id != engine.id:
+        problems.append(f"it is a certificate of {found.engine.id}")
+    if not problems and not judged.certified:
+        problems.append(f"its measurements don't pass: {', '.join(found.reasons)}")
+    if not problems:
+        identity = identity or binding.identity_of(binding.version_line(matrix, engine))
+        now = binding.present(matrix, engine, bundle, artifact, profile, identity)
+        problems = binding.void_because(binding.bound(found, engine), now)
+    return Certificate(path, found, tuple(problems))
+
+
+def listed(
+    matrix: HardwareMatrix,
+    bundles: Mapping[str, Bundle],
+    profile: HostProfile,
+    *,
+    data_dir: Path | None = None,
+    identities: Mapping[str, Identity] | None = None,
+) -> Iterator[Listed]:
+    """Yield every stored certificate, sorted, each looked up under this matrix. *bundles*: the installed ones."""
+    known: dict[str, Identity] = dict(identities or {})
+    try:
+        stored = sorted(folder(data_dir).glob("*/*.json"))
+    except NoHome:
+        return
+    for path in stored:
+        if path.name.startswith("."):
+            continue
+        id = path.parent.name
+        try:
+            document, _ = documents.read(path)
+        except InvalidRequest as exc:
+            yield Listed(Certificate(path, None, (exc.message,)), id)
+            continue
+        digest = document.model.manifest_digest
+        name = next((name for name, one in bundles.items() if one.digest == digest), None)
+        engine, artifact = matrix.engines.get(id), None
+        if engine is None:
+            why = f"the matrix has no engine {id}"
+        elif name is None:
+            why = "its bundle is not installed here, or was made anew since"
+        else:
+            of_format, wanted = bundles[name].artifacts(engine.format), document.model.artifact_digest
+            artifact = next((one for one in of_format if one.digest == wanted), None)
+            if artifact is None or path != path_of(matrix, engine, model_of(bundles[name], artifact), data_dir):
+                why = OTHERWISE
+            else:
+                if id not in known:
+                    known[id] = binding.identity_of(binding.version_line(matrix, engine))
+                found = look_up(matrix, engine, bundles[name], artifact, profile, data_dir=data_dir, identity=known[id])
+                fix = f"synapse certify {document.lane} --model {name} --engine {id}"
+                yield Listed(found, id, document.lane, name, fix)
+                continue
+        yield Listed(Certificate(path, document, (why,)), id, document.lane, name or document.model.model_id)
+
+
+# --- what it lets a lane do ------------------------------------------------------------------------------------------
+
+
+class LaneCertificates:
+    """Asked before every start of a worker: may it serve, and what does a Neural Engine's get of what was measured?
+
+    *qualifying*: Neural Engine workers advertise every packed width of their manifest, whatever a certificate says.
+    """
+
+    def __init__(self, matrix: HardwareMatrix, config: HostConfig, *, qualifying: bool = False) -> None:
+        self._matrix = matrix
+        self._config = config
+        self._qualifying = qualifying
+        self._held: dict[str, Certificate] = {}
+
+    async def admit(self, assignment: Assignment, spec: LaneSpec) -> LaneSpec:
+        """Return the spec that the lane's next worker is started with; NotCertified says why it may not start.
+
+        A certificate pins the kernel revision it names and gives a Neural Engine lane its packed widths and the times
+        that were certified. Nothing is remembered from one start to the next: an upgrade under a running host voids,
+        and ``synapse certify`` helps at the next request.
+        """
+        artifact = assignment.placement.artifact
+        on_ane = spec.device_kind == "ane"
+        if self._qualifying and on_ane and artifact is not None:
+            return replace(spec, packed_widths=plan.packed_widths(artifact))
+        self._held.pop(assignment.lane_id, None)
+        needed = self._config.require_certificate or self._matrix.lanes[assignment.lane].require_certificate
+        if self._qualifying or artifact is None or not (needed or on_ane):
+            return spec
+        try:
+            found = await asyncio.to_thread(self._look_up, assignment, spec.engine_id, artifact)
+        except NoHome:
+            if needed:
+                raise
+            return spec
+        if found.evidence is None or found.why:
+            if needed:
+                raise _refused(assignment, spec, found)
+            return spec
+        self._held[assignment.lane_id] = found
+        if needed and spec.kernel_revision is None:
+            spec = replace(spec, kernel_revision=found.evidence.engine.kernel_revision)
+        if not on_ane or not found.evidence.cost_ms:
+            return spec
+        # By the times the worker sees a function that Core ML has put on the CPU, packed or not.
+        qualified = tuple(verdict.qualified_widths(found.evidence))
+        times = {"certified_ms": json.dumps(found.evidence.cost_ms), **spec.load.runtime_config}
+        return replace(spec, packed_widths=qualified, load=replace(spec.load, runtime_config=times))
+
+    def costs(self, assignment: Assignment) -> plan.Costs | None:
+        """Return what the functions of the lane's worker were measured to cost; None where nothing may be packed."""
+        artifact, held = assignment.placement.artifact, self._held.get(assignment.lane_id)
+        if artifact is None or held is None or held.evidence is None or not verdict.qualified_widths(held.evidence):
+            return None
+        return plan.costs(artifact, held.evidence.cost_ms)
+
+    def _look_up(self, assignment: Assignment, engine_id: str, artifact: Artifact) -> Certificate:
+        # The machine is looked at anew, too: a driver may have been replaced under this host.
+        profile = hardware.detect(hardware.floor_keys(self._matrix, [engine_id]))
+        engine = self._matrix.engines[engine_id]
+        return look_up(self._matrix, engine, assignment.bundle, artifact, profile, data_dir=self._config.data_dir)
+
+
+def _refused(assignment: Assignment, spec: LaneSpec, found: Certificate) -> NotCertified:
+    why = "; ".join(found.why)
+    reason = why if found.evidence is None else f"its certificate is void: {why}"
+    return NotCertified(
+        f"lane {assignment.lane_id} needs a certificate for {assignment.model} on {spec.engine_id}: {reason}. "
+        f"Run: synapse certify {assignment.lane} --model {assignment.model} --engine {spec.engine_id}",
+        details={
+            "lane_id": assignment.lane_id,
+            "model": assignment.model,
+            "engine": spec.engine_id,
+            "reason": reason,
+        },
+    )

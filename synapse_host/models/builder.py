@@ -1,0 +1,356 @@
+"""Model bundles from checkpoints. The conversions run as child programs, so the host imports no engine for them.
+
+A builder program prints JSON lines on stdout: ``{"stage", "done", "total"}`` as work is finished, at the end
+``{"stage": "result", "path", "bytes", "digest", "dtype", ...}``; a failure is one line on stderr and a non-zero exit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from glob import escape
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from msgspec import UNSET
+
+from engines.bundle import digest, manifest
+from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Manifest
+from engines.bundle.materialize import sweep
+from engines.checkpoint import facts
+from engines.checkpoint.package import profile_of
+from engines.checkpoint.read import Checkpoint, plain_numbers
+from synapse_host.errors import BundleInvalid, InvalidRequest, StorageFull, of_os
+from synapse_host.placement import interpreter, places
+from synapse_host.text import tokenizer_file
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called as ``progress(stage, done, total)``; the unit is bytes of finished work."""
+
+NO_ROOM: Final = re.compile(r"\[Errno (28|122)\]|No space left on device|Disk quota exceeded|Not enough free space")
+"""How a child program says that the disk is full."""
+
+FORMATS: Final = ("gguf", "safetensors-package", "coreml")
+TOKENIZER: Final = "tokenizer.json"
+FIXTURES: Final = "fixtures.npz"
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+def run_tool(argv: Sequence[str], *, stage: str, progress: Progress = silent) -> dict[str, Any]:
+    """Run ``python -m *argv`` and return its result line; paths among *argv* are absolute, for it runs in our folder.
+
+    Raises BundleInvalid or StorageFull with the program's own last line when it fails, BackendMissing where there is no
+    Python to run it. The child is gone when this returns or raises.
+    """
+    command, surroundings = [*interpreter.module(argv[0]), *argv[1:]], dict(os.environ)
+    surroundings.pop("PYTHONPATH", None)
+    with tempfile.TemporaryFile(dir=places.temporary()) as errors:
+        child = subprocess.Popen(  # noqa: S603 - our own modules, no shell
+            command,
+            cwd=interpreter.package_root(),
+            env={**surroundings, **interpreter.search_path()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+        result: dict[str, Any] | None = None
+        try:
+            assert child.stdout is not None
+            for raw in child.stdout:
+                line = _parse(raw)
+                if line.get("stage") == "result":
+                    result = line
+                elif type(line.get("done")) is int and type(line.get("total")) is int:
+                    progress(stage, line["done"], line["total"])
+            status = child.wait()
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
+        if status == 0 and result is not None:
+            return result
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - 8192))
+        said = [line.strip() for line in errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
+    why = said[-1] if said else f"ended with status {status}"
+    kind = StorageFull if NO_ROOM.search(why) else BundleInvalid
+    raise kind(why, details={"stage": stage, "status": status})
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return {}  # a library printed something; only our own lines count
+    return line if isinstance(line, dict) else {}
+
+
+@contextmanager
+def staging(target: Path) -> Iterator[Path]:
+    """Yield a fresh folder beside *target*; when the block succeeds it becomes *target* by one rename.
+
+    An existing *target* is replaced only then; on failure it is left as it was and the staging folder is removed.
+    Before all that goes what a killed build left there a day ago.
+    """
+    # Where *target* is a link (to a larger disk), what it points to is replaced, never the link.
+    target = Path(os.path.realpath(target))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    sweep(target.parent, pattern=f".{escape(target.name)}.????????.building")
+    if target.exists():  # else the last build was killed between two renames, and there lies what was
+        sweep(target.parent, pattern=f".{escape(target.name)}.????????.old")
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".building", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+            target.rename(old / "was")
+            folder.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            folder.rename(target)
+    finally:
+        if folder.exists() and folder != target:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def build(
+    checkpoint_folder: Path,
+    out: Path,
+    *,
+    formats: Sequence[str],
+    dtypes: Mapping[str, Sequence[str]],
+    model_id: str,
+    task: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    fixtures: Path | None = None,
+    reference: bool = False,
+    progress: Progress = silent,
+) -> Bundle:
+    """Build a bundle folder from a checkpoint folder and return it.
+
+    ``dtypes``: format -> the dtypes to write, in order of preference. ``overrides``: manifest fields that the
+    checkpoint doesn't say (license, source, max_tokens, score). ``fixtures``: reference fixtures to take along;
+    ``reference``: compute them (extra ``reference``). Raises BundleInvalid or InvalidRequest; *out* is untouched then.
+    """
+    unknown = [name for name in formats if name not in FORMATS]
+    if unknown or not formats:
+        raise InvalidRequest(f"format {unknown[0] if unknown else ''!r} is not one of {', '.join(FORMATS)}")
+    try:
+        checkpoint = Checkpoint.open(checkpoint_folder.absolute(), task=task)  # type: ignore[arg-type]
+        known = facts.of_checkpoint(checkpoint)
+        _check_tokenizer(checkpoint_folder / TOKENIZER)
+        with staging(out) as folder:
+            artifacts: list[Artifact] = []
+            pooling = (overrides or {}).get("pooling")
+            for name in formats:
+                for dtype in dtypes.get(name) or [""]:
+                    options = ["--pooling", pooling] if pooling and name == "gguf" else []
+                    artifacts.append(_artifact(name, dtype, checkpoint, folder, model_id, options, progress))
+            fields: dict[str, Any] = {
+                "tokenizer": take(checkpoint_folder / TOKENIZER, folder / TOKENIZER),
+                "fixtures": _fixtures(checkpoint, known, folder, fixtures, reference, overrides or {}, progress),
+                **_described(checkpoint, known),
+                **(overrides or {}),
+            }
+            built = Manifest(
+                manifest_version=1,
+                model_id=model_id,
+                family=checkpoint.family,
+                task=checkpoint.task,
+                dims=known.dims,
+                artifacts=artifacts,
+                **{key: value for key, value in fields.items() if value is not None},
+            )
+            manifest.write(folder, built)
+            try_tokenizer(manifest.read(folder), checkpoint.config["vocab_size"])
+        return manifest.read(out)
+    except BundleError as exc:
+        raise BundleInvalid(str(exc)) from exc
+    except OSError as exc:
+        raise of_os(exc, f"{exc.filename or out}: {exc.strerror or exc}", otherwise=BundleInvalid) from exc
+
+
+def try_tokenizer(bundle: Bundle, vocab_size: int) -> None:
+    """Open a bundle's tokenizer and read one text with it: a bundle that can't take texts must not be built.
+
+    Raises BundleInvalid, also for an id beyond the model's *vocab_size* rows. A bundle without one takes ids only.
+    """
+    from synapse_host.text.tokenizer import TextTokenizer
+
+    if bundle.manifest.tokenizer is UNSET:
+        return
+    tokenizer = TextTokenizer(bundle)
+    last = tokenizer.last_id
+    if last >= vocab_size:
+        raise BundleInvalid(
+            f"{bundle.manifest.tokenizer.path}: its largest id is {last}, config.json's vocab_size is {vocab_size}: "
+            "the tokenizer belongs to another model"
+        )
+    try:
+        tokenizer.rows(["a"], truncate=True)
+    except InvalidRequest as exc:
+        raise BundleInvalid(f"{bundle.manifest.tokenizer.path}: it can't read the text 'a': {exc}") from exc
+
+
+def _described(checkpoint: Checkpoint, known: facts.Facts) -> dict[str, Any]:
+    return {
+        "max_tokens": known.max_tokens,
+        "pooling": known.pooling,
+        "normalize": known.normalize,
+        "score": known.score,
+        "special_ids": known.special_ids or None,
+        "head": known.head,
+        "token_types": known.token_types,
+        "chat_template": known.chat_template,
+        "config": plain_numbers(checkpoint.config),
+    }
+
+
+def _fixtures(
+    checkpoint: Checkpoint,
+    known: facts.Facts,
+    folder: Path,
+    given: Path | None,
+    reference: bool,
+    overrides: Mapping[str, Any],
+    progress: Progress,
+) -> FileRef | None:
+    target = folder / FIXTURES
+    if reference:
+        limit = str(overrides.get("max_tokens", known.max_tokens))
+        argv = ["engines.checkpoint.reference", str(checkpoint.folder), str(target), "--task", checkpoint.task]
+        run_tool([*argv, "--max-tokens", limit], stage="reference", progress=progress)
+        made = digest.file_digest(target)
+        ledger = computed_here()
+        ledger.mkdir(parents=True, exist_ok=True)
+        (ledger / made).touch()
+        return FileRef(target.name, digest.PREFIX + made)
+    return take(given, target) if given is not None else None
+
+
+def computed_here(data_dir: Path | None = None) -> Path:
+    """Return the folder that holds one empty file, named by digest, for all fixtures computed on this machine."""
+    from platformdirs import user_data_path
+
+    return (user_data_path("synapse", appauthor=False) if data_dir is None else data_dir / "synapse") / "references"
+
+
+def reference_origin(found: str, data_dir: Path | None = None) -> Literal["project", "computed_here", "bundle"]:
+    """Return whose fixtures have this digest: shipped with this project, computed on this machine, or a bundle's own.
+
+    What a bundle says of its fixtures is its author's word, so it is not asked.
+    """
+    shipped = Path(__file__).parent / "fixtures"
+    if any(digest.PREFIX + digest.file_digest(path) == found for path in shipped.glob("*.npz")):
+        return "project"
+    return "computed_here" if (computed_here(data_dir) / found.removeprefix(digest.PREFIX)).exists() else "bundle"
+
+
+def take(source: Path, target: Path) -> FileRef | None:
+    """Copy a file into the bundle and return its reference; None where the checkpoint has none."""
+    if not source.exists():
+        return None
+    shutil.copyfile(source, target)
+    return FileRef(target.name, digest.PREFIX + digest.file_digest(target))
+
+
+def _artifact(
+    name: str,
+    dtype: str,
+    checkpoint: Checkpoint,
+    folder: Path,
+    model_id: str,
+    options: Sequence[str],
+    progress: Progress,
+) -> Artifact:
+    source = str(checkpoint.folder)
+    task = ["--task", checkpoint.task]
+    stage = f"{name} {dtype}".strip()
+    if name == "gguf":
+        dtype = dtype or "f16"
+        out = folder / f"model-{dtype}.gguf"
+        argv = ["engines.llama", "build", source, str(out), "--dtype", dtype, "--name", model_id, *task, *options]
+    elif name == "safetensors-package":
+        dtype = dtype or checkpoint.stored_dtype
+        out = folder / f"model-{dtype}.safetensors"
+        argv = [
+            "engines.checkpoint.package",
+            source,
+            str(out),
+            "--profile",
+            profile_of(model_id),
+            "--dtype",
+            dtype,
+            *task,
+        ]
+    else:
+        out = folder / "model.mlpackage"
+        argv = ["engines.ane", "build", source, str(out), *task]
+    result = run_tool(argv, stage=stage, progress=progress)
+    if name == "coreml":
+        return _coreml(out, result)
+    return Artifact(name, out.name, result["digest"], result["dtype"], bytes=result["bytes"])
+
+
+def _coreml(out: Path, result: dict[str, Any]) -> Artifact:
+    """The package is a folder: both tree digests are computed here, functions and layers come from its builder."""
+    tree = digest.tree_digest(out)
+    return Artifact(
+        "coreml",
+        out.name,
+        digest.PREFIX + tree.compatible,
+        result.get("dtype", "f16"),
+        bytes=tree.nbytes,
+        tree=digest.PREFIX + tree.injective,
+        layers=result.get("layers", UNSET),
+        functions=[manifest.Function(**item) for item in result["functions"]],
+        files=tree.files,
+    )
+
+
+def _check_tokenizer(file: Path) -> None:
+    """Refuse now what a host would refuse at the first text."""
+    if file.exists():
+        try:
+            tokenizer_file.sanitized(tokenizer_file.read(file))
+        except ValueError as exc:
+            raise BundleInvalid(f"{file} can't be read as a tokenizer: {exc}") from exc
+
+
+def verify(bundle: Bundle, progress: Progress = silent) -> list[str]:
+    """Re-hash every file of a bundle; return what is wrong, one line each (empty: all as the manifest says)."""
+    wrong: list[str] = []
+    refs: list[tuple[str, str, str | None]] = []
+    for artifact in bundle.manifest.artifacts:
+        refs.append((artifact.path, artifact.digest, None if artifact.tree is UNSET else artifact.tree))
+    for key in ("tokenizer", "fixtures"):
+        ref = getattr(bundle.manifest, key)
+        if ref is not UNSET:
+            refs.append((ref.path, ref.digest, None))
+    for relative, stated, tree in refs:
+        path = bundle.path(relative)
+
+        def report(done: int, total: int, stage: str = relative) -> None:
+            progress(stage, done, total)
+
+        try:
+            if tree is None or path.is_file():  # a zipped package has its archive's digest
+                digest.verify_file(path, stated, report)
+            else:
+                found = digest.tree_digest(path, report)
+                if not digest.same(tree, found.injective) or not digest.same(stated, found.compatible):
+                    wrong.append(f"{relative}: the folder's digest differs from the manifest")
+        except BundleError as exc:
+            wrong.append(str(exc))
+    return wrong

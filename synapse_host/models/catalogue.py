@@ -1,0 +1,235 @@
+"""The models that can be named: bundles in the models folder, and the defaults, made at their first use.
+
+A default is made once into the models folder; later uses read its manifest and touch no network, also when a later
+release has another recipe for it: what is installed is what commands and programs serve, and only an installation that
+somebody asks for replaces it. A bundle of the user's own that has a default's name is the user's. Two processes that
+want the same model at once: one builds, the other waits and takes the result.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from engines.bundle import manifest
+from engines.bundle.manifest import Bundle, BundleError
+from synapse_host.errors import BundleInvalid, InvalidRequest, UnknownModel, of_os
+from synapse_host.models.builder import Progress, silent
+from synapse_host.models.fetch import fetch
+from synapse_host.models.recipes import DEFAULTS
+from synapse_host.placement import places
+from synapse_host.placement.places import NoHome
+from synapse_host.worker.runtime_dir import lock_exclusive
+
+__all__ = [
+    "DEFAULTS",
+    "install",
+    "installed",
+    "locate",
+    "models_dir",
+    "names",
+    "obtain",
+    "ours",
+    "outdated",
+    "read",
+    "readable",
+    "unknown",
+]
+
+
+def models_dir(given: Path | None = None) -> Path:
+    """Return the folder that holds bundles: the given one, else the user's cache. Raises NoHome."""
+    return places.cache() / "models" if given is None else places.expanded(given).absolute()
+
+
+def installed(folder: Path | None = None) -> dict[str, Path]:
+    """Return the bundles in the models folder by name: every sub-folder with a manifest, sorted."""
+    try:
+        root = models_dir(folder)
+        names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    except (FileNotFoundError, NoHome):
+        return {}
+    return {name: root / name for name in names if (root / name / manifest.FILE_NAME).exists()}
+
+
+def readable(folder: Path | None = None) -> dict[str, Bundle]:
+    """Return the installed bundles by name, without those whose manifest can't be read."""
+    found = {}
+    with suppress(OSError):
+        for name, path in installed(folder).items():
+            with suppress(BundleError):
+                found[name] = manifest.read(path)
+    return found
+
+
+def names(folder: Path | None = None) -> list[str]:
+    """Return every name that can be asked for: the defaults and what else is installed."""
+    return sorted({*DEFAULTS, *installed(folder)})
+
+
+def locate(name: str, folder: Path | None = None) -> Path | None:
+    """Return where a model is: a bundle folder given as a path, or an installed name; None where it isn't yet."""
+    if os.sep in name or (os.altsep and os.altsep in name) or name in (".", ".."):
+        path = places.expanded(name)
+        return path if (path / manifest.FILE_NAME).exists() else None
+    try:
+        path = models_dir(folder) / name
+    except NoHome:
+        return None
+    return path if _safe(name) and (path / manifest.FILE_NAME).exists() else None
+
+
+def obtain(name: str, folder: Path | None = None, *, progress: Progress = silent) -> Bundle:
+    """Return a model's bundle as it is installed; a default model that isn't there yet is installed first.
+
+    Raises UnknownModel (with the known names, or because it can't be fetched) or BundleInvalid.
+    """
+    path = locate(name, folder)
+    if path is not None:
+        return read(name, path)
+    if name not in DEFAULTS:
+        raise unknown(name, folder)
+    return install(name, folder, progress=progress)
+
+
+def read(name: str, path: Path) -> Bundle:
+    """Return the bundle in a folder; BundleInvalid names it, which the manifest's own words don't."""
+    try:
+        return manifest.read(path)
+    except BundleError as exc:
+        raise BundleInvalid(f"model {name}: {exc}", details={"model": name, "path": str(path)}) from exc
+
+
+def unknown(name: str, folder: Path | None = None) -> UnknownModel:
+    """Return the error for a name that is neither installed nor a default."""
+    from difflib import get_close_matches
+
+    known = names(folder)
+    if os.sep in name:
+        if Path(name, manifest.FILE_NAME).is_file():
+            return UnknownModel(
+                f"{name} is a bundle's folder: nothing to install. Use it as it is: --model {name}",
+                details={"known": known},
+            )
+        checkpoint = Path(name, "config.json").is_file()
+        hint = f". It is a checkpoint; make a bundle of it: synapse build {name} OUT" if checkpoint else ""
+        what = f"no {manifest.FILE_NAME} in it" if Path(name).is_dir() else "no such folder"
+        return UnknownModel(f"{name} is not a model bundle: {what}{hint}", details={"known": known})
+    if Path(name, manifest.FILE_NAME).is_file():
+        return UnknownModel(
+            f"no model {name!r} (have: {', '.join(known)}). For the folder of that name: .{os.sep}{name}",
+            details={"known": known},
+        )
+    near = get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f", did you mean {near[0]!r}?" if near else ""
+    return UnknownModel(
+        f"no model {name!r} (have: {', '.join(known)}{hint}). List them: synapse models", details={"known": known}
+    )
+
+
+def install(
+    name: str,
+    folder: Path | None = None,
+    *,
+    force: bool = False,
+    keep: Path | None = None,
+    progress: Progress = silent,
+) -> Bundle:
+    """Make a default bundle and return it; one that this release's recipe made is returned as it is, unless *force*.
+
+    One that an older recipe made is replaced once the new one is there. What isn't ours, or can't be read, is replaced
+    with *force* only: InvalidRequest.
+
+    ``keep``: a folder that doesn't exist yet; the plain checkpoint is left there too (the bundle is made anew for it).
+
+    ``progress(stage, done, total)`` counts bytes: fetched, unpacked, converted. Raises UnknownModel where the package
+    can't be fetched, BundleInvalid where something fetched or built is not what it should be.
+    """
+    recipe = DEFAULTS.get(name)
+    if recipe is None:
+        raise unknown(name, folder)
+    root = models_dir(folder)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f".{name}.lock", lambda: progress("waiting for another process", 0, 0)):
+            path = root / name
+            if not force and (path / manifest.FILE_NAME).exists():
+                _check_ours(name, path)
+                if keep is None and not outdated(name, manifest.read(path)):
+                    return manifest.read(path)
+            _sweep(root, name)
+            with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".fetching", dir=root) as scratch:
+                files = fetch(recipe.package, Path(scratch), progress)
+                recipe.make(name, recipe, files, path, progress)
+                if keep is not None:
+                    shutil.copytree(files, keep)
+            return manifest.read(path)
+    except BundleError as exc:
+        raise BundleInvalid(f"model {name}: {exc}", details={"model": name}) from exc
+    except OSError as exc:
+        raise of_os(
+            exc, f"model {name}: {exc.filename or root}: {exc.strerror or exc}", otherwise=BundleInvalid
+        ) from exc
+
+
+def outdated(name: str, bundle: Bundle) -> bool:
+    """Tell whether a bundle is a default that another recipe made than this release's; it serves all the same."""
+    return ours(name, bundle) and bundle.manifest.source != DEFAULTS[name].source
+
+
+def ours(name: str, bundle: Bundle) -> bool:
+    """Tell whether a bundle was made by a recipe for *name*, of this release or another one."""
+    recipe = DEFAULTS.get(name)
+    source = bundle.manifest.source
+    return recipe is not None and isinstance(source, str) and recipe.made(source)
+
+
+def _check_ours(name: str, path: Path) -> None:
+    """Refuse to replace what somebody else may have made. Raises InvalidRequest."""
+    try:
+        found = manifest.read(path)
+    except BundleError as exc:
+        what = f"can't be read ({exc})"
+    else:
+        if ours(name, found):
+            return
+        what = "is a bundle of your own"
+    raise InvalidRequest(
+        f"{path} {what}. Move it away, or replace it: synapse models install {name} --force",
+        details={"model": name, "path": str(path)},
+    )
+
+
+def _safe(name: str) -> bool:
+    return bool(name) and not name.startswith(".") and not set(name) & set("/\\:\0")
+
+
+def _sweep(root: Path, name: str) -> None:
+    """Remove what a killed installation left; the lock is held, so none of it is in use."""
+    for suffix in (".building", ".fetching", ".old"):
+        # Eight characters of chance: "minilm.v2" is another model, and somebody may be building it.
+        for left in root.glob(f".{name}.????????{suffix}"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold an exclusive lock on a file; it vanishes with the process, so a crash never blocks the next one."""
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+        waits = False
+        while True:
+            try:
+                lock_exclusive(file)
+            except (BlockingIOError, PermissionError):  # the latter on Windows
+                if not waits:
+                    waits = True
+                    waiting()
+                time.sleep(0.2)
+            else:
+                break
+        yield

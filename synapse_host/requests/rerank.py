@@ -1,0 +1,65 @@
+"""Reranking on a lane: a query and candidates, or rows composed of both, to scores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engines.protocol.messages import ITEM_BYTES, Rerank, RerankSequences, Segment
+from synapse_host.requests.parts import Part, buffer, collect, cut
+from synapse_host.results import sigmoid
+from synapse_host.text.encoders import checked
+
+if TYPE_CHECKING:
+    from engines.bundle.manifest import Manifest
+    from synapse_host.lanes import Lanes
+    from synapse_host.placement.assignment import Assignment
+    from synapse_host.requests.parts import FloatArray, IntArray
+    from synapse_host.supervision.supervisor import Build
+    from synapse_host.text.rows import Rows
+
+
+def request(query: IntArray | None, part: Part) -> Build:
+    """Return RERANK of bare candidates, for a worker that composes the pairs; without *query* RERANK_SEQUENCES."""
+    segments = [Segment(n_tokens=length) for length in part.lengths]
+    if query is None:
+
+        def sequences(req_id: str, model_ref: str) -> tuple[RerankSequences, memoryview]:
+            message = RerankSequences(req_id=req_id, model_ref=model_ref, sequences=segments)
+            return message, buffer(part.ids)
+
+        return sequences
+    import numpy as np
+
+    n, ids = len(query), np.concatenate([query, part.ids])
+
+    def candidates(req_id: str, model_ref: str) -> tuple[Rerank, memoryview]:
+        message = Rerank(req_id=req_id, model_ref=model_ref, query_n_tokens=n, candidates=segments)
+        return message, buffer(ids)
+
+    return candidates
+
+
+async def score(
+    lanes: Lanes, assignment: Assignment, query: IntArray | None, rows: Rows, until: float | None
+) -> FloatArray:
+    """Return the rows' logits, float32 (n,), in as many exchanges as they need. Arguments as :func:`request`."""
+    limits = {
+        "reply_row_bytes": ITEM_BYTES,
+        "max_frame": lanes.config.max_frame,
+        "common_tokens": 0 if query is None else len(query),
+    }
+    parts = await checked(rows.lengths, until, lambda: cut(rows, **limits, noun="document"))
+    serving = lanes.serving(assignment)
+
+    async def send(part: Part) -> FloatArray:
+        _, logits = await serving.submit(request(query, part), deadline=until, stage="rerank")
+        scores: FloatArray = logits
+        return scores
+
+    return await collect(parts, send)
+
+
+def scaled(manifest: Manifest, logits: FloatArray, *, raw: bool) -> FloatArray:
+    """Return the scores that a caller sees: probabilities where the bundle says so, the logits with *raw*."""
+    # SCORES are raw logits on every engine; the sigmoid is applied here, once (protocol-v3, 1).
+    return sigmoid(logits) if not raw and manifest.score == "sigmoid" else logits

@@ -1,0 +1,235 @@
+"""A host's counters and gauges as Prometheus metrics, ``synapse_worker_*``; needs the extra ``metrics``.
+
+Everything is read when somebody asks: serving requests costs integer additions only
+(:mod:`synapse_host.worker.counters`). :func:`text` renders once; :class:`MetricsServer` answers ``GET /metrics`` on the
+loopback interface. Whoever asks, on whatever thread, the values are read on the host's loop, which alone writes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from synapse_host.errors import InvalidRequest
+from synapse_host.serve.clients import Clients
+
+if TYPE_CHECKING:
+    from synapse_host.host import Host
+    from synapse_host.worker.counters import Histogram, LaneCounters
+
+PREFIX: Final = "synapse_worker_"
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+LOOPBACK: Final = "127.0.0.1"
+MAX_HEAD: Final = 8 * 1024
+READ_S: Final = 5.0
+MAX_CLIENTS: Final = 16
+MIB: Final = 1024 * 1024
+
+
+def require() -> None:
+    """Raise InvalidRequest where the extra is missing."""
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError as exc:
+        raise InvalidRequest(
+            "metrics need prometheus-client: pip install 'synapse-workers[metrics]'",
+            details={"missing": "prometheus_client"},
+        ) from exc
+
+
+def text(host: Host) -> str:
+    """Return the metrics of *host* in Prometheus' text format; from any thread."""
+    require()
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector(host))
+    rendered: bytes = generate_latest(registry)
+    return rendered.decode()
+
+
+class Collector:
+    """What prometheus-client asks for samples; register it with any registry of an application."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def collect(self) -> Sequence[Any]:
+        """Return every metric family with its present values, read on the host's loop; from any thread."""
+        return self._host.on_loop(lambda: list(self._families()))
+
+    def _families(self) -> Iterator[Any]:
+        counters = self._host.counters
+        lanes: dict[str, dict[str, Any]] = self._host.health()["lanes"]
+        yield from _traffic(counters)
+        yield from _failures(counters)
+        yield from _states(lanes)
+        yield from _silence(counters, self._host)
+
+
+def _traffic(counters: dict[str, LaneCounters]) -> Iterator[Any]:
+    requests = _counter("requests", "Requests by operation and outcome (ok or an error code).", ["op", "outcome"])
+    durations = _histogram(
+        "request_duration_seconds", "From the call to the reply, waiting included; answered requests only.", ["op"]
+    )
+    overhead = _histogram(
+        "ipc_overhead_seconds",
+        "Round trip of PING to an idle worker: wire, wake-ups and worker loop, no model work.",
+        [],
+    )
+    loads = _histogram("load_duration_seconds", "LOAD exchanges, from sending to LOADED.", [])
+    transferred = _counter("bytes", "Bytes on the worker's connection, framing included.", ["direction"])
+    for lane, counts in counters.items():
+        for (op, outcome), number in counts.requests.items():
+            requests.add_metric([lane, op, outcome], number)
+        for op, histogram in counts.durations.items():
+            _observe(durations, [lane, op], histogram)
+        _observe(overhead, [lane], counts.ipc)
+        _observe(loads, [lane], counts.loads)
+        transferred.add_metric([lane, "sent"], counts.sent)
+        transferred.add_metric([lane, "received"], counts.received)
+    yield from (requests, durations, overhead, loads, transferred)
+
+
+def _failures(counters: dict[str, LaneCounters]) -> Iterator[Any]:
+    restarts = _counter("restarts", "Workers started in place of one that ended, by how that one ended.", ["reason"])
+    rejected = _counter("frames_rejected", "Breaches of the protocol by workers, by reason.", ["reason"])
+    abandoned = _counter("abandoned_replies", "Replies that were drained after their caller had left.", [])
+    for lane, counts in counters.items():
+        for reason, number in counts.restarts.items():
+            restarts.add_metric([lane, reason], number)
+        for reason, number in counts.rejected.items():
+            rejected.add_metric([lane, reason], number)
+        abandoned.add_metric([lane], counts.abandoned)
+    yield from (restarts, rejected, abandoned)
+
+
+def _states(lanes: dict[str, dict[str, Any]]) -> Iterator[Any]:
+    info = _gauge("info", "1 for each lane, with what serves it.", ["model", "engine", "device", "state"])
+    waiting = _gauge("queue_length", "Requests that wait for the lane.", [])
+    strikes = _gauge("strikes", "Strikes in a row; two quarantine the lane.", [])
+    quarantined = _gauge("quarantined", "1 while the lane is quarantined.", [])
+    remaining = _gauge(
+        "quarantine_remaining_seconds", "Until the lane opens again; +Inf when only a probe opens it.", []
+    )
+    rss = _gauge("rss_bytes", "Resident memory of the worker, from its last PONG.", [])
+    share = _gauge("placement_share", "Share of operations that can run on the Neural Engine, from the last PONG.", [])
+    for lane, health in lanes.items():
+        described = [str(health[key] or "") for key in ("model", "engine", "device", "state")]
+        info.add_metric([lane, *described], 1)
+        waiting.add_metric([lane], health.get("waiting", 0))
+        strikes.add_metric([lane], health["strikes"])
+        quarantined.add_metric([lane], int(health["state"] == "quarantined"))
+        seconds = health["quarantine_remaining_s"]
+        remaining.add_metric([lane], math.inf if seconds is None else seconds)
+        if health["rss_mb"] is not None:
+            rss.add_metric([lane], health["rss_mb"] * MIB)
+        if health.get("placement_share") is not None:
+            share.add_metric([lane], health["placement_share"])
+    yield from (info, waiting, strikes, quarantined, remaining, rss, share)
+
+
+def _silence(counters: dict[str, LaneCounters], host: Host) -> Iterator[Any]:
+    gap = _gauge(
+        "progress_gap_seconds",
+        "Longest silence within an exchange so far, by the window it counts against.",
+        ["window"],
+    )
+    limit = _gauge("silence_window_seconds", "Silence after which a worker is killed.", ["window"])
+    windows = host.config.windows
+    for lane, counts in counters.items():
+        for name in ("setup", "control", "ping", "inference"):
+            if name in counts.gaps:
+                gap.add_metric([lane, name], counts.gaps[name])
+            limit.add_metric([lane, name], getattr(windows, name))
+    yield from (gap, limit)
+
+
+def _counter(name: str, help: str, labels: Sequence[str]) -> Any:
+    from prometheus_client.core import CounterMetricFamily
+
+    return CounterMetricFamily(PREFIX + name, help, labels=["lane", *labels])
+
+
+def _gauge(name: str, help: str, labels: Sequence[str]) -> Any:
+    from prometheus_client.core import GaugeMetricFamily
+
+    return GaugeMetricFamily(PREFIX + name, help, labels=["lane", *labels])
+
+
+def _histogram(name: str, help: str, labels: Sequence[str]) -> Any:
+    from prometheus_client.core import HistogramMetricFamily
+
+    return HistogramMetricFamily(PREFIX + name, help, labels=["lane", *labels])
+
+
+def _observe(family: Any, labels: list[str], histogram: Histogram) -> None:
+    family.add_metric(labels, list(_cumulative(histogram.bounds, histogram.counts)), sum_value=histogram.total)
+
+
+def _cumulative(bounds: Iterable[float], counts: Sequence[int]) -> Iterator[tuple[str, int]]:
+    total = 0
+    for bound, number in zip((*bounds, math.inf), counts, strict=True):
+        total += number
+        yield ("+Inf" if bound == math.inf else repr(bound), total)
+
+
+class MetricsServer:
+    """``GET /metrics`` for one host on 127.0.0.1, nothing else. Make it with :meth:`open`."""
+
+    def __init__(self, host: Host, port: int) -> None:
+        self._host = host
+        self.port = port
+        self._clients = Clients()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, host: Host, port: int) -> AsyncIterator[MetricsServer]:
+        """Serve until the end of the block; port 0 takes a free one. InvalidRequest: port taken, or no extra."""
+        require()
+        metrics = cls(host, port)
+        try:
+            server = await asyncio.start_server(metrics._accept, LOOPBACK, port, limit=MAX_HEAD)
+        except (OSError, OverflowError) as exc:  # the latter: no number of a port at all
+            reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
+            raise InvalidRequest(
+                f"metrics can't be served on {LOOPBACK}:{port}: {reason}; choose another port",
+                details={"reason": "metrics_port", "port": port},
+            ) from exc
+        metrics.port = server.sockets[0].getsockname()[1]
+        try:
+            yield metrics
+        finally:
+            server.close()
+            await metrics._clients.end()
+
+    @property
+    def url(self) -> str:
+        """Where a scraper finds the metrics."""
+        return f"http://{LOOPBACK}:{self.port}/metrics"
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with self._clients.connected(writer):
+            if len(self._clients) <= MAX_CLIENTS:
+                async with asyncio.timeout(READ_S):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(self._answer(head))
+                    await writer.drain()
+
+    def _answer(self, head: bytes) -> bytes:
+        words = head.split(b"\r\n", 1)[0].split(b" ")
+        if len(words) != 3 or words[0] not in (b"GET", b"HEAD"):
+            return _response("405 Method Not Allowed", b"only GET\n", b"GET")
+        if words[1].partition(b"?")[0] != b"/metrics":
+            return _response("404 Not Found", b"see /metrics\n", words[0])
+        return _response("200 OK", text(self._host).encode(), words[0])
+
+
+def _response(status: str, body: bytes, method: bytes) -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + (b"" if method == b"HEAD" else body)

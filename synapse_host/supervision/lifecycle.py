@@ -1,0 +1,242 @@
+"""A lane's worker generations: one at a time, started and loaded when somebody needs one, never replaced alive."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from engines.protocol.errors import LocalProtocolError
+from engines.protocol.messages import AnyReply, Load, Loaded
+from synapse_host.config import HostConfig
+from synapse_host.errors import EngineCrashed, LaneRefused
+from synapse_host.placement.spec import LaneSpec
+from synapse_host.supervision.health import LaneHealth, Refresher
+from synapse_host.supervision.standing import Standing
+from synapse_host.worker import refusals
+from synapse_host.worker.counters import LaneCounters
+from synapse_host.worker.crash import Death, StartFailed
+from synapse_host.worker.exchange import Exchange
+from synapse_host.worker.listener import RuntimeDirectory
+from synapse_host.worker.output import LineForwarder, LogRing
+from synapse_host.worker.refusals import NOT_READY
+from synapse_host.worker.session import Session
+
+if TYPE_CHECKING:
+    from synapse_host.supervision.supervisor import Supervisor
+
+_log = logging.getLogger(__name__)
+
+
+class Generations:
+    """The current session of one lane, how it came about and what its predecessors left."""
+
+    def __init__(
+        self,
+        standing: Standing,
+        *,
+        config: HostConfig,
+        runtime: RuntimeDirectory,
+        sink: Supervisor,
+        counters: LaneCounters,
+        journal: LogRing,
+        health: LaneHealth,
+        refresher: Refresher,
+        admit: Callable[[LaneSpec], Awaitable[LaneSpec]] | None = None,
+    ) -> None:
+        self.number = 0
+        """The newest generation; 0 before the first spawn."""
+        self.session: Session | None = None
+        self.starting: asyncio.Task[Session] | None = None
+        self.loaded: Loaded | None = None
+        """The last LOADED of this lane, with its dims and buckets."""
+        self.advertised: tuple[int, ...] | None = None
+        """Packed widths of the last HELLO; None before the first."""
+        self._spec = standing.spec
+        """What the newest worker was started with; *admit* makes it anew from the lane's own for each start."""
+        self._admit = admit
+        self._standing = standing
+        self._config = config
+        self._runtime = runtime
+        self._sink = sink
+        self._counters = counters
+        self._journal = journal
+        self._health = health
+        self._refresher = refresher
+        self._loop = asyncio.get_running_loop()
+        self._forwarder = LineForwarder(self._spec.lane_id, per_second=config.log_lines_per_s)
+        self._revision: str | None = None
+        self._undead: Session | None = None
+        self._ended: str | None = None
+
+    # --- start and LOAD ----------------------------------------------------------------------------------------------
+
+    async def ready(self, deadline: float | None, stage: str, *, probing: bool = False) -> Session:
+        """Return a session with the model loaded. The start goes on for the next caller when *deadline* passes."""
+        while True:
+            session = self.session
+            if session is not None and session.ready:
+                return session
+            if deadline is not None and self._loop.time() >= deadline:
+                raise refusals.late(self._spec.lane_id, stage, NOT_READY)
+            timeout = None if deadline is None else deadline - self._loop.time()
+            if session is not None and session.dead:
+                # Never a new worker before the old one is reaped, and its strike may have shut the lane.
+                await session.buried(timeout)
+                if session.buried_now:
+                    self.forget(session)
+                self._standing.admit(probing=probing)
+                continue
+            task = self.starting
+            if task is None:
+                task = self.starting = self._loop.create_task(self._start())
+                task.add_done_callback(self._start_over)
+            await self.started(deadline, stage)
+            if task.cancelled():
+                raise refusals.stopping(self._spec.lane_id)
+            return task.result()
+
+    def start_under_way(self) -> bool:
+        """Return whether a worker is spawned or loaded now, for whoever still waits for it."""
+        return self.starting is not None
+
+    async def started(self, deadline: float | None, stage: str) -> None:
+        """Wait until no start is under way, whatever became of it. The start goes on when *deadline* passes."""
+        task = self.starting
+        if task is None:
+            return
+        await asyncio.wait({task}, timeout=None if deadline is None else deadline - self._loop.time())
+        if not task.done():
+            raise refusals.late(self._spec.lane_id, stage, NOT_READY)
+
+    def _start_over(self, task: asyncio.Task[Session]) -> None:
+        self.starting = None
+        if not task.cancelled():
+            # Looked at, so that a failure nobody waited for is not reported as never retrieved.
+            task.exception()
+
+    async def _start(self) -> Session:
+        session = self.session or await self._spawn()
+        if session.dead:
+            # It died between its ACK and now; that is charged by its burial.
+            await session.buried()
+            self.session = None
+            assert self._standing.last_crash is not None
+            raise self._standing.last_crash
+        load = self._spec.load
+        request = Load(
+            req_id=session.next_req_id(),
+            artifact_path=load.artifact_path,
+            artifact_digest=load.artifact_digest,
+            format=load.format,
+            runtime_config=load.runtime_config,
+        )
+        waiter: asyncio.Future[tuple[AnyReply, Any]] = self._loop.create_future()
+        try:
+            session.begin(Exchange(request, None, waiter, "load", turn=False))
+            reply, _ = await waiter
+        except LocalProtocolError as exc:
+            raise refusals.unsendable(self._spec.lane_id, "load", exc) from exc
+        except asyncio.CancelledError:
+            self.forget(session)
+            await session.stop(0.0)
+            raise
+        assert isinstance(reply, Loaded)
+        self._counters.loaded(self._loop.time() - session.began)
+        session.model_ref = reply.model_ref
+        self.loaded = reply
+        return session
+
+    async def _spawn(self) -> Session:
+        if self._undead is not None:
+            process = self._undead.process
+            if process is not None and process.running:
+                # Never before the old process is reaped.
+                raise refusals.unkillable(self._spec.lane_id, process.pid)
+            self._undead = None
+        if self._admit is not None:
+            self._spec = await self._admit(self._standing.spec)
+        self.number += 1
+        if self._ended is not None:
+            self._counters.restarts[self._ended] += 1
+            self._ended = None
+        session = Session(
+            self._spec,
+            generation=self.number,
+            config=self._config,
+            runtime=self._runtime,
+            forwarder=self._forwarder,
+            sink=self._sink,
+            # A pinned revision is the one that counts, also where its predecessor had another.
+            revision=self._revision if self._spec.kernel_revision is None else None,
+            counters=self._counters,
+            journal=self._journal,
+        )
+        try:
+            hello = await session.start()
+        except StartFailed as exc:
+            raise self.charge(session, exc.death, "handshake", None) from exc
+        except LaneRefused as exc:
+            self._standing.refusal = exc
+            _log.error("lane refused: %s", exc.message)
+            raise
+        self.session = session
+        self._health.greeted(hello, self._loop.time())
+        self._revision = self._health.hello["kernel_revision"] or self._revision
+        self.advertised = tuple(self._health.hello["packed_widths"])
+        self._refresher.start()
+        return session
+
+    # --- the end of one ----------------------------------------------------------------------------------------------
+
+    def charge(self, session: Session, death: Death, stage: str, exchange: Exchange | None) -> EngineCrashed:
+        """Charge an unplanned death and return what its caller hears."""
+        self._ended = death.cause
+        if not death.reaped:
+            self._undead = session
+        error = self._standing.charge(death, stage, exchange)
+        self._health.struck(death.generation, death.pid, error.details)
+        return error
+
+    def forget(self, session: Session) -> None:
+        """No request goes to *session* any more."""
+        if self.session is session:
+            self.session = None
+
+    async def retire(self, deadline: float | None, stage: str) -> None:
+        """Stop the current worker so that a probe runs on a fresh one; one that is still starting counts as fresh.
+
+        Past *deadline* its end goes on, and the next request waits for it.
+        """
+        session = self.session
+        if self.starting is None and session is not None:
+            self._ended = "probe"
+            # Kept until it is gone: left in the middle, its successor or whoever closes the lane waits for it.
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await session.stop(self._config.shutdown_grace)
+            except TimeoutError as exc:
+                raise refusals.late(self._spec.lane_id, stage, NOT_READY) from exc
+            self.forget(session)
+
+    async def stop(self) -> bool:
+        """Stop the worker, after its start where one is under way; True once no process of this lane is left."""
+        if self.starting is not None:
+            await asyncio.wait({self.starting})
+        session = self.session
+        if session is not None:
+            # Kept until it is gone, as above.
+            await session.stop(self._config.shutdown_grace)
+            self.forget(session)
+        processes = [one.process for one in (self._undead, session) if one is not None]
+        return not any(process is not None and process.running for process in processes)
+
+    async def close(self) -> None:
+        """Stop for ever, a start under way included."""
+        if self.starting is not None:
+            self.starting.cancel()
+            await asyncio.wait({self.starting})
+        session, self.session = self.session, None
+        if session is not None:
+            await session.stop(self._config.shutdown_grace)

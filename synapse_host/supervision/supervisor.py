@@ -1,0 +1,453 @@
+"""One lane: who may send what and when. It joins turns, permits, the worker's generations and the lane's standing.
+
+The order of a request: own the stream (one exchange per connection), have a loaded worker, take the device's execution
+permit (inference only), check the deadline again, send, watch. Stream and permit belong to the exchange, not to the
+caller: they are given back when the reply is drained, even if the caller left long ago.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+from engines.protocol.errors import ErrorCode, LocalProtocolError
+from engines.protocol.messages import SERVING, AnyReply, AnyRequest, Err, Ping, Pong, Unload
+from synapse_host.config import HostConfig
+from synapse_host.errors import EngineCrashed, SynapseError
+from synapse_host.placement.spec import LaneSpec
+from synapse_host.supervision.health import LaneHealth, Refresher, record
+from synapse_host.supervision.lifecycle import Generations
+from synapse_host.supervision.permits import Permits
+from synapse_host.supervision.standing import Standing
+from synapse_host.supervision.turns import Turns, expire
+from synapse_host.worker import refusals
+from synapse_host.worker.counters import LaneCounters
+from synapse_host.worker.crash import Death
+from synapse_host.worker.exchange import Exchange, Lease
+from synapse_host.worker.listener import RuntimeDirectory
+from synapse_host.worker.output import LogRing
+from synapse_host.worker.session import Session
+
+Build: TypeAlias = Callable[[str, str], tuple[AnyRequest, Any]]
+"""``build(req_id, model_ref)`` returns the request and its raw buffer or None. It may be called again when the worker
+was replaced while the request waited, so it must not have side effects."""
+
+Outcome: TypeAlias = tuple[AnyReply, Any]
+"""The reply and its payload: float32 (n * dims,) or (candidates,), writable and owned by the caller; or None."""
+
+_log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Runs one lane with one worker at a time. Use it from one event loop.
+
+    *kind* and everything else about the lane stand in *spec*. Nothing is spawned before the first request or load.
+    *admit* is asked before each start of a worker: it returns the spec to start it with, or raises why it may not run.
+    """
+
+    def __init__(
+        self,
+        spec: LaneSpec,
+        *,
+        config: HostConfig,
+        runtime: RuntimeDirectory,
+        permits: Permits | None = None,
+        counters: LaneCounters | None = None,
+        journal: LogRing | None = None,
+        admit: Callable[[LaneSpec], Awaitable[LaneSpec]] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.counters = counters or LaneCounters()
+        """Plain integers, for :mod:`synapse_host.serve.metrics`."""
+        # An empty ring is falsy.
+        self.journal = LogRing(config.log_ring_bytes) if journal is None else journal
+        """The last output of the lane's workers, across generations."""
+        self.lost: Callable[[], None] | None = None
+        """Called on the loop when the current worker is lost and nobody hears engine_crashed; it is charged by then."""
+        self._config = config
+        self._permits = permits or Permits(config.permits)
+        self._loop = asyncio.get_running_loop()
+        self._standing = Standing(spec, cool_down=config.cool_down)
+        self._quarantine = self._standing.quarantine
+        self._turns = Turns(self._standing, limit=config.queue_limit)
+        self._health = LaneHealth()
+        self._refresher = Refresher(config.ping_interval, self._refresh)
+        self._workers = Generations(
+            self._standing,
+            config=config,
+            runtime=runtime,
+            sink=self,
+            counters=self.counters,
+            journal=self.journal,
+            health=self._health,
+            refresher=self._refresher,
+            admit=admit,
+        )
+        self._closer: asyncio.Task[None] | None = None
+
+    @property
+    def generation(self) -> int:
+        """The worker's generation; 0 before the first spawn."""
+        return self._workers.number
+
+    @property
+    def advertised(self) -> tuple[int, ...] | None:
+        """Packed widths of the last HELLO; None before the first."""
+        return self._workers.advertised
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        build: Build,
+        *,
+        deadline: float | None = None,
+        stage: str,
+        generation: int | None = None,
+        lease: Lease | None = None,
+    ) -> Outcome:
+        """Run one exchange and return its reply with the payload.
+
+        *generation*: only on this worker, which holds what the request needs; engine_crashed where it is gone, and
+        nothing is started. *lease*: the exchange takes it over once it is sent. *deadline* is absolute loop time.
+        Raises what interfaces.md lists: engine_crashed, probe_required, lane_refused, deadline_exceeded, queue_full,
+        nonfinite_output, oom, and the class of the worker's ERR code. A caller that leaves (deadline, cancellation)
+        neither harms the worker nor frees the lane early.
+        """
+        started = time.monotonic()
+        turns = self._turns
+        try:
+            self._standing.admit()
+            if turns.held:
+                await turns.take(deadline, stage)
+            else:
+                turns.held = True
+            # None: a start or a permit has to be waited for, or the worker is another one than asked for.
+            waiter = None
+            if generation is None or generation == self._workers.number:
+                waiter = self._at_once(build, deadline, stage, lease)
+            if waiter is None:
+                outcome = await self._serve(build, deadline, stage, generation=generation, lease=lease)
+            else:
+                outcome = await waiter
+        except BaseException as exc:
+            self.counters.failed(stage, exc)
+            raise
+        self.counters.served(stage, time.monotonic() - started)
+        return outcome
+
+    def _at_once(
+        self, build: Build, deadline: float | None, stage: str, lease: Lease | None
+    ) -> asyncio.Future[Outcome] | None:
+        """Send a request that nothing keeps waiting, without a coroutine of its own; None when something does.
+
+        The caller holds the turn, and still does after None.
+        """
+        session = self._workers.session
+        if session is None or session.dead or session.model_ref is None:
+            return None
+        if deadline is not None and self._loop.time() >= deadline:
+            return None
+        try:
+            request, payload = build(session.next_req_id(), session.model_ref)
+        except BaseException:
+            self._turns.pass_on()
+            raise
+        permit = type(request) in SERVING
+        if permit and not self._permits.try_acquire(self.spec.device):
+            return None
+        return self._begin(session, request, payload, stage, deadline=deadline, permit=permit, lease=lease)
+
+    async def _serve(
+        self,
+        build: Build,
+        deadline: float | None,
+        stage: str,
+        *,
+        probing: bool = False,
+        generation: int | None = None,
+        lease: Lease | None = None,
+    ) -> Outcome:
+        """Run one exchange; the caller holds the turn, which this gives back in every case."""
+        workers, device, lane_id = self._workers, self.spec.device, self.spec.lane_id
+        permit = False
+        try:
+            while True:
+                session = workers.session
+                if session is None or not session.ready or generation not in (None, workers.number):
+                    if generation is not None:
+                        raise refusals.replaced(lane_id, stage)
+                    session = await workers.ready(deadline, stage, probing=probing)
+                ref = session.model_ref
+                assert ref is not None
+                request, payload = build(session.next_req_id(), ref)
+                if not permit and type(request) in SERVING:
+                    await self._permits.acquire(device, lane_id=lane_id, stage=stage, deadline=deadline)
+                    permit = True
+                if deadline is not None and self._loop.time() >= deadline:
+                    raise refusals.late(lane_id, stage)
+                if self._standing.closing:
+                    raise refusals.stopping(lane_id)
+                if session is workers.session and session.ready:
+                    break
+                # The worker died while this waited for its permit: never hold one through a start.
+                if permit:
+                    self._permits.release(device)
+                    permit = False
+                self._standing.admit(probing=probing)
+        except BaseException:
+            if permit:
+                self._permits.release(device)
+            self._turns.pass_on()
+            raise
+        return await self._begin(session, request, payload, stage, deadline=deadline, permit=permit, lease=lease)
+
+    def _begin(
+        self,
+        session: Session,
+        request: AnyRequest,
+        payload: Any,
+        stage: str,
+        *,
+        deadline: float | None = None,
+        permit: bool = False,
+        lease: Lease | None = None,
+    ) -> asyncio.Future[Outcome]:
+        """Send a request and return what its caller awaits; from here on the exchange owns turn, permit and lease."""
+        waiter: asyncio.Future[Outcome] = self._loop.create_future()
+        exchange = Exchange(request, payload, waiter, stage, deadline, permit, lease=lease)
+        if lease is not None:
+            lease.taken = True
+        try:
+            session.begin(exchange)
+        except BaseException as exc:
+            self._release(exchange)
+            if isinstance(exc, LocalProtocolError):
+                raise refusals.unsendable(self.spec.lane_id, stage, exc) from exc
+            raise
+        return waiter
+
+    def _release(self, exchange: Exchange) -> None:
+        if exchange.permit:
+            self._permits.release(self.spec.device)
+        if exchange.turn:
+            self._turns.pass_on()
+        if exchange.lease is not None:
+            exchange.lease.release()
+
+    # --- load, unload, probe, ping -----------------------------------------------------------------------------------
+
+    async def load(self, deadline: float | None = None) -> int:
+        """Make sure that a worker is up and the model is loaded; return its dims.
+
+        On a quarantined catalog lane or a refused lane this is the reload that clears it at once.
+        """
+        with self.counters.call("load"):
+            self.reopen()
+            self._standing.admit()
+            await self._turns.take(deadline, "load")
+            try:
+                await self._workers.ready(deadline, "load")
+            finally:
+                self._turns.pass_on()
+            assert self._workers.loaded is not None
+            return self._workers.loaded.dims
+
+    def reopen(self) -> None:
+        """Clear a quarantine or a refusal at once, as a reload does."""
+        self._standing.reopen()
+
+    def clear(self) -> None:
+        """Clear strikes and refusal, as an unload does."""
+        self._standing.clear()
+
+    async def unload(self) -> None:
+        """Unload the model and clear quarantine and refusal; ModelInUse while requests run, wait or drain."""
+        with self.counters.call("unload"):
+            if self._workers.start_under_way() or (self._turns.held and not self._pinging()):
+                raise refusals.in_use(self.spec, self._turns.waiting)
+            await self._turns.take(None, "unload", probing=True)
+            if self._workers.start_under_way():
+                # Behind a PING there was a request that began a start and left: its LOAD owns the connection.
+                self._turns.pass_on()
+                raise refusals.in_use(self.spec, self._turns.waiting)
+            self._standing.clear()
+            session = self._workers.session
+            if session is None or not session.ready:
+                self._turns.pass_on()
+                return
+            ref, session.model_ref = session.model_ref, None
+            assert ref is not None
+            try:
+                await self._begin(session, Unload(req_id=session.next_req_id(), model_ref=ref), None, "unload")
+            except EngineCrashed as exc:
+                # The model went with its process, which is what was asked for; the strike stands.
+                _log.warning("the worker was lost while unloading: lane=%s %s", self.spec.lane_id, exc.message)
+            except SynapseError as exc:
+                if exc.code != ErrorCode.MODEL_NOT_LOADED:
+                    raise
+
+    async def probe(self, build: Build, *, deadline: float | None = None) -> Outcome:
+        """Try a shut lane: a fresh worker, LOAD and the request of *build*; success opens the lane."""
+        with self.counters.call("probe"):
+            self._standing.admit(probing=True)
+            await self._turns.take(deadline, "probe", probing=True)
+            try:
+                await self._workers.retire(deadline, "probe")
+            except BaseException:
+                self._turns.pass_on()
+                raise
+            outcome = await self._serve(build, deadline, "probe", probing=True)
+            self._quarantine.probed()
+            return outcome
+
+    async def recycle(self) -> bool:
+        """Take the worker down now; True once its exit is confirmed. Planned: never a strike.
+
+        A request that runs ends as engine_crashed. Nothing is started: the next request does that.
+        """
+        return await self._workers.stop()
+
+    async def ping(self, deadline: float | None = None) -> dict[str, Any]:
+        """Refresh health now, in turn behind what runs, a start included; spawns nothing. Returns :meth:`health`."""
+        with self.counters.call("ping"):
+            await self._turns.take(deadline, "ping")
+            try:
+                # Whoever wanted the start may have left with his turn, but its LOAD still owns the connection.
+                await self._workers.started(deadline, "ping")
+            except BaseException:
+                self._turns.pass_on()
+                raise
+            session = self._workers.session
+            if session is None or session.dead:
+                self._turns.pass_on()
+            else:
+                await self._begin(session, Ping(req_id=session.next_req_id()), None, "ping", deadline=deadline)
+            return self.health()
+
+    def _refresh(self) -> None:
+        """PING an idle worker; a busy lane is alive, and a missing one is nobody's business here."""
+        session = self._workers.session
+        if self._turns.held or self._workers.starting is not None or session is None or session.dead or session.open:
+            return
+        self._turns.held = True
+        waiter: asyncio.Future[Outcome] = self._loop.create_future()
+        # Nobody awaits it: the reply's worth is what `replied` stamps.
+        waiter.cancel()
+        exchange = Exchange(Ping(req_id=session.next_req_id()), None, waiter, "ping")
+        try:
+            session.begin(exchange)
+        except LocalProtocolError:
+            self._release(exchange)
+
+    def _pinging(self) -> bool:
+        session = self._workers.session
+        return session is not None and session.open is not None and not session.serving
+
+    # --- what sessions tell ------------------------------------------------------------------------------------------
+
+    def replied(self, session: Session, exchange: Exchange, reply: AnyReply, payload: memoryview | None) -> None:
+        """Resolve the waiter (unless it left), then hand on permit and stream."""
+        self._health.age_from = now = self._loop.time()
+        waiter = exchange.waiter
+        left = waiter.done()
+        array = None
+        error: SynapseError | None = None
+        if type(reply) is Err:
+            error = refusals.answered(self.spec, exchange.stage, reply)
+        else:
+            if payload is not None:
+                from engines.finite import floats  # numpy with the first reply, not with the host
+
+                try:
+                    array, finite = floats(payload)
+                except MemoryError:
+                    error, finite = refusals.no_memory(self.spec.lane_id, exchange.stage), True
+                if not finite:
+                    error = refusals.nonfinite(self.spec, exchange.stage)
+            if error is None and type(exchange.request) in SERVING:
+                self._quarantine.served(session.generation)
+            elif type(reply) is Pong:
+                self._health.pong(reply, now)
+                self.counters.ipc.add(time.monotonic() - exchange.sent)
+        if left:
+            if type(reply) is not Pong:
+                self.counters.abandoned += 1
+        elif error is None:
+            waiter.set_result((reply, array))
+        else:
+            waiter.set_exception(error)
+        self._release(exchange)
+
+    def overdue(self, exchange: Exchange) -> None:
+        """Answer the caller; its exchange keeps stream and permit until the reply is drained."""
+        expire(exchange.waiter, self.spec.lane_id, exchange.stage)
+
+    def alive(self, session: Session) -> None:
+        """Validated progress: health is fresh."""
+        self._health.age_from = self._loop.time()
+
+    def died(self, session: Session, death: Death, exchange: Exchange | None) -> None:
+        """Charge the strike and give the open request its answer."""
+        error = self._workers.charge(session, death, exchange.stage if exchange else "idle", exchange)
+        self._workers.forget(session)
+        self._lost(session, exchange, error)
+
+    def starved(self, session: Session, exchange: Exchange | None) -> None:
+        """The host had no memory for a reply. Its worker is being stopped; whoever comes next waits for that."""
+        self._lost(session, exchange, refusals.no_memory(self.spec.lane_id, exchange.stage if exchange else "idle"))
+
+    def _lost(self, session: Session, exchange: Exchange | None, error: SynapseError) -> None:
+        # Whoever waits for engine_crashed draws the conclusion from it.
+        told = exchange is not None and type(exchange.request) is not Ping and not exchange.waiter.done()
+        current = session.generation == self._workers.number
+        if self.lost is not None and current and not (told and isinstance(error, EngineCrashed)):
+            self.lost()
+        if exchange is not None:
+            self._answer(exchange, error)
+
+    def stopped(self, exchange: Exchange) -> None:
+        """A planned end cut off what ran."""
+        why = refusals.stopped if self._standing.closing else refusals.replaced
+        self._answer(exchange, why(self.spec.lane_id, exchange.stage))
+
+    def _answer(self, exchange: Exchange, error: SynapseError) -> None:
+        if not exchange.waiter.done():
+            exchange.waiter.set_exception(error)
+        self._release(exchange)
+
+    # --- health ------------------------------------------------------------------------------------------------------
+
+    def health(self) -> dict[str, Any]:
+        """Return the cached state of the lane: no I/O. On the loop's thread, like everything here."""
+        return record(
+            self._health,
+            self._standing,
+            self._workers,
+            now=self._loop.time(),
+            stale_after=self._config.health_stale,
+            waiting=self._turns.waiting,
+            load_s=self.counters.last_load_s,
+        )
+
+    # --- end ---------------------------------------------------------------------------------------------------------
+
+    async def aclose(self, *, drain: float = 0.0) -> None:
+        """Stop: queued requests are answered at once, the running one may finish within *drain* seconds.
+
+        Idempotent and safe to call concurrently; a later call with a shorter *drain* hurries an earlier one.
+        """
+        self._standing.closing = True
+        self._refresher.stop()
+        self._turns.close(self._loop.time() + drain)
+        if self._closer is None:
+            self._closer = self._loop.create_task(self._close())
+        await asyncio.shield(self._closer)
+
+    async def _close(self) -> None:
+        if not self._pinging():
+            await self._turns.drain()
+        await self._workers.close()

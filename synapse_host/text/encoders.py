@@ -1,0 +1,108 @@
+"""A host's tokenizers and where they run: on the loop's thread for little text, else beside it and under a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+from engines.bundle.manifest import Bundle
+from synapse_host.errors import DeadlineExceeded
+from synapse_host.text.background import beside
+from synapse_host.text.rows import Rows
+from synapse_host.text.tokenizer import FREE_CHARACTERS, TextTokenizer
+from synapse_host.text.validate import check_source
+
+CHUNK: Final = 1024
+"""Texts tokenised at once; with the next chunk's ids and the current one's vectors that bounds the host's memory."""
+FRAME_CHARACTERS: Final = 200
+"""Characters that composing a pair adds to a document at most, beside the query."""
+
+T = TypeVar("T")
+
+
+class Encoders:
+    """The tokenizers of a host's models, each opened at its first use, in a thread: a file may have 64 MiB."""
+
+    def __init__(self, bundles: Mapping[str, Bundle]) -> None:
+        self._bundles = bundles
+        self._opened: dict[str, TextTokenizer] = {}
+        self._opening: dict[str, asyncio.Future[TextTokenizer]] = {}
+
+    async def of(self, model: str, until: float | None) -> TextTokenizer:
+        """Return a model's tokenizer. Raises InvalidRequest where its bundle has none, BundleInvalid, DeadlineExceeded.
+
+        Calls that come while it is being opened wait for the same one; a failure is tried again at the next call.
+        """
+        tokenizer = self._opened.get(model)
+        if tokenizer is not None:
+            return tokenizer
+        opening = self._opening.get(model)
+        if opening is None:
+            opening = self._opening[model] = beside(lambda: TextTokenizer(self._bundles[model], model=model))
+            opening.add_done_callback(lambda done: self._settle(model, done))
+        return await _within(opening, until)
+
+    def _settle(self, model: str, done: asyncio.Future[TextTokenizer]) -> None:
+        self._opening.pop(model, None)
+        if not done.cancelled() and done.exception() is None:
+            self._opened[model] = done.result()
+
+
+async def encoded(texts: Sequence[str], until: float | None, encode: Callable[[], T], *, query: str | None = None) -> T:
+    """Run *encode* here for few and short texts, else in a thread; DeadlineExceeded when it takes too long.
+
+    *query* is put before each of the texts.
+    """
+    small = len(texts) <= CHUNK
+    if small:
+        try:
+            more = 0 if query is None else (len(query) + FRAME_CHARACTERS) * len(texts)
+            small = more + sum(map(len, texts)) <= FREE_CHARACTERS
+        except TypeError:
+            pass  # Not all of them are texts: encode says which.
+    return encode() if small else await in_thread(encode, until)
+
+
+async def checked(rows: Any, until: float | None, check: Callable[[], T]) -> T:
+    """Run the *check* of a caller's rows of ids here for few of them, else in a thread: 1,000,000 take seconds."""
+    try:
+        few = len(rows) <= CHUNK
+    except TypeError:
+        few = True  # No list of rows: the check says so.
+    return check() if few else await in_thread(check, until)
+
+
+async def in_thread(encode: Callable[[], T], until: float | None) -> T:
+    """Run *encode* in a thread; past the deadline it goes on, and its result is dropped."""
+    return await _within(beside(encode), until)
+
+
+async def chunks(
+    tokenizer: TextTokenizer, texts: Iterable[str], until: float | None, *, truncate: bool, offset: int
+) -> AsyncGenerator[Rows, None]:
+    """Yield the rows of consecutive chunks of at most CHUNK texts; the next one is made while the caller has this one.
+
+    Indices count from *offset*. *texts* is read in a thread too. Past the deadline, and when the iterator is left
+    early, that thread finishes the chunk that it reads and drops it.
+    """
+    source = check_source(texts)
+
+    def prepare(first: int) -> Rows | None:
+        chunk = list(islice(source, CHUNK))
+        return tokenizer.rows(chunk, truncate=truncate, offset=first) if chunk else None
+
+    ahead = beside(lambda: prepare(offset))
+    while (rows := await _within(ahead, until)) is not None:
+        offset += len(rows.lengths)
+        ahead = beside(lambda first=offset: prepare(first))  # type: ignore[misc]
+        yield rows
+
+
+async def _within(future: asyncio.Future[T], until: float | None) -> T:
+    timeout = None if until is None else max(0.0, until - asyncio.get_running_loop().time())
+    done, _ = await asyncio.wait([future], timeout=timeout)
+    if not done:
+        raise DeadlineExceeded("the deadline passed while the texts were tokenised", details={"stage": "tokenise"})
+    return future.result()

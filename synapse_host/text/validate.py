@@ -1,0 +1,150 @@
+"""What callers pass, checked before anything is tokenised or sent."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array as array_of
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from synapse_host.errors import InvalidRequest
+from synapse_host.text import limits
+from synapse_host.text.rows import Rows
+
+if TYPE_CHECKING:
+    from synapse_host.placement.assignment import Assignment
+    from synapse_host.requests.parts import IntArray
+
+MAX_ROWS: Final = 2**24
+"""Texts or rows of one call: their answer alone takes 24 GiB at 384 dims. A stream has no such limit."""
+BLOCK: Final = 4096
+"""Rows that are joined at once."""
+MAX_IDS: Final = 2**30
+"""Token ids of one call, 4 GiB of them."""
+
+
+def absolute(deadline: Any) -> float | None:
+    """Return the running loop's time *deadline* seconds from now; None stays None."""
+    if deadline is None:
+        return None
+    try:
+        # Not what merely reads as a number: '5' is a mistake.
+        seconds = math.nan if isinstance(deadline, str | bytes) else float(deadline)
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise InvalidRequest("deadline is not a number of seconds")
+    return asyncio.get_running_loop().time() + seconds
+
+
+def check_texts(texts: Any, name: str) -> int:
+    """Return how many *texts* there are; refuse what isn't a list of at least one.
+
+    The texts themselves are looked at when they are tokenised.
+    """
+    if isinstance(texts, str | bytes):
+        raise InvalidRequest(f"{name} is one text; pass a list of texts")
+    # A set or a generator has no order to answer in.
+    ordered = isinstance(texts, Sequence) or hasattr(texts, "__array__")
+    count = _count(texts) if ordered else None
+    if count is None:
+        raise InvalidRequest(f"{name} is {type(texts).__name__}; pass a list of texts")
+    if not count:
+        raise InvalidRequest(f"{name} is empty: nothing to do")
+    _check_count(count, name)
+    return count
+
+
+def _count(values: Any) -> int | None:
+    """Return the length of *values*; None where it has none."""
+    try:
+        return len(values)
+    except TypeError:  # a single value of an array's kind
+        return None
+    except OverflowError:  # range(10**30)
+        return MAX_ROWS + 1
+
+
+def _check_count(count: int, name: str) -> None:
+    if count > MAX_ROWS:
+        raise InvalidRequest(f"{name} has {count} entries, a call takes at most {MAX_ROWS}; send them in parts")
+
+
+def check_source(texts: Any) -> Iterator[Any]:
+    """Return an iterator over a stream's texts; refuse what isn't one."""
+    if isinstance(texts, str | bytes):
+        raise InvalidRequest("texts is one text; pass an iterable of texts")
+    try:
+        return iter(texts)
+    except TypeError:
+        raise InvalidRequest(f"texts is {type(texts).__name__}; pass an iterable of texts") from None
+
+
+def check_rows(rows: Sequence[Any], assignment: Assignment) -> Rows:
+    """Return a caller's rows of ids laid end to end; none may be empty or longer than the model takes."""
+    checked = id_rows(rows, max_tokens=assignment.bundle.manifest.max_tokens, model=assignment.model)
+    if not checked.lengths:
+        raise InvalidRequest("no rows: nothing to do")
+    return checked
+
+
+def id_rows(rows: Sequence[Any], *, max_tokens: int, model: str, noun: str = "row") -> Rows:
+    """Check rows of ids that a caller made (lists or integer arrays) and lay them end to end.
+
+    Raises InvalidRequest {index} for what isn't a flat row of integers in [0, 2**31), and SequenceTooLong {index,
+    tokens, max_tokens} before anything of that length is looked at.
+    """
+    import numpy as np
+
+    count = _count(rows) if isinstance(rows, Sequence | np.ndarray) and not isinstance(rows, str | bytes) else None
+    if count is None:
+        raise InvalidRequest(f"the {noun}s are {type(rows).__name__}, must be a list of rows of token ids")
+    _check_count(count, f"the list of {noun}s")
+    arrays: list[IntArray] = []
+    blocks: list[IntArray] = []
+    lengths: list[int] = []
+    total = 0
+    for index, row in enumerate(rows):
+        length = _count(row)
+        if length is not None and length > max_tokens:
+            raise limits.too_long(index, length, max_tokens, model=model, noun=noun)
+        array = None if length is None else _id_row(row)
+        if array is None:
+            raise InvalidRequest(f"{noun} {index} is not a flat list of whole token ids", details={"index": index})
+        if array.size == 0:
+            raise InvalidRequest(f"{noun} {index} has no tokens", details={"index": index})
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high > 2**31 - 1:
+            bad = low if low < 0 else high
+            raise InvalidRequest(f"{noun} {index} holds {bad}, which is no token id", details={"index": index})
+        total += array.size
+        if total > MAX_IDS:
+            raise InvalidRequest(f"the {noun}s have more than {MAX_IDS} ids in sum; send them in parts")
+        lengths.append(array.size)
+        arrays.append(array.astype(np.int32, copy=False))
+        if len(arrays) == BLOCK:
+            # In steps: numpy lets nothing else run while it joins a million arrays.
+            blocks.append(np.concatenate(arrays))
+            arrays.clear()
+    blocks += arrays
+    flat: IntArray = np.concatenate(blocks) if blocks else np.empty(0, np.int32)
+    return Rows(flat, lengths, [])
+
+
+def _id_row(row: Any) -> Any:
+    """Return a row's ids as an integer array; None where it isn't a flat row of whole numbers."""
+    import numpy as np
+
+    if hasattr(row, "__array__"):
+        array = np.asarray(row)
+        return array if array.ndim == 1 and (array.dtype.kind in "iu" or not array.size) else None
+    if not isinstance(row, Sequence) or isinstance(row, str | bytes):
+        return None
+    try:
+        ids = list(row)
+        # Not numpy's own reading of a list: it takes truths, fractions and lists inside.
+        whole = all(hasattr(kind, "__index__") and kind is not bool for kind in set(map(type, ids)))
+        return np.array(array_of("q", ids)) if whole else None
+    except (TypeError, OverflowError, NotImplementedError):  # an array inside; beyond any id; a view of two dimensions
+        return None

@@ -1,0 +1,74 @@
+"""How a worker generation ended: the diagnosis that its strike, its callers and the log share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from synapse_host.worker.output import LogRing
+from synapse_host.worker.process import WorkerProcess, signal_name
+
+Cause: TypeAlias = Literal["exit", "eof", "protocol", "silence", "handshake"]
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a worker generation ended, with what it left behind."""
+
+    generation: int
+    cause: Cause
+    message: str
+    pid: int | None
+    exit_status: int | None
+    signal: str | None
+    log_tail: str
+    reaped: bool
+    """False when the process could not be confirmed dead: nothing may replace it yet."""
+    llama: bool = True
+    """False for a worker of another engine: it has no llama-cpp-python to rebuild."""
+    taken: bool = False
+    """True where it ended by itself and somebody else took its exit status: how it ended isn't known."""
+
+    def describe(self) -> str:
+        """Return one sentence for people."""
+        if self.signal == "SIGILL" and not self.llama:
+            return f"{self.message}: a library of this engine was built for another CPU (SIGILL)"
+        if self.signal == "SIGILL":
+            return f"{self.message}: llama-cpp-python was built for another CPU, rebuild it"
+        if self.signal is not None and self.cause in ("exit", "eof", "handshake"):
+            return f"{self.message} ({self.signal})"
+        if self.exit_status is not None and self.cause in ("exit", "eof", "handshake"):
+            return f"{self.message} (exit status {self.exit_status})"
+        if self.taken:
+            return f"{self.message} (exit status unknown: another part of this program took it)"
+        return self.message
+
+
+class StartFailed(Exception):
+    """The worker died, hung or talked nonsense before the ACK: a strike."""
+
+    def __init__(self, death: Death) -> None:
+        super().__init__(death.describe())
+        self.death = death
+
+
+async def diagnose(
+    process: WorkerProcess, cause: Cause, message: str, *, generation: int, ring: LogRing, llama: bool
+) -> Death:
+    """Kill and reap *process*, drain its pipes into *ring*, and say how it ended."""
+    own_end = cause != "silence" and not process.running
+    reaped = await process.destroy()
+    returncode = process.returncode
+    return Death(
+        generation=generation,
+        cause=cause,
+        message=message,
+        pid=process.pid,
+        # What we did to it explains nothing: only its own end is told.
+        exit_status=returncode if own_end and returncode is not None and returncode >= 0 else None,
+        signal=signal_name(returncode) if own_end else None,
+        log_tail=ring.render(),
+        reaped=reaped,
+        taken=own_end and returncode is None,
+        llama=llama,
+    )

@@ -1,0 +1,588 @@
+"""What a certificate is bound to, what makes one count, and what a lane without one answers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engines.bundle import manifest
+from engines.bundle.manifest import Bundle
+from synapse_host import Host, HostConfig
+from synapse_host.certificates import binding, engine_build, standing, verdict
+from synapse_host.certificates import document as documents
+from synapse_host.certificates.binding import Binding, Identity
+from synapse_host.certificates.document import Fault
+from synapse_host.certificates.standing import MISSING, OTHERWISE
+from synapse_host.errors import EngineCrashed, LaneRefused, NotCertified
+from synapse_host.placement import hardware
+from synapse_host.placement.matrix import HardwareMatrix, load
+from synapse_host.placement.probe import Floor
+from tests.support.certified import Case, certified, grant, toy
+from tests.support.evidence import N, bounds, embed_inputs, evidence
+from tests.support.sabotage import rewrite
+from tests.support.scripted import command
+from tests.support.small_bundle import write_matrix
+
+BOUND = Binding(
+    manifest_digest="b" * 64,
+    artifact_digest="sha256:" + "a" * 64,
+    format="safetensors-package",
+    dtype="f16",
+    tokenizer="sha256:" + "c" * 64,
+    device="cuda",
+    runtime_config={"attention": "fused"},
+    env={"NVIDIA_TF32_OVERRIDE": "5feceb66ffc86f38"},
+    engine="owned-cuda",
+    engine_version="onnxruntime-1.31.1",
+    kernel_revision="graph-1",
+    build="sha256:" + "d" * 64,
+    packages={"onnxruntime-gpu": "1.31.1", "nvidia-cublas": "13.0.2"},
+    software={"synapse-workers": "0.3.0"},
+    os="linux",
+    os_build="6.8.0",
+    arch="x86_64",
+    cpu="a cpu",
+    cpu_features=["avx2", "fma"],
+    accelerator="NVIDIA H200, compute capability 9.0",
+    driver="cuda 13000, 580.159.03",
+)
+IDENTITY = Identity("llama.cpp-worker", "scripted-1", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"artifact_digest": "sha256:" + "b" * 64}, "the artifact changed"),
+        ({"packages": {**BOUND.packages, "nvidia-cublas": "13.1.0"}}, "nvidia-cublas changed 13.0.2 → 13.1.0"),
+        ({"packages": {"onnxruntime-gpu": "1.31.1"}}, "nvidia-cublas changed 13.0.2 → none"),
+        ({"runtime_config": {}}, "runtime_config.attention changed fused → none"),
+        ({"env": {}}, "the variable NVIDIA_TF32_OVERRIDE changed"),
+        ({"cpu_features": ["avx2", "amx_tile"]}, "instruction sets changed: without fma, with amx_tile"),
+        ({"os_build": "6.8.1"}, "the operating system build changed 6.8.0 → 6.8.1"),
+        ({"driver": None}, "the driver changed cuda 13000, 580.159.03 → none"),
+        ({"software": {"synapse-workers": "0.4.0"}}, "synapse-workers changed 0.3.0 → 0.4.0"),
+        # A worker that doesn't say who it is may be any.
+        ({"engine": None, "engine_version": None, "kernel_revision": None}, "its worker doesn't say which engine"),
+        ({"build": None}, "the files of the engine's installation can't be found"),
+    ],
+)
+def test_what_voids_a_certificate_is_named(change: dict[str, Any], reason: str | None) -> None:
+    reasons = binding.void_because(BOUND, msgspec.structs.replace(BOUND, **change))
+    if reason is None:
+        assert reasons == []
+    else:
+        assert len(reasons) == 1
+        assert reason in reasons[0]
+
+
+@pytest.mark.parametrize("field", Binding.__struct_fields__)
+def test_every_field_of_the_binding_voids(field: str) -> None:
+    value = getattr(BOUND, field)
+    others: list[Any] = [None] if not isinstance(value, dict | list) else []
+    others.append(
+        {**value, "another": "1"}
+        if isinstance(value, dict)
+        else [*value, "another"]
+        if isinstance(value, list)
+        else f"{value}x"
+    )
+    if isinstance(value, dict):
+        others += [{}, dict.fromkeys(value, "another")]
+    for other in others:
+        changed = msgspec.structs.replace(BOUND, **{field: other})
+        assert binding.void_because(BOUND, changed) and binding.void_because(changed, BOUND)
+
+
+def test_a_gpu_is_bound_to_its_exact_driver_and_model() -> None:
+    """One driver API covers many drivers, one compute capability many devices."""
+    cuda = load().engines["cuda"]
+    answer = Floor("ok", "ok", observed={"driver_api": 13000, "compute_capability": {"major": 9, "minor": 0}})
+    plain = dataclasses.replace(hardware.detect(), floors={"cuda:cuda": answer}, nvidia_driver=None, nvidia_models=())
+    told = dataclasses.replace(plain, nvidia_driver="580.159.03", nvidia_models=("NVIDIA H200",))
+    assert binding.driver_of(cuda, plain) == "cuda 13000"
+    assert binding.driver_of(cuda, told) == "cuda 13000, 580.159.03"
+    assert binding.accelerator_of(cuda, plain) == "compute capability 9.0"
+    assert binding.accelerator_of(cuda, told) == "NVIDIA H200, compute capability 9.0"
+    cpu = load().engines["onnx-cpu"]
+    assert binding.driver_of(cpu, told) is None and binding.accelerator_of(cpu, told) is None
+
+
+def test_a_version_line_is_read() -> None:
+    line = (
+        "synapse-worker-cuda 0.3.0 protocol=3 engine=owned-cuda engine_version=onnxruntime-1.31.1 kernel_revision=g/1"
+    )
+    assert binding.identity_of(line) == Identity("owned-cuda", "onnxruntime-1.31.1", "g/1")
+    assert binding.identity_of("rubbish") == Identity()
+
+
+# --- facts of this machine -------------------------------------------------------------------------------------------
+
+
+def test_an_environment_is_bound_by_name_and_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = msgspec.structs.replace(load().engines["llama-cpu"], env={"TOKEN": "s3cret"})
+    before = binding.environment_of(engine)
+    assert "TOKEN" in before and "s3cret" not in str(before)
+    assert not {"PATH", "HOME", "SYNAPSE_WORKER_ID"} & set(before)
+    monkeypatch.setenv("GGML_NO_AVX", "1")
+    now = binding.environment_of(engine)
+    assert set(now) == {*before, "GGML_NO_AVX"}
+    monkeypatch.setenv("GGML_NO_AVX", "0")
+    assert binding.environment_of(engine)["GGML_NO_AVX"] != now["GGML_NO_AVX"]
+
+
+def test_a_build_follows_its_files_and_not_only_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library built anew under the same version, one of our sources changed, a distribution without a file list."""
+    site = tmp_path / "site"
+    library = site / "llama_cpp" / "lib" / "libggml.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"built with OpenBLAS 0.3.20")
+    metadata = site / "llama_cpp_python-0.3.36.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: 0.3.36\n")
+    (metadata / "RECORD").write_text("llama_cpp/lib/libggml.so,,\n")
+    sources = tmp_path / "root" / "engines" / "llama"
+    sources.mkdir(parents=True)
+    (sources / "inputs.py").write_text("POOLING = 'builtin'\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(engine_build.interpreter, "package_root", lambda: tmp_path / "root")
+    matrix = load()
+
+    def build(id: str = "llama-cpu") -> str | None:
+        return engine_build.build_id(matrix.engines[id], matrix, cache_dir=tmp_path / "cache")
+
+    first = build()
+    assert first is not None and first == build()
+    assert build("onnx-cpu") != first, "the other engine's files"
+    stat = library.stat()
+    library.write_bytes(b"built with OpenBLAS 0.3.31")  # the same size, and the times put back
+    os.utime(library, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    second = build()
+    assert second not in (None, first)
+    (sources / "inputs.py").write_text("POOLING = 'own'\n")
+    assert build() not in (None, first, second)
+    (metadata / "RECORD").unlink()
+    assert build() is None
+
+
+def test_a_foreign_command_is_bound_to_the_files_it_names(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text("1")
+    path = write_matrix(tmp_path)
+    matrix = load(path)
+    engine = msgspec.structs.replace(matrix.engines["scripted"], command=(sys.executable, "worker.py", "--fast"))
+
+    def build(*words: str) -> str | None:
+        bent = msgspec.structs.replace(engine, command=words) if words else engine
+        return engine_build.build_id(bent, matrix, cache_dir=tmp_path / "cache")
+
+    first = build()
+    assert first is not None and first == build() and build("nowhere-at-all") is None
+    assert build(sys.executable, "worker.py") != first
+    (tmp_path / "worker.py").write_text("2")
+    assert build() != first
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("processor : 0\nmodel name\t: Intel(R) Xeon(R)\n", "Intel(R) Xeon(R)"),
+        (
+            "processor : 0\nFeatures\t: fp asimd sve\nCPU implementer\t: 0x41\nCPU variant\t: 0x1\nCPU part\t: 0xd40\n",
+            "CPU implementer 0x41, CPU part 0xd40, CPU variant 0x1",
+        ),
+        ("", ""),
+    ],
+)
+def test_a_processor_has_a_name_on_arm_too(text: str, name: str) -> None:
+    assert hardware._cpu_name(text) == name
+
+
+# --- one document, one truth -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return certified(tmp_path)
+
+
+def listed(case: Case, matrix: HardwareMatrix | None = None) -> Any:
+    (found,) = standing.listed(
+        matrix or case.matrix,
+        {"mine": case.bundle},
+        case.profile,
+        data_dir=case.data,
+        identities={"scripted": case.identity},
+    )
+    return found
+
+
+def test_a_certificate_is_the_document_of_a_run(case: Case) -> None:
+    assert case.path.parent == case.data / "synapse" / "certificates" / "scripted"
+    found = listed(case)
+    assert (found.certificate.valid, found.lane, found.engine, found.model) == (True, "embed", "scripted", "mine")
+    assert found.certificate.evidence.gates == case.evidence.gates
+
+
+OLDER = {
+    "format": "synapse-certificate-v1", "engine_id": "scripted", "lane": "embed", "task": "embed", "model_id": "toy",
+    "manifest_digest": "b" * 64, "precision": "exact", "certified_at": "2026-11-29", "evidence": "e.json",
+    "evidence_digest": "sha256:" + "d" * 64, "binding": {}, "thresholds": {},
+}  # fmt: skip
+BAD = embed_inputs(cosine=[0.9, *[0.99999] * (N - 1)])
+FAILED = {"verdict": "uncertified"}
+
+
+def claimed(**document: Any) -> dict[str, Any]:
+    """A run that failed, as somebody would edit it who wants it to have passed."""
+    judged = verdict.judge(msgspec.structs.replace(evidence(), **document))
+    passed = [{**msgspec.to_builtins(gate), "passed": True} for gate in judged.gates]
+    return {"gates": passed, "reasons": [], "verdict": "certified", "reported": judged.reported}
+
+
+def relabelled(case: Case) -> None:
+    """Call a Neural Engine's run one of the CPU, and leave out where it ran."""
+
+    def change(plain: dict[str, Any]) -> None:
+        plain["engine"].update(device="cpu", build_flags={"device": "cpu"})
+        plain.update(placement_required=False, placement=None)
+        plain["gates"] = [gate for gate in plain["gates"] if gate["group"] != "placement"]
+        plain["thresholds"] = bounds("embed")
+
+    case.edit(change)
+
+
+def unplaced(case: Case) -> None:
+    """Leave out where a Neural Engine's run ran, as if nobody asked."""
+
+    def change(plain: dict[str, Any]) -> None:
+        plain.update(placement_required=False, placement=None)
+        plain["gates"] = [gate for gate in plain["gates"] if gate["group"] != "placement"]
+
+    case.edit(change)
+
+
+def excused(case: Case) -> None:
+    """Let every edge length end in oom, as it was 'expected' to."""
+    case.edit(lambda plain: [each.update(expected="oom", outcome="oom") for each in plain["limits"]])
+
+
+def own_thresholds(case: Case) -> None:
+    """Judge a bad run by thresholds that it passes."""
+    limits = {**case.evidence.thresholds, "min_cosine": 0.5, "mean_cosine": 0.5}
+    run = verdict.judge(msgspec.structs.replace(case.evidence, inputs=BAD, thresholds=limits))
+    assert run.verdict == "certified"
+    documents.write(case.path, run)
+
+
+def on_another_engine(case: Case) -> None:
+    case.edit(lambda plain: plain["engine"].update(expected="my-worker", observed="my-worker"))
+
+
+def allowed_on_the_cpu(case: Case) -> None:
+    def change(plain: dict[str, Any]) -> None:
+        plain["placement"]["cpu_allowed"].append("matmul")
+        for function in plain["placement"]["functions"]:
+            function["operations"]["matmul"] = {"cpu": 1}
+
+    case.edit(change)
+
+
+def of_another_bundle(case: Case) -> None:
+    """Copy the certificate of one bundle to where another's would lie."""
+    rewrite(case.bundle.root, max_tokens=17)
+    case.bundle = manifest.read(case.bundle.root)
+    case.path = case.path.rename(
+        case.path.with_name(case.path.name.replace(case.evidence.model.manifest_digest, case.bundle.digest))
+    )
+
+
+def stale_fixtures(case: Case) -> None:
+    case.edit(lambda plain: plain["fixture"].update(digest="sha256:" + "9" * 64, expected_digest="sha256:" + "9" * 64))
+
+
+def worker_silent(case: Case) -> tuple[str, ...]:
+    return case.why(identity=Identity())
+
+
+Act = Callable[[Case], Any]
+EDITS: dict[str, tuple[Act, str]] = {
+    "ane called cpu, placement dropped": (relabelled, "engine.device"),
+    "placement on the ane not asked for": (unplaced, "placement_required"),
+    "edge lengths expected to fail": (excused, "limits.max.expected"),
+    "thresholds of its own": (own_thresholds, "thresholds.min_cosine"),
+    "another engine was expected": (on_another_engine, "engine.expected"),
+    "operators of its own on the CPU": (allowed_on_the_cpu, "placement.cpu_allowed"),
+    "norms not asked for": (lambda case: case.edit(lambda plain: plain["inputs"].update(unit=False)), "inputs.unit"),
+    "called approximate": (lambda case: case.edit(lambda plain: plain.update(precision="approximate")), "precision"),
+    "other fixtures, expected so": (stale_fixtures, "fixture.expected_digest"),
+    "verdict by hand": (lambda case: case.edit(lambda p: p.update(claimed(inputs=BAD)), sign=False), "digest"),
+    "signed by hand": (lambda case: case.edit(lambda p: p.update(claimed(inputs=BAD))), "gates."),
+    "a failed run's document put there": (lambda case: documents.write(
+        case.path, verdict.judge(msgspec.structs.replace(case.evidence, inputs=BAD))), "don't pass: min_cosine"),
+    "an older certificate": (lambda case: case.path.write_text(json.dumps(OLDER)), "no evidence document"),
+    "no thresholds": (lambda case: case.edit(lambda plain: plain.update(thresholds={})), "thresholds"),
+    "another bundle's": (of_another_bundle, "model.manifest_digest"),
+    "not there": (lambda case: case.path.unlink(), MISSING),
+}  # fmt: skip
+"""Fault -> what is done to a stored certificate, the word that refuses it."""
+
+
+@pytest.mark.parametrize("fault", EDITS)
+def test_a_certificate_believed_wrongly(fault: str, tmp_path: Path) -> None:
+    case = certified(tmp_path, on_ane="CPU" in fault or "ane" in fault)
+    act, word = EDITS[fault]
+    act(case)
+    assert word in "; ".join(case.why())
+
+
+def elsewhere(**changes: Any) -> Act:
+    return lambda case: case.why(profile=dataclasses.replace(case.profile, **changes))
+
+
+def in_binding(**changes: Any) -> Act:
+    """What this machine has none of is changed in a binding by hand."""
+    return lambda case: tuple(binding.void_because(BOUND, msgspec.structs.replace(BOUND, **changes)))
+
+
+def patched(name: str, value: Any, **keep: Any) -> Act:
+    def act(case: Case) -> tuple[str, ...]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(binding, name, value)
+            return case.why(**keep)
+
+    return act
+
+
+def with_variable(name: str) -> Act:
+    def act(case: Case) -> tuple[str, ...]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(name, "1")
+            return case.why()
+
+    return act
+
+
+CHANGES: dict[str, tuple[Act, str]] = {
+    "runtime_config": (lambda case: case.why(runtime_config={"pooling_implementation": "builtin"}), OTHERWISE),
+    "env of the matrix": (lambda case: case.why(env={"GGML_NO_AVX": "1"}), OTHERWISE),
+    "env of the host": (with_variable("GGML_NO_AVX"), "the variable GGML_NO_AVX"),
+    "another worker command": (lambda case: case.why(command=("worker",)), OTHERWISE),
+    "a library built anew": (patched("build_id", lambda *a: "sha256:" + "e" * 64), "the engine's build"),
+    "an installation that can't be read": (patched("build_id", lambda *a: None), "can't be found or read"),
+    "this project upgraded": (patched("SOFTWARE", ("numpy", "tokenizers")), "synapse-workers changed"),
+    "a CUDA wheel": (in_binding(packages={**BOUND.packages, "nvidia-cudnn-cu13": "9.9"}), "nvidia-cudnn-cu13"),
+    "the driver": (in_binding(driver="cuda 13000, 590.1"), "the driver changed"),
+    "the GPU's name": (in_binding(accelerator="NVIDIA B200, compute capability 9.0"), "the accelerator"),
+    "the compute capability": (in_binding(accelerator="NVIDIA H200, compute capability 10.0"), "the accelerator"),
+    "the tokenizer": (in_binding(tokenizer="sha256:" + "0" * 64), "the tokenizer"),
+    "instruction sets": (elsewhere(cpu_features=frozenset({"sve"})), "instruction sets"),
+    "the processor": (elsewhere(cpu_model="another"), "the processor changed"),
+    "the operating system": (elsewhere(os_build="another"), "the operating system build"),
+    "a silent --version": (worker_silent, "doesn't say which engine"),
+    "half a --version": (lambda case: case.why(identity=Identity("llama.cpp-worker")), "doesn't say which engine"),
+    "another version": (lambda case: case.why(identity=Identity("llama.cpp-worker", "2")), "the engine version"),
+    "another revision": (lambda case: case.why(Identity("llama.cpp-worker", "scripted-1", "r2")), "kernel revision"),
+    "a matrix that asks more": (lambda case: case.why(thresholds={"embed": {"min_cosine": 0.99995}}), OTHERWISE),
+}  # fmt: skip
+"""What changed since -> the question with that change, the word that voids."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_certificate_kept_wrongly(change: str, case: Case) -> None:
+    ask, word = CHANGES[change]
+    assert word in "; ".join(ask(case))
+
+
+def by_another_matrix(case: Case) -> HardwareMatrix:
+    other = msgspec.structs.replace(case.matrix.engines["scripted"], runtime_config={"pooling": "builtin"})
+    return msgspec.structs.replace(case.matrix, engines={"scripted": other})
+
+
+def by_lower_thresholds(case: Case, **changes: Any) -> Any:
+    """Certify by a matrix that asks less of the same engine."""
+    matrix = msgspec.structs.replace(case.matrix, thresholds={"embed": {"min_cosine": 0.5}})
+    return case.settle(matrix, thresholds=asked(case), **changes)
+
+
+def asked(case: Case) -> dict[str, float]:
+    return {**case.evidence.thresholds, "min_cosine": 0.5}
+
+
+QUESTIONS: dict[str, Act] = {
+    "another threshold, passed": lambda case: case.settle(thresholds=asked(case)),
+    "another threshold, failed": lambda case: case.settle(thresholds=asked(case), **FAILED),
+    "another matrix, passed": lambda case: case.settle(by_another_matrix(case), created="now"),
+    "another matrix, failed": lambda case: case.settle(by_another_matrix(case), **FAILED),
+    "a matrix that asks less, passed": by_lower_thresholds,
+    "a matrix that asks less, failed": lambda case: by_lower_thresholds(case, **FAILED),
+    "the device was busy": lambda case: case.settle(fault=Fault("ane_lane_busy", "another host", "load"), **FAILED),
+}
+"""What was asked -> the end of that run. None of it may touch the certificate that serves."""
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_asking_does_not_change_production(question: str, case: Case) -> None:
+    before = case.path.read_bytes()
+    QUESTIONS[question](case)
+    assert case.path.read_bytes() == before and case.why() == ()
+
+
+def test_a_run_that_fails_withdraws(case: Case) -> None:
+    assert case.settle(**FAILED) is None and case.why() == (MISSING,)
+
+
+def test_the_list_says_what_this_matrix_no_longer_configures(case: Case) -> None:
+    found = listed(case, by_another_matrix(case))
+    assert found.certificate.why == (OTHERWISE,) and found.fix is None
+
+
+def test_threads_that_the_host_divides_are_no_change_and_those_of_the_matrix_are(tmp_path: Path) -> None:
+    document = evidence()
+    engine = load().engines["llama-cpu"]
+    sent = msgspec.structs.replace(document.engine, runtime_config={"threads": "4"})
+    document = msgspec.structs.replace(document, engine=sent)
+    assert binding.bound(document, engine).runtime_config == {}
+    pinned = msgspec.structs.replace(engine, runtime_config={"threads": "2"})
+    assert binding.bound(document, pinned).runtime_config == {"threads": "4"}
+
+
+# --- the host asks for one -------------------------------------------------------------------------------------------
+
+
+def serving(folder: Path, bundle: Bundle, **config: Any) -> Any:
+    options = HostConfig(data_dir=folder / "data", runtime_dir=folder / "rt", **config)
+    return Host.open(folder / "matrix.yaml", {"toy": bundle.root}, options)
+
+
+def embed(folder: Path, bundle: Bundle, **config: Any) -> tuple[int, ...]:
+    async def main() -> tuple[int, ...]:
+        async with serving(folder, bundle, **config) as host:
+            return (await host.embed_ids("toy", [[1, 2]])).shape
+
+    return asyncio.run(main())
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("where", ["matrix", "config"])
+def test_a_lane_that_needs_a_certificate(where: str, tmp_path: Path) -> None:
+    bundle = toy(tmp_path / "toy")
+    lane = {"task": "embed", "engines": ["scripted"], **({"require_certificate": True} if where == "matrix" else {})}
+    matrix = load(write_matrix(tmp_path, lanes={"embed": lane}))
+    # False in the configuration can't weaken the matrix.
+    config = {"require_certificate": where == "config"}
+    with pytest.raises(NotCertified, match="it has none on this machine") as refused:
+        embed(tmp_path, bundle, **config)
+    assert refused.value.exit_code == 3
+    assert "synapse certify embed --model toy --engine scripted" in refused.value.message
+    path = grant(matrix, "scripted", bundle, tmp_path / "data")
+    assert embed(tmp_path, bundle, **config) == (1, 8)
+    grant(matrix, "scripted", bundle, tmp_path / "data", identity=Identity("llama.cpp-worker", "scripted-0"))
+    with pytest.raises(NotCertified, match="engine version changed scripted-0 → scripted-1"):
+        embed(tmp_path, bundle, **config)
+    path.write_text("{}")
+    with pytest.raises(NotCertified, match="no evidence document"):
+        embed(tmp_path, bundle, **config)
+
+
+@pytest.mark.process
+def test_without_the_demand_nothing_is_asked(tmp_path: Path) -> None:
+    bundle = toy(tmp_path / "toy")
+    write_matrix(tmp_path)
+    assert embed(tmp_path, bundle) == (1, 8)
+
+
+@pytest.mark.process
+def test_an_upgrade_under_a_running_host_voids_and_certifying_again_helps_at_once(tmp_path: Path) -> None:
+    """A worker that runs is what was certified; its successor is looked at anew, by a host that was never restarted."""
+    bundle = toy(tmp_path / "toy", formats={"safetensors-package": "f32"})
+    data, script = tmp_path / "data", tmp_path / "script.json"
+
+    def install(version: str) -> None:
+        crash = {"on": "EMBED_BATCH", "first_id": 9, "do": [{"exit": 3}]}
+        facts = {"engine": "owned-cuda", "version": version, "kernel_revision": f"graph-{version}"}
+        script.write_text(json.dumps({**facts, "rules": [crash]}))
+
+    install("1")
+    plain = json.loads(write_matrix(tmp_path, engine="cuda").read_text())
+    plain["engines"]["scripted"]["worker"]["command"][-1] = str(script)
+    (tmp_path / "matrix.yaml").write_text(json.dumps(plain))
+    matrix = load(tmp_path / "matrix.yaml")
+
+    async def main() -> None:
+        async with serving(tmp_path, bundle, require_certificate=True) as host:
+            with pytest.raises(NotCertified):
+                await host.embed_ids("toy", [[1, 2]])
+            assert host.health()["lanes"]["embed"]["strikes"] == 0
+            await asyncio.to_thread(grant, matrix, "scripted", bundle, data)
+            assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8)
+            install("2")
+            assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8), "its worker is the one that was certified"
+            with pytest.raises(EngineCrashed):
+                await host.embed_ids("toy", [[9, 2]])
+            with pytest.raises(NotCertified, match="engine version changed 1 → 2"):
+                await host.embed_ids("toy", [[1, 2]])
+            await asyncio.to_thread(grant, matrix, "scripted", bundle, data)
+            assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8)
+
+    asyncio.run(main())
+
+
+@pytest.mark.process
+def test_a_worker_that_says_nothing_of_itself_is_not_certified(tmp_path: Path) -> None:
+    bundle = toy(tmp_path / "toy")
+    silent = tmp_path / "silent.py"
+    silent.write_text("import sys\nsys.exit(1 if '--version' in sys.argv else 0)\n")
+    matrix = json.loads(write_matrix(tmp_path).read_text())
+    matrix["engines"]["scripted"]["worker"]["command"] = [sys.executable, str(silent)]
+    (tmp_path / "matrix.yaml").write_text(json.dumps(matrix))
+    grant(load(tmp_path / "matrix.yaml"), "scripted", bundle, tmp_path / "data", identity=IDENTITY)
+    with pytest.raises(NotCertified, match="doesn't say which engine"):
+        embed(tmp_path, bundle, require_certificate=True)
+
+
+@pytest.mark.process
+def test_a_neural_engine_lane_asks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker is brought up for a function of the model, not by the request itself."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # the lock of the one host that drives it
+    case = certified(tmp_path, on_ane=True)
+    plain = json.loads((tmp_path / "matrix.yaml").read_text())
+    script = {"engine": "ane-coreml-worker", "buckets": [16]}
+    plain["engines"]["scripted"]["worker"]["command"] = command(script)
+    (tmp_path / "matrix.yaml").write_text(json.dumps(plain))
+    rewrite(case.bundle.root, artifacts=[msgspec.structs.replace(case.bundle.artifacts("coreml")[0], layers=2)])
+    bundle, data = manifest.read(case.bundle.root), tmp_path / "data"
+    matrix = load(tmp_path / "matrix.yaml")
+
+    async def main() -> None:
+        async with serving(tmp_path, bundle, require_certificate=True) as host:
+            for _ in range(2):
+                with pytest.raises(NotCertified):
+                    await host.embed_ids("toy", [[1, 2]])
+            await asyncio.to_thread(grant, matrix, "scripted", bundle, data, ane=True)
+            assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8)
+
+    asyncio.run(main())
+
+
+@pytest.mark.process
+def test_the_certified_kernel_revision_is_pinned_at_the_handshake(tmp_path: Path) -> None:
+    bundle = toy(tmp_path / "toy", formats={"safetensors-package": "f32"})
+    # --version doesn't come true: only what HELLO says counts then.
+    state = tmp_path / "spawns"
+    script = {"kernel_revision": "r1", "state": str(state), "generations": [{}, {"kernel_revision": "r2"}]}
+    matrix = load(write_matrix(tmp_path, script, engine="cuda"))
+    identity = Identity("owned-cuda", "scripted-1", "r1")
+    grant(matrix, "scripted", bundle, tmp_path / "data", identity=identity)
+    with pytest.raises(LaneRefused) as refused:
+        embed(tmp_path, bundle, require_certificate=True)
+    assert refused.value.details["reason"] == "kernel_revision"
+    assert (refused.value.details["expected"], refused.value.details["observed"]) == ("r1", "r2")

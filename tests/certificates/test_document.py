@@ -1,0 +1,239 @@
+"""The document: written whole, and every edit of it found, by its digest or by judging it again."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from engines.ane import placement
+from synapse_host.certificates import document as documents
+from synapse_host.certificates import verdict
+from synapse_host.certificates.document import Evidence
+from synapse_host.certificates.recheck import CPU_ALLOWED, Recheck, recheck
+from synapse_host.errors import InvalidRequest
+from synapse_host.placement.matrix import HardwareMatrix, load
+from tests.support.certified import certified
+from tests.support.evidence import embed_inputs, evidence
+
+Change = Callable[[dict[str, Any]], object]
+MATRIX = load()
+KINDS = {
+    "embed": lambda: evidence("embed"),
+    "rerank": lambda: evidence("rerank"),
+    "generate": lambda: evidence("generate"),
+    "ane": lambda: evidence("embed", ane=True),
+    "int8": lambda: evidence("rerank", dtype="int8"),
+}
+
+
+def edited(tmp_path: Path, document: Evidence, change: Change, *, sign: bool) -> Recheck:
+    """Write, edit the JSON, put a fitting digest where *sign* is set, recheck."""
+    path = tmp_path / "e.json"
+    documents.write(path, document)
+    plain = json.loads(path.read_text())
+    change(plain)
+    if sign:
+        plain["digest"] = documents.digest_of(plain)
+    path.write_text(json.dumps(plain))
+    return recheck(path, with_format(document))
+
+
+def with_format(document: Evidence) -> HardwareMatrix:
+    """The packaged matrix, its engine reading the clean documents' format."""
+    engine = msgspec.structs.replace(MATRIX.engines[document.engine.id], format=document.model.format)
+    return msgspec.structs.replace(MATRIX, engines={**MATRIX.engines, engine.id: engine})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_written_document_fits_the_schema_and_rechecks(kind: str, tmp_path: Path) -> None:
+    document = KINDS[kind]()
+    path = tmp_path / "deep" / "e.json"
+    digest = documents.write(path, document)
+    plain = json.loads(path.read_text())
+    jsonschema.validate(plain, documents.json_schema())
+    assert plain["digest"] == digest == documents.digest_of(plain)
+    assert [file.name for file in path.parent.iterdir()] == ["e.json"]
+    found = recheck(path, with_format(document))
+    assert (found.problems, found.certified) == ([], True)
+    assert found.evidence.gates == document.gates
+
+
+def test_an_honest_failure_rechecks_as_one(tmp_path: Path) -> None:
+    found = edited(tmp_path, evidence(repeat_differs=1), lambda plain: None, sign=False)
+    assert (found.problems, found.certified) == ([], False)
+
+
+# --- edits, each by its own word -------------------------------------------------------------------------------------
+
+
+def claim(*names: str, **values: Any) -> Change:
+    """Set fields of these gates (of all without names) and call the run certified."""
+
+    def change(plain: dict[str, Any]) -> None:
+        for gate in plain["gates"]:
+            if gate["name"] in (names or {gate["name"]}):
+                gate.update(values)
+        if "threshold" in values:
+            plain["thresholds"][names[0]] = values["threshold"]
+        plain.update(verdict="certified", reasons=[])
+
+    return change
+
+
+def without_gates(plain: dict[str, Any], key: str, value: str) -> None:
+    plain["gates"] = [gate for gate in plain["gates"] if gate[key] != value]
+    claim()(plain)
+
+
+def drop_probe(plain: dict[str, Any]) -> None:
+    for series in plain["inputs"].values():
+        if isinstance(series, list):
+            del series[0]
+    del plain["tokens"][0]
+
+
+BAD = embed_inputs(cosine=[0.9, *[0.99999] * 259])
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda plain: plain.update(verdict="certified"), "verdict"),
+        (claim(passed=True), "gates.min_cosine"),
+        (claim("min_cosine", value=0.9999, passed=True), "gates.min_cosine"),
+        (claim("min_cosine", threshold=0.5, passed=True), "thresholds.min_cosine"),
+        (lambda plain: without_gates(plain, "name", "min_cosine"), "gates.min_cosine"),
+        (lambda plain: plain["gates"].append(plain["gates"][-1]), "occurs twice"),
+        (lambda plain: plain["thresholds"].pop("min_cosine"), "thresholds.min_cosine"),
+        (drop_probe, "tokens"),
+        (lambda plain: plain["inputs"]["batch_own"].pop(0), "inputs.batch_own"),
+        (lambda plain: plain["inputs"].update(cosine=[2.0] * 260), "inputs.cosine"),
+        (lambda plain: plain.update(precision="approximate"), "precision"),
+        (lambda plain: plain["reported"].update(tokens_per_s=1.0), "reported"),
+        (lambda plain: plain["model"].update(task="rerank"), "inputs"),
+        (lambda plain: plain["fixture"].update(origin="project"), "fixture.origin"),
+        (lambda plain: plain["engine"].update(id="nowhere"), "engine.id"),
+        (lambda plain: plain.update(lane="rerank"), "lane"),
+    ],
+)
+def test_every_edit_is_refused_even_with_a_fitting_digest(change: Change, word: str, tmp_path: Path) -> None:
+    found = edited(tmp_path, evidence(inputs=BAD), change, sign=True)
+    assert not found.certified
+    assert any(problem.startswith(word) or word in problem for problem in found.problems), found.problems
+    assert not any("digest" in problem for problem in found.problems)
+
+
+def test_the_list_of_operators_on_the_cpu_is_the_engine_s() -> None:
+    assert placement.CPU_ALLOWED == CPU_ALLOWED
+
+
+def test_a_share_asked_for_is_the_one_rechecked(tmp_path: Path) -> None:
+    document = evidence(ane=True)
+    relaxed = msgspec.structs.replace(document, thresholds={**document.thresholds, "placement_share": 0.8})
+    path = tmp_path / "e.json"
+    documents.write(path, verdict.judge(relaxed))
+    matrix = with_format(document)
+    assert recheck(path, matrix).problems
+    assert recheck(path, matrix, share=0.8).certified
+
+
+# --- every field -----------------------------------------------------------------------------------------------------
+
+DESCRIPTIVE = (
+    "created", "software.python", "software.msgspec", "model.name", "engine.command", "engine.runtime_config.threads",
+    "engine.build_flags", "engine.packed_widths", "engine.buckets", "machine.os_version", "machine.cores",
+    "machine.cores_total", "machine.quota", "machine.ram_bytes", "fixture.computed_by", "tokens.0", "generations",
+    "limits.0.tokens", "performance", "cost_ms", "placement.reason", "placement.functions.0.ops_sha256",
+    "placement.functions.0.name", "placement.functions.0.tokens",
+)  # fmt: skip
+"""What nothing is judged by and nothing is bound to: only the digest shows that it was edited."""
+MEASURED = ("inputs.", "placement.", "packing")
+"""Who signs an edit here has forged a measurement; it counts as one, and what a gate makes of it must fit."""
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield every field of a plain document; of a list itself and its first entry."""
+    if path:
+        yield path, value
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, key))
+    elif isinstance(value, list) and value:
+        yield from leaves(value[0], (*path, 0))
+
+
+def others(value: Any) -> Iterator[Any]:
+    """Yield other values of a field's kind."""
+    match value:
+        case dict():
+            yield {**value, "another": "1"}
+        case list():
+            yield value[:-1] if value else ["another"]
+            if value:
+                yield [*value, value[0]]
+        case bool():
+            yield not value
+        case str():
+            yield value + "x"
+            yield ""
+        case int() | float():
+            yield value + 1
+            yield value - 1
+        case None:
+            yield "x"
+            yield 0.5
+
+
+@pytest.mark.parametrize("kind", ["embed", "rerank", "generate", "ane"])
+def test_any_edit_of_any_field_voids_a_certificate(kind: str, tmp_path: Path) -> None:
+    case = certified(tmp_path, task="embed" if kind == "ane" else kind, on_ane=kind == "ane")
+    plain = json.loads(case.path.read_text())
+    survivors = set()
+    edits = 0
+    for path, value in leaves(plain):
+        for other in others(value):
+            bent = copy.deepcopy(plain)
+            place = bent
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = other
+            name = ".".join(map(str, path))
+            edits += 1
+            case.path.write_text(json.dumps(bent))
+            assert case.why(), f"{name} edited"
+            if name == "digest":
+                continue
+            bent["digest"] = documents.digest_of(bent)
+            case.path.write_text(json.dumps(bent))
+            if not case.why():
+                survivors.add(name)
+    assert edits > 150
+    accepted = (name for name in survivors if not name.startswith(MEASURED))
+    assert {
+        name for name in accepted if not any(name == one or name.startswith(f"{one}.") for one in DESCRIPTIVE)
+    } == set()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"format": "synapse-evidence-v1"}', '{"a": NaN}', '{"a": 1e999}', "\x00", "[" * 100_000],
+)
+def test_what_is_no_document_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "e.json"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match=r"e\.json"):
+        recheck(path, MATRIX)
+    with pytest.raises(InvalidRequest, match="nowhere"):
+        recheck(tmp_path / "nowhere", MATRIX)
+
+
+def test_the_machine_profile_has_no_field_for_a_serial_number() -> None:
+    names = set(documents.Machine.__struct_fields__)
+    assert not {name for name in names if any(word in name for word in ("serial", "uuid", "host", "user", "mac"))}

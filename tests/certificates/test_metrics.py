@@ -1,0 +1,165 @@
+"""Metrics against numbers worked out by hand, and a few laws."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from synapse_host.certificates import metrics
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([[1, 0]], [[1, 0]], [1.0]),
+        ([[1, 0]], [[0, 2]], [0.0]),
+        ([[1, 0]], [[-3, 0]], [-1.0]),
+        ([[1, 1]], [[1, 0]], [math.sqrt(0.5)]),
+        ([[0, 0]], [[1, 0]], [0.0]),
+        ([[1e-30, 0], [3, 4]], [[1, 0], [4, 3]], [1.0, 0.96]),
+    ],
+)
+def test_cosines(one: list[list[float]], other: list[list[float]], expected: list[float]) -> None:
+    assert metrics.cosines(np.array(one), np.array(other)).tolist() == pytest.approx(expected)
+
+
+def test_rank_overlaps_of_swapped_neighbours() -> None:
+    angles = np.radians([0, 10, 30, 60, 100])
+    reference = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    assert metrics.rank_overlaps(reference, reference).tolist() == [1.0] * 5
+    # Row 1 moves next to row 2: the nearest (k = 1) of rows 0 and 2 changes or stays accordingly.
+    angles = np.radians([0, 28, 30, 60, 100])
+    moved = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    assert metrics.rank_overlaps(reference, moved).tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_rank_overlaps_take_a_tenth_of_the_rows() -> None:
+    angles = np.radians(np.cumsum(np.arange(21)))
+    reference = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    moved = reference.copy()
+    moved[0] = -moved[0]
+    overlaps = metrics.rank_overlaps(reference, moved)
+    assert set(overlaps.tolist()) <= {0.0, 0.5, 1.0}
+    assert overlaps[0] < 1.0
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_rank_overlaps_of_too_few_rows_are_whole(n: int) -> None:
+    assert metrics.rank_overlaps(np.ones((n, 3)), -np.ones((n, 3))).tolist() == [1.0] * n
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "expected"),
+    [([], 1.0), ([0.5], 0.5), ([1.0] * 9 + [0.0], 0.0), ([1.0] * 10 + [0.0], 0.5), ([1.0] * 19 + [0.4], 0.7)],
+)
+def test_worst_decile(overlaps: list[float], expected: float) -> None:
+    assert metrics.worst_decile(overlaps) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([1, 2, 3], [2, 4, 6], 1.0),
+        ([1, 2, 3], [3, 2, 1], -1.0),
+        ([1, 2, 3, 4], [1, 3, 2, 4], 0.8),
+        ([5, 5], [5, 5], 0.0),
+        ([5, 5], [1, 2], 0.0),
+        ([], [], 0.0),
+    ],
+)
+def test_pearson(one: list[float], other: list[float], expected: float) -> None:
+    assert metrics.pearson(one, other) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("scores", "apart", "expected"),
+    [
+        ([3.0, 2.0, 1.0, 1.0, 2.0], 0.1, 0),
+        ([2.0, 3.0, 1.0, 1.0, 2.0], 0.1, 1),
+        ([2.0, 3.0, 1.0, 1.0, 2.0], 1.5, 0),
+        ([1.0, 2.0, 3.0, 1.0, 2.0], 0.1, 3),
+        # The second group's order is its own: its scores may lie anywhere.
+        ([30.0, 20.0, 10.0, 0.1, 0.2], 0.1, 0),
+        ([3.0, 3.0, 1.0, 1.0, 2.0], 0.1, 1),
+    ],
+)
+def test_order_flips(scores: list[float], apart: float, expected: int) -> None:
+    reference, groups = [3.0, 2.0, 1.0, 1.0, 2.0], [0, 0, 0, 1, 1]
+    assert metrics.order_flips(reference, scores, groups, apart=apart) == expected
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [([9.0, 1.0, 0.0, 7.0, 8.0], 1.0), ([1.0, 9.0, 0.0, 7.0, 8.0], 1.0), ([0.0, 1.0, 9.0, 7.0, 8.0], 0.5)],
+)
+def test_same_best_takes_equals_of_the_best(scores: list[float], expected: float) -> None:
+    assert metrics.same_best([5.0, 5.0, 1.0, 1.0, 2.0], scores, [0, 0, 0, 1, 1]) == expected
+    assert metrics.same_best([], [], []) == 0.0
+
+
+def test_rows_that_change_places_are_misplaced_and_not_inexact() -> None:
+    single = np.eye(4)
+    own, best, _ = metrics.own_and_best(single[[1, 0, 2, 3]], single)
+    assert own.tolist() == [0, 0, 1, 1]
+    assert best.tolist() == [1, 1, 1, 1]
+    assert metrics.misplaced_rows(own.tolist(), best.tolist()) == 2
+
+
+def test_inexact_rows_are_not_misplaced() -> None:
+    single = np.eye(4)
+    noisy = single.copy()
+    noisy[2] = [0, 0, 1, 0.4]
+    own, best, _ = metrics.own_and_best(noisy, single)
+    assert min(best) < 0.95
+    assert metrics.misplaced_rows(own.tolist(), best.tolist()) == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "misplaced"),
+    [
+        ([1.0, 2.0, 3.0], 0.0, 0),
+        ([1.1, 2.0, 3.0], 0.1, 0),
+        ([3.0, 2.0, 1.0], 0.0, 2),
+        ([2.0, 3.0, 1.0], 0.0, 3),
+        ([3.01, 2.0, 1.0], 0.01, 2),
+        # However wrong the numbers are, a swap stays one: what was measured gives no room.
+        ([3.0, 2.0, 1.0], 0.0, 2),
+        ([9.0, 1.0, 3.0], 6.0, 1),
+        ([0.0, 0.0, 0.0], 3.0, 0),
+    ],
+)
+def test_scores_of_a_batch(batch: list[float], error: float, misplaced: int) -> None:
+    single = [1.0, 2.0, 3.0]
+    assert metrics.batch_error(batch, single) == pytest.approx(error)
+    assert metrics.misplaced_scores(batch, single, apart=0.1) == misplaced
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=20), st.data())
+def test_small_noise_never_counts_as_misplaced(single: list[float], data: st.DataObject) -> None:
+    noise = data.draw(st.lists(st.floats(-0.004, 0.004), min_size=len(single), max_size=len(single)))
+    batch = [a + b for a, b in zip(single, noise, strict=True)]
+    assert metrics.misplaced_scores(batch, single, apart=0.01) == 0
+    assert metrics.batch_error(batch, single) <= 0.004 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"), [([1, 2, 3], [1, 2, 4], 2), ([], [1], 0), ([1, 2], [1, 2, 3], 2), ([9], [1], 0)]
+)
+def test_common_prefix(one: list[int], other: list[int], expected: int) -> None:
+    assert metrics.common_prefix(one, other) == expected
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, 5.0), (0.95, 10.0), (0.9, 9.0), (0.0, 1.0), (1.0, 10.0)])
+def test_percentile(share: float, expected: float) -> None:
+    assert metrics.percentile([float(n) for n in range(10, 0, -1)], share) == expected
+    assert metrics.percentile([], share) == 0.0
+
+
+def test_neighbours_and_their_correlation() -> None:
+    rows = np.array([[1, 0], [0.9, 0.1], [0, 1]])
+    assert metrics.nearest(rows) == [1, 0, 1]
+    assert metrics.neighbour_pearson(rows, rows).tolist() == pytest.approx([1, 1, 1])

@@ -1,0 +1,406 @@
+"""Each fault in what was measured fails its own gates and no other; whatever is missing or absurd fails; thresholds
+come from the matrix and may be overridden per engine."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.ane import placement as ane_placement
+from engines.ane.build.plan import counted
+from engines.ane.compute_plan import Device, Operation, PlanView
+from engines.ane.compute_plan import Function as PlanFunction
+from synapse_host.certificates import figures, verdict
+from synapse_host.certificates.document import Evidence, Fault, Function
+from synapse_host.placement.matrix import load
+from tests.support.evidence import (
+    REFERENCE,
+    N,
+    embed_inputs,
+    evidence,
+    failed,
+    failed_groups,
+    fixture,
+    function,
+    generate_inputs,
+    placement,
+    rerank_inputs,
+)
+from tests.support.sabotage import SABOTAGES
+
+
+def changed(values: list[Any], index: int, value: Any) -> list[Any]:
+    return [*values[:index], value, *values[index + 1 :]]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "embed": {"task": "embed"},
+    "rerank": {"task": "rerank"},
+    "generate": {"task": "generate"},
+    "embed int8": {"task": "embed", "dtype": "int8"},
+    "rerank int8": {"task": "rerank", "dtype": "int8"},
+    "embed ane": {"task": "embed", "ane": True},
+    "rerank ane": {"task": "rerank", "ane": True},
+}
+INPUTS = {"embed": embed_inputs, "rerank": rerank_inputs, "generate": generate_inputs}
+
+
+def bent(kind: str, change: dict[str, Any]) -> Evidence:
+    """The clean document of a kind with some of its measurements changed, judged."""
+    make = INPUTS[KINDS[kind]["task"]]
+    inputs = {name: value for name, value in change.items() if name in make().__struct_fields__}
+    if inputs:
+        change = {name: value for name, value in change.items() if name not in inputs} | {"inputs": make(**inputs)}
+    return evidence(**KINDS[kind], **change)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_clean_run_is_certified(kind: str) -> None:
+    document = bent(kind, {})
+    assert (failed(document), document.verdict, document.reasons) == (set(), "certified", [])
+
+
+EMBED, RERANK, GENERATE = embed_inputs(), rerank_inputs(), generate_inputs()
+SWAPPED = [0.2, 0.3, *[0.99999] * (N - 2)]
+BATCHES = ("batch_own", "batch_best", "permuted_own", "permuted_best")
+NONE, ONE = [None] * N, [0.99999, *[None] * (N - 1)]
+REVERSED = [*RERANK.batch[:13][::-1], *RERANK.batch[13:]]
+WRONG = [-score for score in RERANK.reference]
+CLOSE = [float(n % 13) / 8 for n in range(N)]  # 0.125 apart, more than max_error
+FLIPPED = [*CLOSE[:4], CLOSE[4] + 0.07, CLOSE[5] - 0.07, *CLOSE[6:]]
+
+
+def scores(single: list[Any], **more: Any) -> dict[str, Any]:
+    """The same answers alone and in both batches."""
+    return {"single": single, "batch": single, "permuted": single, **more}
+
+
+def without(stage: str, task: str) -> dict[str, int]:
+    return {name: 0 for name in figures.STAGES[task] if name != stage}
+
+
+def outcome(name: str, came: str) -> Any:
+    clean = evidence().limits
+    return [msgspec.structs.replace(case, outcome=came, expected=came) if case.name == name else case for case in clean]
+
+
+MEASUREMENTS = [
+    ("embed", {"cosine": changed(EMBED.cosine, 7, 0.9)}, {"min_cosine"}),
+    ("embed", {"cosine": [0.9991] * N}, {"mean_cosine"}),
+    ("embed", {"cosine": [0.998] * N}, {"min_cosine", "mean_cosine"}),
+    ("embed", {"overlap": [0.5] * 26 + [1.0] * (N - 26)}, {"worst_decile"}),
+    ("embed", {"norm": changed(EMBED.norm, 3, 1.01)}, {"norm_error"}),
+    ("embed", {"norm": [1.04] * N, "unit": False}, set()),
+    ("embed", {"norm": [1.06] * N, "unit": False}, {"length_error"}),
+    ("embed", {"permuted_norm": changed(EMBED.norm, 3, 1.02)}, {"batch_norm"}),
+    ("embed", {"batch_own": SWAPPED}, {"order"}),
+    ("embed", {"permuted_own": SWAPPED}, {"order"}),
+    ("embed", {"batch_own": [0.99] * N, "batch_best": [0.99] * N}, {"batch_single"}),
+    ("embed", {"permuted_own": [0.99] * N, "permuted_best": [0.99] * N}, {"batch_single"}),
+    ("embed", {"reference_neighbour": [1] * N}, {"reference_varied"}),
+    # What was not measured: a null, every batch, all but one row of the batches, a series too short or too long.
+    ("embed", {"cosine": changed(EMBED.cosine, 3, None)}, {"unmeasured"}),
+    (
+        "embed",
+        dict.fromkeys((*BATCHES, "batch_norm", "permuted_norm"), NONE),
+        {"unmeasured", "batch_single", "batch_norm"},
+    ),
+    ("embed", dict.fromkeys(BATCHES, ONE), {"unmeasured"}),
+    ("embed", {"tokens": [5] * (N - 1)}, {"unmeasured", "min_cosine", "mean_cosine", "worst_decile", "norm_error",
+                                        "batch_single", "batch_norm", "order", "reference_varied"}),
+    ("rerank", {"batch": NONE, "permuted": NONE}, {"unmeasured", "batch_single"}),
+    ("rerank", {"batch": [RERANK.batch[0], *NONE[1:]], "permuted": [RERANK.batch[0], *NONE[1:]]}, {"unmeasured"}),
+    ("rerank int8", {"permuted": NONE}, {"unmeasured"}),
+    ("rerank", scores(changed(RERANK.single, 5, None)), {"unmeasured"}),
+    ("rerank", scores([score * 0.99 for score in RERANK.reference]), set()),
+    ("rerank", scores(changed(RERANK.single, 5, RERANK.reference[5] + 0.5)), {"max_error"}),
+    ("rerank", {"batch": [score + 0.3 for score in RERANK.reference]}, {"batch_single"}),
+    ("rerank", {"batch": REVERSED}, {"order"}),
+    ("rerank", {"permuted": REVERSED}, {"order"}),
+    ("rerank", {"reference": [0.5] * N, **scores([0.5] * N)}, {"reference_varied", "pearson"}),
+    ("rerank", {"exchange": list(range(N))}, {"reference_company"}),
+    ("rerank", scores(WRONG), {"pearson", "max_error", "rank_order"}),
+    ("rerank", {"reference": CLOSE, **scores(FLIPPED)}, {"rank_order"}),
+    ("generate", {"next": [-1] * 13 + GENERATE.next[13:]}, set()),
+    ("generate", {"next": [-1] * 14 + GENERATE.next[14:]}, {"top1"}),
+    ("generate", {"greedy": [[0]] * 5 + GENERATE.greedy[5:]}, set()),
+    ("generate", {"greedy": [[0]] * 6 + GENERATE.greedy[6:]}, {"first_token"}),
+    ("generate", {"greedy": [[]] * 6 + GENERATE.greedy[6:]}, {"first_token"}),
+    ("generate", {"stops": list(range(10, N + 20))}, {"reference_varied", "top1"}),
+    # The class of int8: coarser alone, not in a batch; the same space and the same scale as the model's.
+    ("embed int8", {"cosine": [0.98] * N}, set()),
+    ("embed int8", {"cosine": [0.9] * N}, {"mean_cosine"}),
+    ("embed int8", {"neighbour": [0] * N}, {"top1"}),
+    ("embed int8", {"neighbour_pearson": [0.9] * N}, {"pearson"}),
+    ("embed int8", {"batch_own": [0.99] * N, "batch_best": [0.99] * N}, {"batch_single"}),
+    ("rerank int8", scores([s + (0.15 if n % 2 else -0.15) for n, s in enumerate(RERANK.reference)]), set()),
+    ("rerank int8", scores([score * 1.2 for score in RERANK.reference]), {"scale_error"}),
+    ("rerank int8", scores([s if n % 13 else s + 20 for n, s in enumerate(RERANK.reference)]),
+     {"pearson", "top1", "scale_error"}),
+    ("rerank int8", {"batch": [score + 0.01 for score in RERANK.single]}, {"batch_single"}),
+    ("rerank int8", {"batch": [0.0] * N}, {"batch_single", "order"}),
+    ("rerank int8", {"batch": REVERSED}, {"order"}),
+]  # fmt: skip
+TWICE = [{"operations": {"ios17.conv": {"neuralEngine": 90, "unknown": 5}, "ios17.cast@mask_position": {"cpu": 5}}},
+         {"operations": {"ios17.conv": {"neuralEngine": 400}, "ios17.cast@mask_position": {"cpu": 17}}},
+         {"operations": {"ios17.conv": {"neuralEngine": 99, "gpu": 1}}},
+         {"operations": {"ios17.matmul": {"neuralEngine": 95, "cpu": 1}, "const": {"const": 9}}}]  # fmt: skip
+BLIND, CROWDED, ON_GPU, CPU_HEAVY = TWICE
+PLACEMENTS = [
+    ({"share": None}, {"placement_share"}),
+    ({"generation": 2}, {"placement_share"}),
+    ({"share": 0.85}, {"placement_share"}),
+    ({"share": 1.5}, {"placement_share"}),
+    ({"functions": []}, {"functions_unreported", "function_share", "cost_share"}),
+    ({"functions": [function(), function("s256", operations={})]}, {"functions_unreported", "function_share"}),
+    ({"functions": [function(**BLIND)]}, {"functions_unreported", "function_share"}),
+    ({"functions": [function(), function(ane=80, cpu=20)]}, {"function_share", "cpu_operations"}),
+    ({"functions": [function(cost={"neuralEngine": 0.9, "cpu": 0.1})]}, {"cost_share"}),
+    ({"functions": [function(cost={})]}, {"cost_share"}),
+    ({"functions": [function(cost={"neuralEngine": 9.0, "cpu": -1.0})]}, {"cost_share"}),
+    ({"functions": [function(**CPU_HEAVY)]}, {"cpu_operations"}),
+    ({"functions": [function(**CROWDED)]}, {"cpu_operations"}),
+    ({"functions": [function(**ON_GPU)]}, {"cpu_operations"}),
+    ({"forced_ms": [4.0] * 16}, {"speedup"}),
+    ({"forced_ms": []}, {"speedup"}),
+    ({"native_ms": [3.0]}, {"speedup"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "names"), MEASUREMENTS)
+def test_faults_of_what_was_measured(kind: str, change: dict[str, Any], names: set[str]) -> None:
+    document = bent(kind, change)
+    assert failed(document) == names
+    assert set(document.reasons) == names
+    assert (document.verdict == "certified") == (not names)
+
+
+@pytest.mark.parametrize("kind", ["embed ane", "rerank ane"])
+@pytest.mark.parametrize(("change", "names"), PLACEMENTS)
+def test_faults_of_placement(kind: str, change: dict[str, Any], names: set[str]) -> None:
+    document = bent(kind, {"placement": placement(**change)})
+    assert failed(document) == names
+    assert failed_groups(document) == {"placement"}
+    assert ("placement_unreported" in document.reasons) == ("share" in change and change["share"] is None)
+
+
+OF_RUN = [
+    ({"generations": [1, 2]}, {"worker_generations"}),
+    ({"generations": []}, {"worker_generations"}),
+    ({"repeat_differs": 3}, {"repeat"}),
+    ({"repeat_differs": None}, {"repeat"}),
+    ({"limits": []}, {"limits"}),
+    # What the document says it expected is no excuse.
+    ({"limits": outcome("max + 1", "ok")}, {"limits"}),
+    ({"limits": outcome("length 1", "inference_failed")}, {"limits"}),
+    ({"fixture": fixture(stale_rows=2)}, {"reference_stale"}),
+    ({"fixture": fixture(digest="sha256:" + "0" * 64)}, {"reference_stale"}),
+    ({"fixture": fixture(distinct=N // 2)}, {"reference_distinct"}),
+]
+
+
+@pytest.mark.parametrize("task", INPUTS)
+@pytest.mark.parametrize(("change", "names"), OF_RUN)
+def test_faults_of_the_run(task: str, change: dict[str, Any], names: set[str]) -> None:
+    assert failed(bent(task, change)) == names
+
+
+@pytest.mark.parametrize(("task", "stage"), [(task, stage) for task in INPUTS for stage in figures.STAGES[task]])
+def test_every_stage_counts_its_first_attempts(task: str, stage: str) -> None:
+    counts = dict.fromkeys(figures.STAGES[task], 0)
+    assert failed(bent(task, {"non_finite": {**counts, stage: 1}})) == {"non_finite"}
+    assert failed(bent(task, {"non_finite": without(stage, task)})) == {"non_finite"}
+
+
+@pytest.mark.parametrize(
+    "program", ["llama.cpp", "llama-cpp-python", "onnxruntime", "owned-cuda", "ane-reference", "Synapse"]
+)
+def test_a_reference_by_an_engine_of_ours_is_refused(program: str) -> None:
+    by = msgspec.structs.replace(REFERENCE, program=program)
+    assert failed(bent("embed", {"fixture": fixture(computed_by=by)})) == {"reference_independent"}
+
+
+def test_every_gate_has_a_fault_that_fails_it() -> None:
+    planted = [names for _, _, names in MEASUREMENTS] + [names for _, names in [*PLACEMENTS, *OF_RUN]]
+    planted += [sabotage.gates for sabotage in SABOTAGES.values()]
+    assert {rule.name for rule in verdict.GATES} == set().union(*planted)
+
+
+# --- any figure, any absurdity ---------------------------------------------------------------------------------------
+
+ROWS = st.integers(0, N - 1)
+ABSURD = st.sampled_from([None, math.inf, -math.inf, math.nan, 1e300, -7.5e30])
+
+
+@given(kind=st.sampled_from(list(KINDS)), data=st.data())
+def test_a_figure_that_is_missing_or_absurd_is_never_certified(kind: str, data: st.DataObject) -> None:
+    """Any one number of any series: no value that it can't have leaves the verdict as it was."""
+    clean = INPUTS[KINDS[kind]["task"]]()
+    name, row, value = data.draw(st.sampled_from(list(figures.columns(clean)))), data.draw(ROWS), data.draw(ABSURD)
+    plain = msgspec.to_builtins(clean)
+    for series in (changed(plain[name], row, value), plain[name][:-1], plain[name][:1]):
+        with suppress(msgspec.ValidationError):  # a document with this in it can't be read at all
+            inputs = msgspec.convert({**plain, name: series}, type(clean))
+            assert bent(kind, {"inputs": inputs}).verdict == "uncertified"
+
+
+@pytest.mark.parametrize("task", INPUTS)
+def test_no_series_is_recorded_that_no_gate_reads(task: str) -> None:
+    """Wrong throughout, each of them costs the certificate; what was asked together is no measurement."""
+    clean = INPUTS[task]()
+    for name in {*figures.columns(clean)} - {"query"}:
+        value = getattr(clean, name)
+        wrong = list(range(N)) if name == "exchange" else [[1]] * N if isinstance(value[0], list) else [0] * N
+        verdicts = [bent(kind, {name: wrong}).verdict for kind in KINDS if KINDS[kind]["task"] == task]
+        assert "uncertified" in verdicts, name
+
+
+@given(task=st.sampled_from(list(INPUTS)), name=st.data(), value=ABSURD)
+def test_a_threshold_that_is_missing_or_absurd_is_never_met(
+    task: str, name: st.DataObject, value: float | None
+) -> None:
+    clean = evidence(task)
+    key = name.draw(st.sampled_from(sorted({*clean.thresholds} - {"length_error"})))  # of another kind of bundle
+    rest = {other: limit for other, limit in clean.thresholds.items() if other != key}
+    assert evidence(task, thresholds=rest).verdict == "uncertified"
+    if value is not None and not math.isnan(value):
+        easier = verdict.weaker({**rest, key: value}, clean.thresholds)
+        assert easier == [key] or evidence(task, thresholds={**rest, key: value}).verdict == "uncertified"
+
+
+# --- stops, early ends, the handshake --------------------------------------------------------------------------------
+
+
+def test_a_stop_is_a_next_token_too() -> None:
+    reference = [[n + 10, 2, 0, 0] for n in range(N)]
+    depth = [min(n % 4, 1) for n in range(N)]
+    after = [figures.STOP if deep else row[0] for deep, row in zip(depth, reference, strict=True)]
+    clean = generate_inputs(reference=reference, greedy=[row[:1] for row in reference], depth=depth, next=after)
+    document = evidence("generate", inputs=clean)
+    assert failed(document) == set()
+    assert document.reported["prefix_share"] == 1.0
+    missed = msgspec.structs.replace(clean, next=[6 if token == figures.STOP else token for token in clean.next])
+    assert failed(evidence("generate", inputs=missed)) == {"top1"}
+
+
+def test_without_fixtures_nothing_is_certified() -> None:
+    document = evidence(fixture=None, inputs=None, tokens=[])
+    assert document.verdict == "uncertified"
+    assert document.reasons[0] == "reference_fixture_missing"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_without_measurements_is_never_certified(kind: str) -> None:
+    document = bent(kind, {"inputs": None})
+    assert {"unmeasured", "reference_varied"} < failed(document)
+    assert document.verdict == "uncertified"
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"observed": "ane-reference"},
+        {"observed": None},
+        {"build_flags": {"device": "cuda"}},
+        {"build_flags": {"device": "cpu", "backend": "cuda"}},
+    ],
+)
+def test_another_engine_or_device_than_the_matrix_says(facts: dict[str, Any]) -> None:
+    document = evidence(engine=msgspec.structs.replace(evidence().engine, **facts))
+    assert failed(document) == {"identity"}
+    assert failed_groups(document) == {"device"}
+
+
+def test_a_worker_that_names_no_device_is_no_accelerators() -> None:
+    facts = msgspec.structs.replace(evidence().engine, build_flags={})
+    assert failed(evidence(engine=facts)) == set()
+    assert failed(evidence(engine=msgspec.structs.replace(facts, device="metal"))) == {"identity"}
+
+
+def test_a_refused_worker_fails_the_device_gate_and_a_lost_one_the_workers() -> None:
+    facts = msgspec.structs.replace(evidence().engine, observed=None)
+    nothing = {"inputs": None, "engine": facts, "generations": []}
+    refused = evidence(fault=Fault("lane_refused", "no", "load"), **nothing)
+    assert failed_groups(refused) == {"device"}
+    lost = evidence(fault=Fault("engine_crashed", "dead", "singles"), **nothing)
+    assert failed(lost) == {"fault"}
+    assert "engine_crashed" in lost.reasons
+
+
+def planned(ane: int) -> dict[str, Any]:
+    """A synthetic plan with *ane* of 100 operations on the Neural Engine, and the worker's share of it."""
+    operations = [Operation("ios17.conv", Device.ANE, 0.99 / ane) for _ in range(ane)]
+    operations += [Operation("ios17.cast", Device.CPU, 0.01 / (100 - ane)) for _ in range(100 - ane)]
+    operations += [Operation("const", Device.UNKNOWN) for _ in range(30)]
+    plan = PlanView("program", {"main": PlanFunction(("input_ids",), tuple(operations))})
+    told = Function(name="s128", kind="bucket", tokens=128, **counted(plan))
+    share = ane_placement.share(plan)
+    assert figures.share_of(told) == share
+    return {"share": share, "functions": [told]}
+
+
+@pytest.mark.parametrize("task", ["embed", "rerank"])
+@pytest.mark.parametrize(("ane", "passed"), [(89, False), (90, True), (91, True)])
+def test_a_recorded_plan_below_the_share_fails_and_above_it_passes(task: str, ane: int, passed: bool) -> None:
+    document = evidence(task, ane=True, placement=placement(**planned(ane)))
+    assert (document.verdict == "certified") == passed
+    assert failed(document) == (set() if passed else {"placement_share", "function_share"})
+
+
+# --- thresholds ------------------------------------------------------------------------------------------------------
+
+
+def test_the_matrix_judges_instead_of_the_document() -> None:
+    """A recheck asks with thresholds and a device of its own, whatever the document says of them."""
+    document = evidence(inputs=embed_inputs(cosine=[0.9992] * N), thresholds={"mean_cosine": 0.0})
+    strict = verdict.thresholds(load(), engine="llama-cpu", task="embed", precision="exact", placement=False)
+    assert failed(verdict.judge(document, strict)) == {"mean_cosine"}
+    fast = verdict.thresholds(load(), engine="ane", task="embed", precision="exact", placement=True)
+    assert {"placement_share", "speedup"} <= failed(verdict.judge(evidence(), fast, placement=True))
+
+
+def test_thresholds_come_from_the_matrix_and_the_engine_overrides() -> None:
+    matrix = load()
+    found = verdict.thresholds(matrix, engine="llama-cpu", task="embed", precision="exact", placement=False)
+    assert found["min_cosine"] == 0.999
+    assert "placement_share" not in found
+    engine = msgspec.structs.replace(matrix.engines["llama-cpu"], thresholds={"embed": {"min_cosine": 0.9999}})
+    strict = msgspec.structs.replace(matrix, engines={**matrix.engines, "llama-cpu": engine})
+    found = verdict.thresholds(strict, engine="llama-cpu", task="embed", precision="exact", placement=False)
+    assert (found["min_cosine"], found["mean_cosine"]) == (0.9999, 0.9995)
+    found = verdict.thresholds(matrix, engine="ane", task="rerank", precision="exact", placement=True, share=0.97)
+    assert (found["placement_share"], found["cost_share"], found["speedup"]) == (0.97, 0.98, 1.5)
+    found = verdict.thresholds(matrix, engine="nowhere", task="rerank", precision="approximate", placement=False)
+    assert (found["approximate_pearson"], found["approximate_top1"]) == (0.995, 0.95)
+    assert "max_error" not in found
+
+
+def test_defaults_are_the_packaged_matrix() -> None:
+    matrix = load()
+    for name, bound in verdict.BOUNDS.items():
+        if bound.section is not None and bound.key is not None:
+            assert matrix.thresholds[bound.section][bound.key] == bound.default, name
+
+
+def test_weaker_thresholds_are_named() -> None:
+    wanted = {"min_cosine": 0.999, "max_error": 0.1}
+    assert verdict.weaker({"min_cosine": 0.9999, "max_error": 0.05}, wanted) == []
+    assert verdict.weaker({"min_cosine": 0.9, "max_error": 0.1}, wanted) == ["min_cosine"]
+    assert verdict.weaker({"min_cosine": 0.999, "max_error": 0.2}, wanted) == ["max_error"]
+    assert verdict.weaker({}, wanted) == ["min_cosine", "max_error"]
+
+
+@pytest.mark.parametrize("task", list(INPUTS))
+def test_speed_is_reported_and_never_gated(task: str) -> None:
+    clean = evidence(task)
+    slow = msgspec.structs.replace(clean.performance, single_ms=[1e6] * N, batch_s=1e6)
+    document = evidence(task, performance=slow)
+    assert document.verdict == "certified"
+    assert document.reported["single_p50_ms"] == 1e6
+    assert clean.reported["tokens_per_s"] == 6000

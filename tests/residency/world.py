@@ -1,0 +1,246 @@
+"""A simulated fleet around the residency core: it answers the actions in any order and checks every invariant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from synapse_host.residency.core import Residency
+from synapse_host.residency.types import Admit, Evict, Granted, Key, Limits, Model, Refused, Restart, Revive, State
+
+FLEET = {
+    "gte": Model(layers=22, nbytes=300, smallest=128),
+    "qwen": Model(layers=28, nbytes=1200, smallest=128),
+    "mini": Model(layers=6, nbytes=45, smallest=128),
+    "minirank": Model(layers=12, nbytes=66, smallest=128),
+}
+RUNGS = (128, 256, 512, 1024, 2048)
+WIDTHS = (128, 256)
+
+
+def charged(core: Residency) -> tuple[int, int, int]:
+    """Return (slots, executables, bytes) charged now."""
+    slots = core.slots.values()
+    return len(slots), sum(slot.layers for slot in slots), sum(slot.nbytes for slot in slots)
+
+
+def resident(core: Residency, worker: str) -> set[Key]:
+    """Return what is resident in *worker*."""
+    return {slot.key for slot in core.slots.values() if slot.key.worker == worker and slot.state is State.RESIDENT}
+
+
+class World:
+    """Runs one random history; ``step`` does one event chosen by *pick*, an index into what is possible."""
+
+    def __init__(self, limits: Limits | None = None, fleet: dict[str, Model] | None = None) -> None:
+        self.core = Residency(limits or Limits(nbytes=6000))
+        self.fleet = fleet or FLEET
+        self.now = 0.0
+        self.wire: list[Admit | Evict] = []
+        """Exchanges without an answer yet."""
+        self.dying: list[Restart] = []
+        self.starting: list[Revive] = []
+        self.generations = dict.fromkeys(self.fleet, 0)
+        self.held: set[int] = set()
+        self.waiting: set[int] = set()
+        self.answered: dict[int, str] = {}
+        self.processes: dict[str, set[Key]] = {}
+        """What each live process really holds."""
+        for name, model in self.fleet.items():
+            self.core.open_worker(name, model)
+            self.collect()
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def events(self) -> list[Callable[[Callable[[int], int]], None]]:
+        found: list[Callable[[Callable[[int], int]], None]] = [self._request, self._request, self._time, self._guess]
+        if self.held:
+            found += [self._release] * 3
+        if self.waiting:
+            found.append(self._cancel)
+        if self.wire:
+            found += [self._answer] * 4
+        if self.dying:
+            found += [self._exit] * 2
+        if self.starting:
+            found += [self._start] * 2
+        found += [self._fault, self._late]
+        return found
+
+    def step(self, pick: Callable[[int], int]) -> None:
+        events = self.events()
+        events[pick(len(events))](pick)
+        self.collect()
+        self.check()
+
+    def _request(self, pick: Callable[[int], int]) -> None:
+        if len(self.waiting) > 24:
+            return
+        ticket = self.core.request(self._key(pick), self.now)
+        self.waiting.add(ticket)
+
+    def _key(self, pick: Callable[[int], int]) -> Key:
+        workers = list(self.core.workers)
+        worker, place = workers[pick(len(workers))], pick(len(RUNGS) + len(WIDTHS))
+        packed = place - len(RUNGS)
+        return Key(worker, "shape", RUNGS[place]) if packed < 0 else Key(worker, "packed", WIDTHS[packed])
+
+    def _guess(self, pick: Callable[[int], int]) -> None:
+        key = self._key(pick)
+        before = {slot.id for slot in self.core.slots.values()}
+        self.core.prefetch(key)
+        for action in self.core.take():
+            assert isinstance(action, Admit) and action.key == key and before <= set(self.core.slots)
+            self.wire.append(action)
+
+    def _release(self, pick: Callable[[int], int]) -> None:
+        ticket = sorted(self.held)[pick(len(self.held))]
+        self.held.discard(ticket)
+        self.core.release(ticket)
+
+    def _cancel(self, pick: Callable[[int], int]) -> None:
+        ticket = sorted(self.waiting)[pick(len(self.waiting))]
+        self.waiting.discard(ticket)
+        self.core.release(ticket)
+
+    def _answer(self, pick: Callable[[int], int]) -> None:
+        one = self.wire.pop(pick(len(self.wire)))
+        process = self.processes.get(one.key.worker)
+        alive = process is not None and self.generations[one.key.worker] == one.generation
+        verdict = pick(16)
+        if isinstance(one, Admit):
+            if not self.core.wanted(one.slot):
+                self.core.withdrawn(one.slot, one.generation)
+            elif verdict == 0:
+                self.core.admit_failed(one.slot, one.generation, self.now, exhausted=False)
+            elif verdict in (1, 2):
+                self.core.admit_failed(one.slot, one.generation, self.now, exhausted=True)
+            else:
+                if alive and process is not None:
+                    process.add(one.key)
+                self.core.admitted(one.slot, one.generation)
+        elif verdict == 0:
+            self.core.evict_failed(one.slot, one.generation, self.now)
+        else:
+            if alive and process is not None:
+                process.discard(one.key)
+            self.core.evicted(one.slot, one.generation)
+
+    def _fault(self, pick: Callable[[int], int]) -> None:
+        if pick(4):
+            return
+        names = sorted(self.core.workers)
+        name = names[pick(len(names))]
+        self.core.fault(name, self.core.workers[name].generation, self.now)
+
+    def _late(self, pick: Callable[[int], int]) -> None:
+        """Replies and faults of another generation, or about slots long gone: nothing may happen."""
+        names = sorted(self.core.workers)
+        before = charged(self.core), len(self.core.tickets)
+        slot = sorted(self.core.slots)[pick(len(self.core.slots))] if self.core.slots else 0
+        self.core.admitted(slot, -1)
+        self.core.evicted(slot, -1)
+        self.core.admit_failed(10**9, 1, self.now, exhausted=bool(pick(2)))
+        self.core.fault(names[pick(len(names))], -1, self.now)
+        assert (charged(self.core), len(self.core.tickets)) == before and not self.core.take()
+
+    def _exit(self, pick: Callable[[int], int]) -> None:
+        one = self.dying.pop(pick(len(self.dying)))
+        self.processes.pop(one.worker, None)
+        self.wire = [w for w in self.wire if w.key.worker != one.worker]
+        self.core.exited(one.worker, one.generation)
+
+    def _start(self, pick: Callable[[int], int]) -> None:
+        one = self.starting.pop(pick(len(self.starting)))
+        if pick(12) == 0:
+            self.core.revive_failed(one.worker, one.generation)
+            return
+        self.generations[one.worker] = one.generation + 1
+        self.processes[one.worker] = {Key(one.worker, "shape", self.core.workers[one.worker].model.smallest)}
+        self.core.restored(one.worker, one.generation + 1)
+
+    def _time(self, pick: Callable[[int], int]) -> None:
+        self.now += (0.1, 1.0, 30.0, 601.0)[pick(4)]
+        self.core.expire(self.now)
+
+    # --- outcomes ----------------------------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        for action in self.core.take():
+            match action:
+                case Admit() | Evict():
+                    self.wire.append(action)
+                case Granted(ticket):
+                    assert ticket not in self.held, "a ticket holds at most one lease"
+                    if ticket in self.waiting:
+                        self.waiting.discard(ticket)
+                        self.held.add(ticket)
+                    else:  # the request was answered inside request(): its caller hears of it now
+                        self.held.add(ticket)
+                    self.answered[ticket] = "granted"
+                case Refused(ticket):
+                    self.waiting.discard(ticket)
+                    self.answered[ticket] = "refused"
+                case Restart():
+                    self.dying.append(action)
+                case Revive():
+                    self.starting.append(action)
+        # A ticket granted within request() was put into `waiting` after the grant was taken.
+        self.waiting -= self.held
+        self.waiting = {t for t in self.waiting if t in self.core.tickets}
+
+    def check(self) -> None:
+        core, limits = self.core, self.core.limits
+        slots, executables, nbytes = charged(core)
+        assert slots <= limits.total
+        assert executables <= limits.executables
+        assert limits.nbytes is None or nbytes <= limits.nbytes
+        per_model: dict[Any, int] = {}
+        for slot in core.slots.values():
+            per_model[slot.key.worker] = per_model.get(slot.key.worker, 0) + 1
+            assert slot.leases >= 0
+            assert not slot.leases or slot.state in (State.RESIDENT, State.FAILED), slot
+        assert max(per_model.values(), default=0) <= limits.per_model
+        leases = [t.slot for t in core.tickets.values() if t.slot is not None and t.slot in core.slots]
+        assert len(leases) == sum(slot.leases for slot in core.slots.values())
+        for name, worker in core.workers.items():
+            # A worker without a process holds nothing before somebody waits for it.
+            assert not worker.down or worker.reviving or not any(s.key.worker == name for s in core.slots.values())
+        # Every process holds no more than is charged for it: a refund came too early otherwise.
+        for name, process in self.processes.items():
+            books = {slot.key for slot in core.slots.values() if slot.key.worker == name}
+            assert process <= books, (name, process - books)
+        # One exchange about a slot at a time, and one admission for a key.
+        assert len({w.slot for w in self.wire if core.slots.get(w.slot)}) == len(
+            [w for w in self.wire if core.slots.get(w.slot)]
+        )
+
+    def settle(self) -> None:
+        """Answer everything well, release everything: then nobody may wait any longer."""
+        for _ in range(20_000):
+            if self.wire:
+                one = self.wire.pop(0)
+                process = self.processes.get(one.key.worker)
+                if isinstance(one, Admit) and not self.core.wanted(one.slot):
+                    self.core.withdrawn(one.slot, one.generation)
+                elif isinstance(one, Admit):
+                    if process is not None and self.generations[one.key.worker] == one.generation:
+                        process.add(one.key)
+                    self.core.admitted(one.slot, one.generation)
+                else:
+                    if process is not None and self.generations[one.key.worker] == one.generation:
+                        process.discard(one.key)
+                    self.core.evicted(one.slot, one.generation)
+            elif self.dying:
+                self._exit(lambda n: 0)
+            elif self.starting:
+                self._start(lambda n: n - 1)
+            elif self.held:
+                self._release(lambda n: 0)
+            else:
+                break
+            self.collect()
+            self.check()
+        else:
+            raise AssertionError("the fleet never settles")
+        assert not self.waiting, {t: self.core.tickets[t] for t in self.waiting}

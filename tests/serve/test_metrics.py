@@ -1,0 +1,271 @@
+"""The Prometheus text of a host: names, labels and values, from real lanes."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from synapse_host.config import HostConfig
+from synapse_host.errors import EngineCrashed, InvalidRequest
+from synapse_host.host import Host
+from synapse_host.serve import metrics
+from synapse_host.serve.metrics import MetricsServer
+from tests.support.small_bundle import write_bundle, write_matrix
+
+pytestmark = pytest.mark.process
+
+NAMES = {
+    "requests_total": "counter",
+    "request_duration_seconds": "histogram",
+    "ipc_overhead_seconds": "histogram",
+    "progress_gap_seconds": "gauge",
+    "silence_window_seconds": "gauge",
+    "restarts_total": "counter",
+    "strikes": "gauge",
+    "quarantined": "gauge",
+    "quarantine_remaining_seconds": "gauge",
+    "rss_bytes": "gauge",
+    "placement_share": "gauge",
+    "load_duration_seconds": "histogram",
+    "bytes_total": "counter",
+    "frames_rejected_total": "counter",
+    "abandoned_replies_total": "counter",
+    "queue_length": "gauge",
+    "info": "gauge",
+}
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample by name (without the prefix) and sorted labels."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.name.startswith("synapse_worker_")
+            found[sample.name.removeprefix("synapse_worker_"), tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    return samples(text)[name, tuple(sorted({"lane": "embed", **labels}.items()))]
+
+
+@pytest.fixture
+def on_host(tmp_path: Path) -> Callable[..., Any]:
+    def run(work: Callable[[Host], Awaitable[Any]], script: dict[str, Any] | None = None, **matrix: Any) -> Any:
+        models = {"toy": write_bundle(tmp_path / "toy", model_id="toy")}
+        path = write_matrix(tmp_path, script, **matrix)
+
+        async def main() -> Any:
+            async with Host.open(path, models, HostConfig(shutdown_grace=5)) as host:
+                return await work(host)
+
+        return asyncio.run(main())
+
+    return run
+
+
+def test_every_family_is_named_and_typed(on_host: Any) -> None:
+    async def work(host: Host) -> str:
+        return metrics.text(host)
+
+    text = on_host(work)
+    for name, kind in NAMES.items():
+        assert f"# TYPE synapse_worker_{name} {kind}\n" in text
+        assert f"# HELP synapse_worker_{name} " in text
+
+
+def test_a_host_at_rest(on_host: Any) -> None:
+    async def work(host: Host) -> str:
+        return metrics.text(host)
+
+    text = on_host(work)
+    assert value(text, "strikes") == value(text, "quarantined") == value(text, "quarantine_remaining_seconds") == 0
+    assert value(text, "bytes_total", direction="sent") == 0
+    assert value(text, "silence_window_seconds", window="inference") == 120
+    assert value(text, "silence_window_seconds", window="setup") == 600
+    assert not [key for key in samples(text) if key[0] in ("rss_bytes", "placement_share", "progress_gap_seconds")]
+
+
+def test_a_host_at_work(on_host: Any) -> None:
+    async def work(host: Host) -> str:
+        for _ in range(3):
+            await host.embed("toy", ["a", "b"])
+        with pytest.raises(InvalidRequest):
+            await host.embed("toy", [""])
+        await host.ping("toy")
+        return metrics.text(host)
+
+    text = on_host(work, {"placement_share": 0.5})
+    assert value(text, "requests_total", op="embed", outcome="ok") == 3
+    assert value(text, "requests_total", op="ping", outcome="ok") == 1
+    assert value(text, "request_duration_seconds_count", op="embed") == 3
+    assert value(text, "request_duration_seconds_bucket", op="embed", le="+Inf") == 3
+    assert value(text, "request_duration_seconds_sum", op="embed") > 0
+    assert value(text, "load_duration_seconds_count") == value(text, "ipc_overhead_seconds_count") == 1
+    assert value(text, "rss_bytes") > 2**20
+    assert value(text, "placement_share") == 0.5
+    assert 0 < value(text, "progress_gap_seconds", window="inference") < 120
+    assert value(text, "bytes_total", direction="received") > 3 * 2 * 8 * 4
+    info = next(labels for name, labels in samples(text) if name == "info")
+    assert dict(info) == {"lane": "embed", "model": "toy", "engine": "scripted", "device": "cpu", "state": "idle"}
+
+
+def test_buckets_are_cumulative(on_host: Any) -> None:
+    async def work(host: Host) -> str:
+        for seconds in (0.0001, 0.002, 0.002, 99.0):
+            host.counters["embed"].served("embed", seconds)
+        return metrics.text(host)
+
+    text = on_host(work)
+    bucket = {
+        le: value(text, "request_duration_seconds_bucket", op="embed", le=le) for le in ("0.0005", "0.0025", "30.0")
+    }
+    assert bucket == {"0.0005": 1, "0.0025": 3, "30.0": 3}
+    assert value(text, "request_duration_seconds_bucket", op="embed", le="+Inf") == 4
+
+
+@pytest.mark.parametrize("kind", ["catalog", "legacy"])
+def test_a_quarantined_lane(on_host: Any, kind: str) -> None:
+    async def work(host: Host) -> str:
+        for _ in range(2):
+            with pytest.raises(EngineCrashed):
+                await host.embed("toy", ["a"])
+        return metrics.text(host)
+
+    text = on_host(work, {"rules": [{"on": "EMBED_BATCH", "do": [{"bytes": "ffffffff"}, {"sleep": 60}]}]}, kind=kind)
+    assert (value(text, "strikes"), value(text, "quarantined")) == (2, 1)
+    remaining = value(text, "quarantine_remaining_seconds")
+    assert remaining == float("inf") if kind == "legacy" else 500 < remaining <= 600
+    assert value(text, "frames_rejected_total", reason="oversize") == 2
+    assert value(text, "restarts_total", reason="protocol") == 1
+    assert value(text, "requests_total", op="embed", outcome="engine_crashed") == 2
+
+
+def test_another_thread_may_ask_while_the_lanes_work(on_host: Any) -> None:
+    """An application's own registry is scraped on a thread of prometheus-client."""
+
+    async def work(host: Host) -> int:
+        counts = host.counters["embed"]
+        for n in range(500):
+            counts.served(f"op{n}", 0.1)
+        asking = asyncio.gather(*(asyncio.to_thread(metrics.text, host) for _ in range(4)))
+        while not asking.done():
+            counts.served(f"op{len(counts.durations)}", 0.1)
+            await asyncio.sleep(0)
+        await asking
+        health = await asyncio.to_thread(host.health)
+        assert health["lanes"]["embed"]["state"] == "idle"
+        return len(counts.durations)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        assert on_host(work) > 500
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_odd_names_are_escaped(on_host: Any) -> None:
+    async def work(host: Host) -> str:
+        host.counters['em"bed\n\\'] = host.counters["embed"]
+        return metrics.text(host)
+
+    assert ("bytes_total", (("direction", "sent"), ("lane", 'em"bed\n\\'))) in samples(on_host(work))
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("prometheus_client"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(InvalidRequest, match=r"synapse-workers\[metrics\]"):
+        metrics.require()
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
+
+async def fetch(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        writer.write_eof()
+        async with asyncio.timeout(60):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 200 OK"),
+        (b"GET /metrics?name[]=x HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK"),
+        (b"GET / HTTP/1.1\r\n\r\n", b"HTTP/1.1 404 Not Found"),
+        (b"GET /../metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 404 Not Found"),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 405 Method Not Allowed"),
+        (b"nonsense\r\n\r\n", b"HTTP/1.1 405 Method Not Allowed"),
+        (b"GET /metrics HTTP/1.1\r\n", b""),
+        (b"\x00" * 20000, b""),
+        (b"", b""),
+    ],
+)
+def test_requests(on_host: Any, request_: bytes, status: bytes) -> None:
+    async def work(host: Host) -> None:
+        async with MetricsServer.open(host, 0) as server:
+            try:
+                answer = await fetch(server.port, request_)
+            except ConnectionError:
+                answer = b""
+            assert answer.partition(b"\r\n")[0] == status
+            good = await fetch(server.port, b"GET /metrics HTTP/1.1\r\n\r\n")
+            head, _, body = good.partition(b"\r\n\r\n")
+            assert f"Content-Length: {len(body)}".encode() in head and b"synapse_worker_info" in body
+            empty = await fetch(server.port, b"HEAD /metrics HTTP/1.1\r\n\r\n")
+            assert empty.endswith(b"\r\n\r\n")
+
+    on_host(work)
+
+
+def test_a_connection_that_says_nothing_ends_with_the_server(on_host: Any) -> None:
+    async def work(host: Host) -> None:
+        async with MetricsServer.open(host, 0) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            await fetch(server.port, b"GET /metrics HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(60):
+            assert await reader.read() == b""
+        writer.close()
+
+    on_host(work)
+
+
+def test_a_port_that_is_taken_or_none(on_host: Any) -> None:
+    async def work(host: Host) -> None:
+        async with MetricsServer.open(host, 0) as server:
+            for port in (server.port, 99_999, -1):
+                with pytest.raises(InvalidRequest, match="another port"):
+                    async with MetricsServer.open(host, port):
+                        pass
+
+    on_host(work)
+
+
+def test_the_documented_metrics_are_these() -> None:
+    text = Path(__file__).parents[2].joinpath("docs", "operations.md").read_text()
+    section = text.partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    documented = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert sorted(documented) == sorted(NAMES)

@@ -1,0 +1,185 @@
+"""``docs/operations.md`` says what the code does: its tables are read and compared."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from engines.protocol.errors import ErrorCode
+from synapse_host import errors
+from synapse_host.config import HostConfig
+from synapse_host.errors import WORKER_ERRORS, EngineCrashed, SynapseError
+from synapse_host.placement import probe
+from synapse_host.worker import output
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "operations.md").read_text("utf-8")
+
+
+def tables(first: str) -> list[list[str]]:
+    """Return the rows of every table whose first column is headed *first*, without backquotes."""
+    found = re.findall(rf"^\| {re.escape(first)} \|.*\n\|[- |]+\|\n((?:\|.*\n)+)", TEXT, re.MULTILINE)
+    assert found, f"no table starts with {first!r}"
+    return [
+        [cell.strip().replace("`", "") for cell in line.strip("|").split(" |")] for line in "".join(found).splitlines()
+    ]
+
+
+CODES = {row[0]: row[1:] for row in tables("code")}
+
+
+def described(error: type[SynapseError]) -> list[str]:
+    """Return the columns class, safe and exit as the page writes them."""
+    retry = f", {error.default_retry_after_ms}" if error.default_retry_after_ms is not None else ""
+    return [("t" if error.transient else "p") + retry, "yes" if error.safe_to_retry else "no", str(error.exit_code)]
+
+
+def host_errors() -> list[type[SynapseError]]:
+    """Return every class of errors.py with a code of its own."""
+    found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, SynapseError)]
+    return [error for error in found if "code" in vars(error) and error is not errors.WorkerError]
+
+
+@pytest.mark.parametrize("error", host_errors(), ids=lambda error: error.code)
+def test_every_code_of_the_host(error):
+    assert CODES[error.code][:3] == described(error)
+    assert all(len(cell) > 10 for cell in CODES[error.code][3:]), "meaning and what to do"
+
+
+@pytest.mark.parametrize("code", list(ErrorCode))
+def test_every_code_of_a_worker(code):
+    name = code.value
+    row = CODES.get(f"{name} (from a worker)") or CODES[name]
+    assert row[:3] == described(WORKER_ERRORS[code])
+    assert all(len(cell) > 10 for cell in row[3:])
+
+
+def test_quarantine_has_a_row_of_its_own():
+    shut = EngineCrashed("x", details={"quarantined": True})
+    assert CODES["engine_crashed with quarantined"][:3] == ["t, remaining", "yes", str(shut.exit_code)]
+
+
+def test_no_row_is_about_a_code_that_does_not_exist():
+    known = {error.code for error in host_errors()} | {code.value for code in ErrorCode}
+    extra = {"engine_crashed with quarantined", "invalid_request (from a worker)", "internal_error"}
+    assert set(CODES) == known | extra
+    assert '"internal_error"' in (ROOT / "synapse_host" / "control.py").read_text()
+
+
+def test_the_exit_codes():
+    named = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert {int(row[0]) for row in tables("exit")} == named
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+DOCTOR = ROOT / "synapse_host" / "doctor"
+
+
+def finding_ids() -> set[str]:
+    """Return the id of every Finding that doctor makes, with names and codes as placeholders."""
+    tree = ast.parse("".join(path.read_text() for path in DOCTOR.glob("*.py")))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding":
+            first = node.args[0]
+            if isinstance(first, ast.Constant):
+                found.add(first.value)
+            else:
+                assert isinstance(first, ast.JoinedStr), ast.unparse(first)
+                parts = [part.value if isinstance(part, ast.Constant) else "*" for part in first.values]
+                found.add("".join(parts))
+    return found
+
+
+def floor_codes() -> set[str]:
+    """Return the codes with which a probe itself fails."""
+    tree = ast.parse(Path(probe.__file__).read_text())
+    return {
+        node.args[1].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "Floor"
+        and len(node.args) > 1
+        and isinstance(node.args[1], ast.Constant)
+    }
+
+
+def fixable_codes() -> set[str]:
+    """Return the floor's refusals that doctor reports as findings."""
+    source = (DOCTOR / "engines.py").read_text()
+    (listed,) = re.findall(r"fixable = code in \(([^)]*)\)", source)
+    return set(re.findall(r'"(\w+)"', listed))
+
+
+NOUNS = {"engine": "<engine>", "lane": "<lane>", "model": "<name>", "certificate": "<certificate>"}
+
+
+def test_every_finding_of_doctor():
+    listed = {row[0]: row[1:] for row in tables("id")}
+    expected = set()
+    for found in finding_ids():
+        if found == "engine.*.*":
+            expected |= {f"engine.<engine>.{code}" for code in floor_codes() | fixable_codes()}
+        else:
+            noun = NOUNS.get(found.partition(".")[0], "")
+            expected.add(found.replace("*", noun))
+    assert len(expected) > 15
+    assert set(listed) == expected
+    assert {row[0].partition(" ")[0] for row in listed.values()} <= {"failure", "warning", "info"}
+
+
+# --- numbers and names -----------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_are_the_defaults():
+    config = HostConfig()
+    section = " ".join(TEXT.split("## Strikes and quarantine")[1].split("## Reading a crash")[0].split())
+    assert f"{config.windows.setup:.0f} s for LOAD" in section and config.windows.control == config.windows.setup
+    assert f"{config.windows.inference:.0f} s for inference and PING" in section
+    assert config.windows.ping == config.windows.inference
+    assert section.count(f"{config.cool_down:.0f} s") >= 2
+    logs = " ".join(TEXT.split("## Logs")[1].split("## What doctor finds")[0].split())
+    assert f"the last {config.log_ring_bytes} bytes" in logs and f"At most {config.log_lines_per_s} lines" in logs
+    assert f"at {output.MAX_LINE} bytes" in logs
+    assert f"{config.health_stale:.0f} s: `age_s`" in TEXT
+
+
+def test_every_field_of_a_crash_is_explained():
+    fields = {name for row in tables("field") for name in row[0].split(", ")}
+    written: set[str] = set()
+    for module in ("standing", "lane_errors", "health"):
+        for node in ast.walk(ast.parse((ROOT / "synapse_host" / f"{module}.py").read_text())):
+            if isinstance(node, ast.Dict):
+                keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+                if {"stage", "cause"} <= keys or ({"worker_pid", "generation"} <= keys and "state" not in keys):
+                    written |= keys
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("details"):
+                written |= {node.slice.value} if isinstance(node.slice, ast.Constant) else set()
+    assert len(written) > 8
+    assert written <= fields, written - fields
+
+
+def test_every_log_line_of_supervision_is_listed():
+    lines = " ".join(row[2].replace("=", " ") for row in tables("logger"))
+    for module in ("session", "supervisor", "generations", "listener"):
+        tree = ast.parse((ROOT / "synapse_host" / f"{module}.py").read_text())
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and ast.unparse(node.func.value) == "_log"
+                and isinstance(node.args[0], ast.Constant)
+            ):
+                start = node.args[0].value.partition(":")[0]
+                assert start in lines, f"{module}.py logs {start!r}, which the page doesn't list"
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
+        assert (ROOT / "docs" / target).exists(), target

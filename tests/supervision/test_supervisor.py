@@ -1,0 +1,859 @@
+"""One lane over real workers: every row of protocol-v3 section 5, and the host's checklist."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib
+import os
+import shutil
+import signal
+import struct
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engines.protocol.errors import ErrorCode
+from engines.protocol.messages import Generate, Rerank, RerankSequences, Segment
+from synapse_host.config import Windows
+from synapse_host.errors import (
+    WORKER_ERRORS,
+    DeadlineExceeded,
+    EngineCrashed,
+    InvalidRequest,
+    LaneRefused,
+    ModelInUse,
+    ProbeRequired,
+    QueueFull,
+)
+from synapse_host.supervision.permits import Permits
+from synapse_host.worker import process as process_module
+from synapse_host.worker.process import WorkerProcess
+from tests.support import scripted
+from tests.support.lanes import (
+    CUDA,
+    EMBED,
+    FAST,
+    FINE,
+    KILLS,
+    POISON,
+    SHORT,
+    crash,
+    embed,
+    on,
+    poison,
+    serve,
+    soon,
+    spawns,
+    until,
+)
+
+pytestmark = pytest.mark.process
+
+PATIENT = dataclasses.replace(FAST, windows=Windows(setup=20.0, control=20.0, ping=20.0, inference=3.0))
+"""A window that a healthy worker on a busy machine keeps, and that a test can outlast."""
+SENT = 1.0
+"""Seconds to a deadline that a request to a loaded worker is sent well before."""
+
+
+# --- serving ---------------------------------------------------------------------------------------------------------
+
+
+async def test_every_kind_of_request(make):
+    ids = struct.pack("<4i", 1, 2, 3, 4)
+    llama = make()
+    reply, scores = await llama.submit(
+        lambda req_id, ref: (Rerank(req_id, ref, 2, [Segment(1), Segment(1)]), ids), stage="rerank"
+    )
+    assert scores.tolist() == [scripted.expected_score([1, 2], [3]), scripted.expected_score([1, 2], [4])]
+    reply, nothing = await llama.submit(lambda req_id, ref: (Generate(req_id, ref, 3), ids), stage="generate")
+    assert nothing is None and reply.text == scripted.expected_text([1, 2, 3, 4], 3)[0]
+    owned = make({"engine": "owned-cuda"}, **CUDA)
+    _, scores = await owned.submit(
+        lambda req_id, ref: (RerankSequences(req_id, ref, [Segment(3), Segment(1)]), ids), stage="rerank_sequences"
+    )
+    assert scores.tolist() == [
+        scripted.expected_sequence_score([1, 2, 3]),
+        scripted.expected_sequence_score([4]),
+    ]
+
+
+async def test_concurrent_requests_are_served_in_order_by_one_worker(make):
+    lane, order = make(), []
+
+    async def one(n):
+        await serve(lane, n)
+        order.append(n)
+
+    await asyncio.gather(*(one(n) for n in range(100)))
+    assert order == list(range(100))
+    health = lane.health()
+    assert (health["generation"], health["strikes"], health["state"]) == (1, 0, "idle")
+
+
+async def test_a_request_that_breaks_the_rules_is_refused_here(make):
+    lane = make()
+    with pytest.raises(InvalidRequest):
+        await lane.submit(lambda req_id, ref: (embed([1, 2])(req_id, ref)[0], b"\0" * 4), stage=EMBED)
+    with pytest.raises(ZeroDivisionError):
+        await lane.submit(lambda req_id, ref: 1 // 0, stage=EMBED)
+    await serve(lane)
+    assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
+
+
+# --- crashes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("action", "status", "name"),
+    [
+        ({"signal": "SIGKILL"}, None, "SIGKILL"),
+        ({"abort": True}, None, "SIGABRT"),
+        ({"segfault": True}, None, "SIGSEGV"),
+        ({"signal": "SIGTERM"}, None, "SIGTERM"),
+        ({"exit": 0}, 0, None),
+        ({"exit": 7}, 7, None),
+        ({"raise": "a bug"}, 1, None),
+    ],
+)
+async def test_death_in_a_request_is_typed_with_its_cause(make, action, status, name):
+    lane = make(poison({"stderr": "last words"}, action))
+    error = await crash(lane)
+    assert error.transient and error.safe_to_retry and error.retry_after_ms == 250 and error.exit_code == 1
+    details = error.details
+    assert (details["lane_id"], details["stage"], details["cause"]) == ("toy", EMBED, "exit")
+    assert (details["exit_status"], details["signal"], details["quarantined"]) == (status, name, False)
+    assert details["log_tail"].startswith("[stderr] last words")
+    if name:
+        assert name in error.message
+    await serve(lane)
+    assert lane.health()["generation"] == 2 and lane.health()["strikes"] == 0
+
+
+async def test_a_closed_connection_of_a_living_worker_is_eof(make):
+    lane = make(poison({"close": True}, {"sleep": 600}, ignore=["EOF"]))
+    error = await crash(lane)
+    assert error.details["cause"] == "eof" and error.details["signal"] is None
+    assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
+
+
+async def test_an_answer_before_a_death_still_counts(make):
+    lane = make(poison({"reply": {}}, {"exit": 1}))
+    await serve(lane, POISON)
+    await until(lambda: lane.health()["strikes"] == 1)
+
+
+async def test_a_request_at_the_moment_of_an_idle_death_has_one_outcome(make):
+    lane = make()
+    for _ in range(10):
+        await lane.load()
+        os.kill(lane.health()["worker_pid"], signal.SIGKILL)
+        outcome = await asyncio.gather(serve(lane), return_exceptions=True)
+        assert outcome == [None] or isinstance(outcome[0], EngineCrashed)
+        await serve(lane)
+        assert lane.health()["strikes"] == 0
+
+
+async def test_a_request_for_one_worker_never_reaches_another_and_starts_none(make, tmp_path):
+    state = tmp_path / "state"
+    lane = make({**KILLS, "state": str(state)})
+    await serve(lane)
+    await serve(lane, generation=lane.generation)
+    with pytest.raises(EngineCrashed):
+        await serve(lane, POISON, generation=1)
+    with pytest.raises(EngineCrashed, match="what this request needs is gone") as caught:
+        await serve(lane, generation=1)
+    assert caught.value.details["cause"] == "exit" and not caught.value.quarantined
+    assert spawns(state) == 1
+    await serve(lane)
+    with pytest.raises(EngineCrashed, match="what this request needs is gone"):
+        await serve(lane, generation=1)
+    await serve(lane, generation=2)
+    assert spawns(state) == 2 and lane.health()["strikes"] == 0
+
+
+# --- protocol faults -------------------------------------------------------------------------------------------------
+
+FAULTS = {
+    "reply with another req_id": [{"reply": {"set": {"req_id": "other"}}}],
+    "reply without req_id": [{"reply": {"drop": ["req_id"]}}],
+    "another reply type": [{"frame": {"type": "UNLOADED", "req_id": "$req_id"}}],
+    "SCORES for EMBED_BATCH": [{"reply": {"type": "SCORES", "drop": ["dims", "n"]}}],
+    "dims 0": [{"reply": {"set": {"dims": 0}}}],
+    "dims unlike LOADED": [{"reply": {"set": {"dims": 4}, "raw_bytes": 16}}],
+    "n off": [{"reply": {"set": {"n": 2}}}],
+    "raw too short": [{"reply": {"raw_bytes": 28}}],
+    "raw too long": [{"reply": {"raw_bytes": 36}}],
+    "unknown field": [{"reply": {"set": {"extra": 1}}}],
+    "two replies": [{"reply": {"times": 2}}],
+    "unknown ERR code": [{"err": {"code": "own_invention"}}],
+    "unknown type": [{"frame": {"type": "HEARTBEAT", "req_id": "$req_id"}}],
+    "a request from the worker": [{"frame": {"type": "PING", "req_id": "$req_id"}}],
+    "not JSON": [{"bytes": "03000000"}, {"text": "yes"}],
+    "not UTF-8": [{"bytes": "02000000fffe"}],
+    "a raw frame without a header": [{"raw": 32}],
+    "an empty frame": [{"raw": 0}],
+    "longer than max_frame": [{"torn": {"length": 64 * 2**20 + 1, "send": 8}}],
+    "length 0xFFFFFFFF": [{"bytes": "ffffffff"}],
+}
+"""Those of PROGRESS are the campaign's R4."""
+
+
+@pytest.mark.parametrize("case", FAULTS)
+async def test_a_protocol_fault_is_one_strike_and_the_end_of_the_worker(make, case):
+    lane = make(poison(*FAULTS[case], {"sleep": 600}))
+    if case == "two replies":
+        # The first reply was good; what follows it condemns the worker.
+        await serve(lane, POISON)
+        await until(lambda: lane.health()["last_fault"] is not None)
+    else:
+        error = await crash(lane)
+        assert error.details["quarantined"] is False and error.details["fingerprint"] is not None
+    health = lane.health()
+    assert health["last_fault"]["cause"] == "protocol" and health["strikes"] == 1
+    await serve(lane)
+    assert lane.health()["generation"] == 2
+
+
+async def test_cuda_never_goes_back_to_setup(make):
+    back = {"progress": {"completed": [2], "phase": "setup"}}
+    lane = make(
+        {
+            "engine": "owned-cuda",
+            "rules": [
+                on("EMBED_BATCH", {"progress": {"completed": [1], "phase": "inference"}}, back, first_id=POISON),
+                on("EMBED_BATCH", {"progress": {"completed": [1], "phase": "setup"}}),
+            ],
+        },
+        **CUDA,
+    )
+    assert (await crash(lane)).details["cause"] == "protocol"
+    await serve(lane)
+
+
+async def test_a_frame_while_idle_is_a_fault(make):
+    pong = {"type": "PONG", "req_id": "1", "rss_mb": 1, "models_loaded": 0}
+    lane = make({"rules": [on("EMBED_BATCH", {"reply": {}}, {"sleep": 0.1}, {"frame": pong}, {"sleep": 600})]})
+    await serve(lane)
+    await until(lambda: lane.health()["strikes"] == 1)
+    assert lane.health()["last_fault"]["cause"] == "protocol"
+
+
+async def test_err_is_neither_a_strike_nor_forgiveness(make):
+    lane = make(
+        {
+            "rules": [
+                on("EMBED_BATCH", {"err": {"code": "inference_failed", "msg": "no luck"}}, first_id=1),
+                on("EMBED_BATCH", {"err": {"code": "oom"}}, first_id=2),
+                on("EMBED_BATCH", {"signal": "SIGKILL"}, first_id=POISON),
+            ]
+        }
+    )
+    with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED], match="no luck") as caught:
+        await serve(lane, 1)
+    assert not caught.value.transient and caught.value.details["stage"] == EMBED
+    with pytest.raises(WORKER_ERRORS[ErrorCode.OOM]) as caught:
+        await serve(lane, 2)
+    assert caught.value.transient and caught.value.retry_after_ms == 250
+    assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
+    await crash(lane)
+    with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED]):
+        await serve(lane, 1)
+    assert lane.health()["strikes"] == 1
+
+
+@pytest.mark.parametrize("what", ["nan", "inf"])
+async def test_a_reply_that_is_not_finite_is_refused_without_a_strike_or_forgiveness(make, what):
+    script = {
+        "rules": [
+            on("EMBED_BATCH", {"reply": {what: 5}}, first_id=1),
+            on("EMBED_BATCH", {"signal": "SIGKILL"}, first_id=POISON),
+        ]
+    }
+    lane = make(script)
+    await crash(lane)
+    with pytest.raises(WORKER_ERRORS[ErrorCode.NONFINITE_OUTPUT]) as caught:
+        await serve(lane, 1)
+    assert caught.value.code == "nonfinite_output" and not caught.value.transient
+    assert lane.health()["strikes"] == 1
+    await serve(lane)
+    assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of address space that counts")
+async def test_a_reply_that_the_host_has_no_memory_for_is_no_fault_of_the_worker(make):
+    import resource
+
+    dims = 12 * 2**20
+    lane = make({"dims": dims})
+    _, payload = await lane.submit(embed([FINE]), stage=EMBED)
+    del payload
+    await asyncio.sleep(0)  # the loop still holds what it has just handed over
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 24 * 2**20, limits[1]))
+    # A row has 48 MiB; what malloc keeps for later goes first.
+    kept = []
+    try:
+        with contextlib.suppress(MemoryError):
+            while True:
+                kept.append(bytearray(40 * 2**20))
+        with pytest.raises(WORKER_ERRORS[ErrorCode.OOM], match="the host has no memory for the reply") as caught:
+            await lane.submit(embed([FINE]), stage=EMBED)
+    finally:
+        kept.clear()
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert caught.value.details == {"lane_id": "toy", "stage": EMBED} and caught.value.safe_to_retry
+    _, payload = await lane.submit(embed([FINE]), stage=EMBED)
+    assert len(payload) == dims
+    assert (lane.health()["generation"], lane.health()["strikes"]) == (2, 0), "its stream had lost its place"
+
+
+# --- silence ---------------------------------------------------------------------------------------------------------
+
+HANGS = {
+    "sleep": [{"sleep": 600}],
+    "stopped": [{"signal": "SIGSTOP"}],
+    "spin with the GIL": [{"spin": True}],
+    "stall in the payload": [{"reply": {"stall": {"after": 5, "seconds": 600}}}],
+    "stall after the header": [{"reply": {"pause": 600}}],
+    "half a header": [{"torn": {"length": 100, "send": 10}}, {"sleep": 600}],
+}
+
+
+@pytest.mark.parametrize("case", HANGS)
+async def test_silence_past_the_window_is_one_strike(make, case):
+    lane = make(poison(*HANGS[case]), config=SHORT)
+    await lane.load()
+    error = await crash(lane)
+    assert error.details["cause"] == "silence" and "no completed work for 0.4 s" in error.message
+    assert (error.details["signal"], error.details["exit_status"]) == (None, None)
+    assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
+
+
+async def test_a_silent_foreign_worker_is_not_asked_for_its_stacks(make):
+    foreign = make(poison({"sleep": 600}), config=SHORT, own_worker=False)
+    assert (await crash(foreign)).details["log_tail"] == ""
+
+
+async def test_bytes_alone_never_renew(make):
+    drip = [action for _ in range(100) for action in ({"text": "{"}, {"sleep": 0.05})]
+    lane = make(poison({"bytes": "ff000000"}, *drip, {"sleep": 600}), config=SHORT)
+    assert (await crash(lane)).details["cause"] == "silence"
+
+
+async def test_the_windows_of_cuda(make):
+    """Setup has the long window; the switch to inference starts the short one."""
+    script = {
+        "engine": "owned-cuda",
+        "rules": [
+            on(
+                "EMBED_BATCH",
+                {"progress": {"completed": [1], "phase": "inference"}},
+                {"sleep": 600},
+                first_id=POISON,
+            ),
+            on("EMBED_BATCH", {"sleep": 1.0}),
+        ],
+    }
+    lane = make(script, config=SHORT, **CUDA)
+    await serve(lane)
+    error = await crash(lane)
+    assert error.details["cause"] == "silence" and "0.4 s" in error.message
+
+
+async def test_load_does_not_have_the_short_window(make):
+    slow = make({"rules": [on("LOAD", {"sleep": 1.0})]}, config=SHORT)
+    await slow.load()
+
+
+async def test_no_watchdog_while_waiting_for_the_stream_or_the_permit(make):
+    make.permits = Permits({"cpu": 1})
+    busy = make(poison({"progress": {"from": 1, "to": 9, "every": 0.5}}), config=PATIENT)
+    other = make(config=PATIENT)
+    await asyncio.gather(busy.load(), other.load())
+    first = asyncio.create_task(serve(busy, POISON))
+    await until(lambda: busy.health()["state"] == "serving")
+    # One waits for the stream, the other for the permit, both longer than a window.
+    await asyncio.gather(first, serve(busy), serve(other))
+    assert busy.health()["strikes"] == other.health()["strikes"] == 0
+
+
+# --- the caller leaves -----------------------------------------------------------------------------------------------
+
+
+def held(tmp_path: Path) -> tuple[dict, Path]:
+    go = tmp_path / "go"
+    return poison({"wait_for": str(go)}), go
+
+
+@pytest.mark.parametrize("way", ["deadline", "cancellation"])
+async def test_a_caller_who_leaves_harms_nobody(make, tmp_path, way):
+    script, go = held(tmp_path)
+    lane = make(script)
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+    if way == "deadline":
+        with pytest.raises(DeadlineExceeded) as caught:
+            await serve(lane, POISON, deadline=soon(SENT))
+        assert caught.value.exit_code == 5 and caught.value.details["stage"] == EMBED
+    else:
+        request = asyncio.create_task(serve(lane, POISON))
+        await until(lambda: lane.health()["state"] == "serving")
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+    # The abandoned reply isn't drained yet: the lane is busy, the model in use, the next request waits.
+    assert lane.health()["state"] == "serving"
+    with pytest.raises(ModelInUse):
+        await lane.unload()
+    with pytest.raises(DeadlineExceeded):
+        await serve(lane, deadline=soon(0.05))
+    following = asyncio.create_task(serve(lane))
+    await asyncio.sleep(0)
+    go.touch()
+    await following
+    health = lane.health()
+    assert (health["worker_pid"], health["strikes"], lane.counters.abandoned) == (pid, 0, 1)
+
+
+async def test_an_abandoned_exchange_that_hangs_is_still_killed_and_struck(make):
+    lane = make(poison({"sleep": 600}), config=PATIENT)
+    await lane.load()
+    abandoned = asyncio.create_task(serve(lane, POISON))
+    await until(lambda: lane.health()["state"] == "serving")
+    abandoned.cancel()
+    await until(lambda: lane.health()["strikes"] == 1)
+    assert abandoned.cancelled() and lane.health()["last_fault"]["cause"] == "silence"
+    await lane.load()
+
+
+async def test_an_abandoned_success_clears_strikes(make, tmp_path):
+    go = tmp_path / "go"
+    lane = make({"rules": [on("EMBED_BATCH", {"exit": 1}, first_id=POISON), on("EMBED_BATCH", {"wait_for": str(go)})]})
+    await crash(lane)
+    await lane.load()
+    with pytest.raises(DeadlineExceeded):
+        await serve(lane, deadline=soon(SENT))
+    assert lane.health()["strikes"] == 1
+    go.touch()
+    await until(lambda: lane.health()["strikes"] == 0)
+
+
+async def test_a_deadline_in_the_past_writes_and_spawns_nothing(make, tmp_path):
+    state = tmp_path / "state"
+    lane = make({"state": str(state)})
+    with pytest.raises(DeadlineExceeded):
+        await serve(lane, deadline=soon(-1))
+    await asyncio.sleep(0.05)
+    assert spawns(state) == 0 and lane.health()["state"] == "stopped"
+    await lane.load()
+
+    def never(req_id, ref):
+        built.append(req_id)
+        return embed([1])(req_id, ref)
+
+    built = []
+    with pytest.raises(DeadlineExceeded):
+        await lane.submit(never, deadline=soon(-1), stage=EMBED)
+    assert lane.counters.abandoned == 0
+    await serve(lane)
+
+
+async def test_a_deadline_during_load_leaves_the_load_to_the_next_caller(make, tmp_path):
+    go, state = tmp_path / "go", tmp_path / "state"
+    lane = make({"state": str(state), "rules": [on("LOAD", {"wait_for": str(go)})]})
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded, match="during embed_batch, before its worker was ready"):
+            await serve(lane, deadline=soon(0.3))
+    with pytest.raises(ModelInUse):
+        await lane.unload()
+    go.touch()
+    await serve(lane)
+    assert spawns(state) == 1 and lane.health()["strikes"] == 0
+
+
+async def test_a_load_whose_caller_left_keeps_its_connection_to_itself(make, tmp_path):
+    """Until LOADED a ping waits in turn, however late it becomes; afterwards it is answered."""
+    go = tmp_path / "go"
+    lane = make({"rules": [on("LOAD", {"wait_for": str(go)})]})
+    with pytest.raises(DeadlineExceeded):
+        await lane.load(soon(SENT))
+    with pytest.raises(DeadlineExceeded, match="during ping, before its worker was ready"):
+        await lane.ping(soon(0.1))
+    waiting = asyncio.create_task(lane.ping())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    go.touch()
+    assert (await waiting)["rss_mb"] > 0
+    assert (lane.health()["generation"], lane.health()["strikes"]) == (1, 0)
+
+
+async def test_an_unload_behind_a_start_that_nobody_waits_for_any_more_is_refused(make, tmp_path):
+    """It was let in while a PING ran; behind that a request began the start and left."""
+    began, pong, go = tmp_path / "began", tmp_path / "pong", tmp_path / "go"
+    slow = on("PING", {"touch": str(began)}, {"wait_for": str(pong)})
+    lane = make({"rules": [slow, on("LOAD", {"wait_for": str(go)}, nth=2)]})
+    await lane.load()
+    await lane.unload()
+    pinging = asyncio.create_task(lane.ping())
+    await until(began.exists)
+    leaving = asyncio.create_task(serve(lane))
+    unloading = asyncio.create_task(lane.unload())
+    await asyncio.sleep(0.05)
+    pong.touch()
+    await pinging
+    await until(lambda: lane.health()["state"] == "loading")
+    leaving.cancel()
+    with pytest.raises(ModelInUse):
+        await unloading
+    go.touch()
+    await serve(lane)
+    assert lane.health()["models"] == ["m"]
+
+
+# --- permits ---------------------------------------------------------------------------------------------------------
+
+
+async def test_loading_takes_no_permit_and_inference_waits_for_one(make, tmp_path):
+    script, go = held(tmp_path)
+    make.permits = Permits({"cpu": 1})
+    busy, other = make(script), make()
+    first = asyncio.create_task(serve(busy, POISON))
+    await until(lambda: make.permits.in_use("cpu") == 1)
+    await other.load()
+    await other.ping()
+    with pytest.raises(DeadlineExceeded, match=r"lane toy1: .* while it waited for cpu") as late:
+        await serve(other, deadline=soon(0.05))
+    assert late.value.details == {"lane_id": "toy1", "stage": EMBED}
+    waiting = asyncio.create_task(serve(other))
+    go.touch()
+    await asyncio.gather(first, waiting)
+    assert make.permits.in_use("cpu") == 0
+
+
+async def test_an_abandoned_exchange_keeps_its_permit_until_it_is_drained(make, tmp_path):
+    script, go = held(tmp_path)
+    make.permits = Permits({"cpu": 1})
+    busy, other = make(script), make()
+    await asyncio.gather(busy.load(), other.load())
+    with pytest.raises(DeadlineExceeded):
+        await serve(busy, POISON, deadline=soon(SENT))
+    assert make.permits.in_use("cpu") == 1
+    with pytest.raises(DeadlineExceeded):
+        await serve(other, deadline=soon(0.05))
+    go.touch()
+    await serve(other)
+    await until(lambda: make.permits.in_use("cpu") == 0)
+
+
+async def test_a_crash_gives_its_permit_back(make):
+    make.permits = Permits({"cpu": 1})
+    ill, well = make(KILLS), make()
+    await asyncio.gather(crash(ill), serve(well))
+    assert make.permits.in_use("cpu") == 0
+
+
+async def test_a_worker_that_dies_while_its_request_waits_for_a_permit(make, tmp_path):
+    script, go = held(tmp_path)
+    make.permits = Permits({"cpu": 1})
+    busy, other = make(script), make()
+    await asyncio.gather(busy.load(), other.load())
+    first = asyncio.create_task(serve(busy, POISON))
+    await until(lambda: make.permits.in_use("cpu") == 1)
+    waiting = asyncio.create_task(serve(other))
+    await asyncio.sleep(0.02)
+    os.kill(other.health()["worker_pid"], signal.SIGKILL)
+    await until(lambda: other.health()["strikes"] == 1)
+    go.touch()
+    # Nothing had been sent, so the request goes to the next worker.
+    await asyncio.gather(first, waiting)
+    assert other.health()["generation"] == 2 and make.permits.in_use("cpu") == 0
+
+
+# --- strikes and quarantine ------------------------------------------------------------------------------------------
+
+
+async def test_load_and_ping_between_crashes_forgive_nothing(make):
+    lane = make(KILLS)
+    await crash(lane)
+    await lane.load()
+    await lane.ping()
+    assert lane.health()["strikes"] == 1
+    second = await crash(lane)
+    assert second.details["quarantined"] and second.details["same_input"]
+    assert second.retry_after_ms is not None and second.retry_after_ms > 250 and second.exit_code == 3
+
+
+async def test_a_quarantined_catalog_lane(make, tmp_path):
+    state = tmp_path / "state"
+    lane = make({**KILLS, "state": str(state)})
+    await crash(lane)
+    await crash(lane)
+    first = await crash(lane, FINE)
+    assert first.details == {"lane_id": "toy", "quarantined": True}
+    assert first.transient and first.exit_code == 3
+    assert "(last, embed_batch: the worker's process ended during a request (SIGKILL); the same input" in first.message
+    assert first.retry_after_ms is not None and 0 < first.retry_after_ms <= 60_000
+    await asyncio.sleep(0.01)
+    second = await crash(lane, FINE)
+    assert second.retry_after_ms < first.retry_after_ms
+    health = lane.health()
+    assert (health["state"], health["worker_pid"], health["strikes"]) == ("quarantined", None, 2)
+    assert 0 < health["quarantine_remaining_s"] <= 60
+    assert spawns(state) == 2
+
+
+async def test_the_cool_down_ends_with_a_fresh_worker_and_no_strikes(make):
+    lane = make(KILLS, config=dataclasses.replace(FAST, cool_down=3.0))
+    await crash(lane)
+    await crash(lane)
+    assert (await crash(lane, FINE)).details["quarantined"]
+    await until(lambda: lane.health()["state"] != "quarantined")
+    assert lane.health()["strikes"] == 0
+    await serve(lane)
+    assert lane.health()["generation"] == 3
+
+
+@pytest.mark.parametrize("way", ["unload", "load"])
+async def test_unload_and_reload_clear_quarantine_at_once(make, way):
+    lane = make(KILLS)
+    await crash(lane)
+    await crash(lane)
+    await (lane.unload() if way == "unload" else lane.load())
+    assert lane.health()["strikes"] == 0
+    await serve(lane)
+
+
+async def test_queued_requests_get_the_quarantine_answer(make, tmp_path):
+    state = tmp_path / "state"
+    lane = make({**KILLS, "state": str(state)})
+    await lane.load()
+    errors = await asyncio.gather(*(crash(lane) for _ in range(8)))
+    # Two spawns, two crashes; nobody else's request was sent anywhere.
+    assert spawns(state) == 2
+    assert [error.details.get("cause") for error in errors] == ["exit", "exit", *[None] * 6]
+    assert all(error.details["quarantined"] for error in errors[1:])
+
+
+async def test_a_legacy_lane_needs_a_probe(make, tmp_path):
+    state = tmp_path / "state"
+    script = {"state": str(state), "generations": [KILLS, KILLS, KILLS, {"rules": []}]}
+    lane = make(script, kind="legacy", config=dataclasses.replace(FAST, cool_down=0.05))
+    await crash(lane)
+    await crash(lane)
+    await asyncio.sleep(0.1)
+    for clear in (None, lane.unload):
+        if clear:
+            await clear()
+        with pytest.raises(ProbeRequired) as caught:
+            await serve(lane)
+        assert not caught.value.transient and caught.value.exit_code == 3
+        assert caught.value.said("operator").endswith("See: synapse logs toy. Clear it: synapse probe toy.")
+    assert lane.health()["quarantine_remaining_s"] is None and lane.health()["state"] == "quarantined"
+    # A probe that crashes opens nothing.
+    with pytest.raises(EngineCrashed):
+        await lane.probe(embed([POISON]))
+    with pytest.raises(ProbeRequired):
+        await serve(lane)
+    await lane.probe(embed([1]))
+    assert lane.health()["strikes"] == 0
+    await serve(lane)
+
+
+@pytest.mark.parametrize("left", ["probe", "late probe", "recycle"])
+async def test_whoever_leaves_while_a_worker_is_taken_down_leaves_no_worker_and_holds_up_nobody(make, left, tmp_path):
+    began = tmp_path / "began"
+    script = {
+        "state": str(tmp_path / "spawns"),
+        "generations": [{"shutdown": [{"touch": str(began)}, {"sleep": 60}]}, {}],
+    }
+    lane = make(script, config=dataclasses.replace(FAST, shutdown_grace=1.0))
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+    late = soon(0.3) if left == "late probe" else None
+    leaving = asyncio.create_task(lane.recycle() if left == "recycle" else lane.probe(embed([1]), deadline=late))
+    await until(began.exists)
+    if late is not None:
+        with pytest.raises(DeadlineExceeded, match="during probe, before its worker was ready"):
+            await leaving
+    else:
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        assert leaving.cancelled()
+    # One that spins here would hold up the loop, and every timeout with it.
+    await serve(lane)
+    assert lane.health()["generation"] == 2 and lane.health()["worker_pid"] != pid
+    assert not psutil.pid_exists(pid), "two workers of one lane"
+
+
+async def test_a_lane_closed_while_a_left_probe_takes_its_worker_down_leaves_no_process(make, tmp_path):
+    began = tmp_path / "began"
+    lane = make(
+        {"shutdown": [{"touch": str(began)}, {"sleep": 60}]}, config=dataclasses.replace(FAST, shutdown_grace=0.5)
+    )
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+    leaving = asyncio.create_task(lane.probe(embed([1])))
+    await until(began.exists)
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    await lane.aclose()
+    assert not psutil.pid_exists(pid)
+
+
+async def test_the_fingerprint_names_operation_model_and_ids(make):
+    import hashlib
+
+    lane = make(KILLS)
+    fingerprint = (await crash(lane)).details["fingerprint"]
+    ids = hashlib.sha256(struct.pack("<2i", POISON, 1)).hexdigest()
+    assert fingerprint == {"operation": "EMBED_BATCH", "model": "m", "ids_sha256": ids}
+
+
+# --- load and unload -------------------------------------------------------------------------------------------------
+
+
+async def test_load_is_idempotent_and_lost_models_come_back(make):
+    lane = make({"dims": 5, **KILLS})
+    assert await lane.load() == await lane.load() == 5
+    assert lane.health()["models"] == ["m"]
+    await crash(lane)
+    assert lane.health()["models"] == []
+    _, payload = await lane.submit(embed([1]), stage=EMBED)
+    assert payload.shape == (5,) and lane.health()["models"] == ["m"]
+
+
+async def test_an_upgrade_under_a_running_host_starts_no_worker_of_the_new_version(make, tmp_path, monkeypatch):
+    lane = make()
+    await serve(lane)
+    await lane.recycle()
+    upgrade = tmp_path / "site" / "synapse_workers-999.1.dist-info"
+    upgrade.mkdir(parents=True)
+    (upgrade / "METADATA").write_text("Metadata-Version: 2.1\nName: synapse-workers\nVersion: 999.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    for call in (serve(lane), serve(lane), lane.load()):
+        with pytest.raises(LaneRefused, match=r"999\.1 was installed under this host.*Restart the host") as caught:
+            await call
+        assert caught.value.details["reason"] == "version" and caught.value.details["observed"] == "999.1"
+    health = lane.health()
+    assert (health["state"], health["worker_pid"], health["strikes"]) == ("refused", None, 0)
+    # A foreign worker has a release of its own.
+    await make(own_worker=False).load()
+    shutil.rmtree(upgrade)
+    importlib.invalidate_caches()
+    await lane.load()
+
+
+async def test_a_refused_load_is_no_strike_and_not_remembered(make):
+    lane = make({"rules": [on("LOAD", {"err": {"code": "artifact_invalid", "msg": "bad digest"}}, nth=[1, 2])]})
+    for _ in range(2):
+        with pytest.raises(WORKER_ERRORS[ErrorCode.ARTIFACT_INVALID], match="bad digest"):
+            await serve(lane)
+    assert lane.health()["strikes"] == 0 and lane.health()["models"] == []
+    await serve(lane)
+    assert lane.health()["generation"] == 1
+
+
+async def test_unload_forgets_and_the_next_request_loads_again(make):
+    lane = make()
+    await serve(lane)
+    pid = lane.health()["worker_pid"]
+    await lane.unload()
+    await lane.unload()
+    assert lane.health()["models"] == [] and lane.health()["worker_pid"] == pid
+    await serve(lane)
+    assert lane.health()["models"] == ["m"]
+
+
+@pytest.mark.parametrize("code", ["model_not_loaded", "inference_failed"])
+async def test_a_refused_unload(make, code):
+    lane = make({"rules": [on("UNLOAD", {"err": {"code": code}})]})
+    await lane.load()
+    if code == "model_not_loaded":
+        await lane.unload()
+    else:
+        with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED]):
+            await lane.unload()
+    assert lane.health()["strikes"] == 0
+    await serve(lane)
+
+
+# --- a process that can't be killed ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["silence", "close"])
+async def test_a_deadline_holds_while_a_worker_is_being_ended(make, monkeypatch, end):
+    config = SHORT if end == "silence" else FAST
+    lane = make(poison({"sleep": 600}, ignore=["EOF"]), config=config, own_worker=False)
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+    with monkeypatch.context() as patch:
+        patch.setattr(process_module, "REAP_LIMIT", 600)
+        patch.setattr(WorkerProcess, "kill", lambda self: None)
+        request = asyncio.create_task(serve(lane, POISON, deadline=soon(3.0)))
+        await until(lambda: lane.health()["state"] == "serving")
+        closing = asyncio.create_task(lane.aclose() if end == "close" else asyncio.sleep(0))
+        # The window ends first, or the host closes; then nothing moves until the deadline.
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(request, 10)
+    os.kill(pid, signal.SIGKILL)
+    await closing
+    if end == "silence":
+        await lane.load()
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+async def test_an_idle_worker_is_asked_to_leave(make, tmp_path):
+    bye = tmp_path / "bye"
+    lane = make({"shutdown": [{"touch": str(bye)}]})
+    await lane.load()
+    pid = lane.health()["worker_pid"]
+    await lane.aclose()
+    assert bye.exists() and not Path(f"/proc/{pid}").exists()
+    assert lane.health()["state"] == "stopped" and lane.health()["strikes"] == 0
+    with pytest.raises(QueueFull, match="stopping"):
+        await serve(lane)
+
+
+@pytest.mark.parametrize("first", [0.0, 600.0])
+async def test_a_drain_that_is_over_or_hurried_ends_the_running_request(make, first):
+    lane = make(poison({"sleep": 600}))
+    running = asyncio.create_task(crash(lane))
+    await until(lambda: lane.health()["state"] == "serving")
+    closing = asyncio.create_task(lane.aclose(drain=first))
+    await asyncio.sleep(0.01)
+    if first:
+        assert not closing.done()
+        await lane.aclose(drain=0.0)
+    await closing
+    error = await running
+    assert error.details["reason"] == "stopping" and error.details["quarantined"] is False
+    assert lane.health()["strikes"] == 0
+
+
+@pytest.mark.parametrize("script", [{"start": [{"sleep": 600}]}, {"rules": [on("LOAD", {"sleep": 600})]}])
+async def test_closing_during_the_start(make, script):
+    lane = make(script)
+    waiting = asyncio.create_task(serve(lane))
+    await until(lambda: lane.health()["state"] == "loading" and (lane.health()["generation"] == 1))
+    await asyncio.sleep(0.3)
+    await lane.aclose()
+    with pytest.raises(QueueFull):
+        await waiting
+
+
+async def test_closing_during_a_death(make, tmp_path):
+    go = tmp_path / "go"
+    lane = make(poison({"wait_for": str(go)}, {"signal": "SIGKILL"}))
+    await lane.load()
+    dying = asyncio.create_task(crash(lane))
+    await until(lambda: lane.health()["state"] == "serving")
+    go.touch()
+    await asyncio.sleep(0.005)
+    await lane.aclose()
+    assert (await dying).code == "engine_crashed"

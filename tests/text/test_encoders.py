@@ -1,0 +1,153 @@
+"""Past a deadline nobody waits for the tokenizer: not the caller, not the loop, not the process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.bundle.manifest import read
+from synapse_host.errors import BundleInvalid, DeadlineExceeded, SequenceTooLong
+from synapse_host.text import encoders as encoding
+from synapse_host.text.encoders import Encoders
+from synapse_host.text.tokenizer import FREE_CHARACTERS, TextTokenizer
+from tests.support.small_bundle import write_bundle
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> TextTokenizer:
+    return TextTokenizer(read(write_bundle(tmp_path)))
+
+
+@pytest.fixture
+def stuck(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Make the tokenizer wait for the event; it is set at the end."""
+    go = threading.Event()
+    real = TextTokenizer.rows
+
+    def rows(self: TextTokenizer, texts: Any, **options: Any) -> Any:
+        go.wait(60)
+        return real(self, texts, **options)
+
+    monkeypatch.setattr(TextTokenizer, "rows", rows)
+    yield go
+    go.set()
+
+
+def soon() -> float:
+    return asyncio.get_running_loop().time() + 0.05
+
+
+def test_a_request_past_its_deadline(tokenizer: TextTokenizer, stuck: threading.Event) -> None:
+    texts = ["a " * FREE_CHARACTERS]
+
+    async def body() -> None:
+        with pytest.raises(DeadlineExceeded) as caught:
+            await encoding.encoded(texts, soon(), lambda: tokenizer.rows(texts))
+        assert caught.value.details == {"stage": "tokenise"}
+
+    asyncio.run(body())
+    assert not stuck.is_set()
+
+
+def test_a_stream_past_its_deadline(tokenizer: TextTokenizer, stuck: threading.Event) -> None:
+    async def body() -> None:
+        with pytest.raises(DeadlineExceeded):
+            async for _ in encoding.chunks(tokenizer, iter("abc"), soon(), truncate=False, offset=0):
+                pass
+
+    asyncio.run(body())
+    assert not stuck.is_set()
+
+
+@pytest.mark.parametrize(
+    ("texts", "query", "here"),
+    [
+        (["a"] * 10, None, True),
+        (["a" * FREE_CHARACTERS, "b"], None, False),
+        (["a"] * (encoding.CHUNK + 1), None, False),
+        ([1, "a"], None, True),
+        # Each pair holds the query once more.
+        (["a"] * 10, "b" * 2000, False),
+        (["a"], "b" * 2 * FREE_CHARACTERS, False),
+        (["a"] * 10, "b", True),
+    ],
+)
+def test_only_little_text_is_tokenised_on_the_loop(texts: list[Any], query: str | None, here: bool) -> None:
+    async def body() -> bool:
+        thread = await encoding.encoded(texts, None, threading.current_thread, query=query)
+        return thread is threading.current_thread()
+
+    assert asyncio.run(body()) is here
+
+
+def test_an_iterable_is_read_beside_the_loop(tokenizer: TextTokenizer) -> None:
+    here = threading.current_thread()
+
+    def texts() -> Iterator[str]:
+        assert threading.current_thread() is not here
+        yield "a"
+
+    async def body() -> list[int]:
+        found = encoding.chunks(tokenizer, texts(), None, truncate=False, offset=0)
+        return [length async for rows in found for length in rows.lengths]
+
+    assert asyncio.run(body()) == [3]
+
+
+def test_a_streams_failure_is_the_callers_and_names_the_text(tokenizer: TextTokenizer) -> None:
+    async def body() -> list[int]:
+        texts = ["a"] * encoding.CHUNK + ["a " * 100]
+        sizes = []
+        with pytest.raises(SequenceTooLong) as caught:
+            async for rows in encoding.chunks(tokenizer, texts, None, truncate=False, offset=5):
+                sizes.append(len(rows.lengths))
+        assert caught.value.details["index"] == encoding.CHUNK + 5
+        return sizes
+
+    assert asyncio.run(body()) == [encoding.CHUNK]
+
+
+def test_a_tokenizer_is_opened_once_and_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    go = threading.Event()
+    real = TextTokenizer.__init__
+
+    def opening(self: TextTokenizer, *args: Any, **options: Any) -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        go.wait(60)
+        real(self, *args, **options)
+
+    monkeypatch.setattr(TextTokenizer, "__init__", opening)
+    encoders = Encoders({"toy": read(write_bundle(tmp_path))})
+
+    async def body() -> None:
+        waiting = [asyncio.create_task(encoders.of("toy", None)) for _ in range(3)]
+        with pytest.raises(DeadlineExceeded):
+            await encoders.of("toy", soon())
+        go.set()
+        first, *others = await asyncio.gather(*waiting)
+        assert all(other is first for other in [*others, await encoders.of("toy", 0.0)])
+
+    asyncio.run(body())
+    assert threads == [False]
+
+
+def test_a_tokenizer_that_could_not_be_opened_is_tried_again(tmp_path: Path) -> None:
+    bundle = read(write_bundle(tmp_path))
+    file = bundle.path("tokenizer.json")
+    good = file.read_bytes()
+    encoders = Encoders({"toy": bundle})
+
+    async def body() -> None:
+        file.write_bytes(b"{}")
+        with pytest.raises(BundleInvalid):
+            await encoders.of("toy", None)
+        file.write_bytes(good)
+        assert (await encoders.of("toy", None)).rows(["a"]).lengths == [3]
+
+    asyncio.run(body())

@@ -1,0 +1,128 @@
+"""What lanes count: requests by outcome, silence against its window, restarts, breaches, bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from synapse_host.config import HostConfig, Windows
+from synapse_host.errors import DeadlineExceeded, EngineCrashed, QueueFull, SynapseError
+from synapse_host.worker.counters import Histogram, LaneCounters
+from tests.support.lanes import embed, on, soon, until
+
+# --- pure ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_histogram_counts_up_to_and_including_its_bounds():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 3.0):
+        histogram.add(value)
+    assert histogram.counts == [2, 2, 1] and histogram.total == 8.0
+
+
+def test_outcomes():
+    counters = LaneCounters()
+    counters.served("embed", 0.2)
+    counters.failed("embed", QueueFull("full"))
+    counters.failed("embed", asyncio.CancelledError())
+    counters.failed("embed", ValueError())
+    with pytest.raises(DeadlineExceeded), counters.call("load"):
+        raise DeadlineExceeded("late")
+    with counters.call("load"):
+        pass
+    assert counters.requests == {
+        ("embed", "ok"): 1,
+        ("embed", "queue_full"): 1,
+        ("embed", "cancelled"): 1,
+        ("embed", "internal_error"): 1,
+        ("load", "deadline_exceeded"): 1,
+        ("load", "ok"): 1,
+    }
+    assert counters.durations["embed"].total == 0.2 and sum(counters.durations["load"].counts) == 1
+
+
+# --- lanes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+async def test_a_lane_counts_what_its_callers_got(make, tmp_path: Path):
+    dies = {"rules": [on("EMBED_BATCH", {"signal": "SIGKILL"}, nth=2)]}
+    lane = make({"state": str(tmp_path / "spawns"), "generations": [dies, {}]})
+    counters = lane.counters
+    await lane.submit(embed([1, 2]), stage="embed")
+    with pytest.raises(EngineCrashed):
+        await lane.submit(embed([1, 2]), stage="embed")
+    assert counters.restarts == {}
+    await lane.submit(embed([1, 2]), stage="embed")
+    await lane.ping()
+    await lane.unload()
+    await lane.load()
+    assert counters.requests == {
+        ("embed", "ok"): 2,
+        ("embed", "engine_crashed"): 1,
+        ("ping", "ok"): 1,
+        ("unload", "ok"): 1,
+        ("load", "ok"): 1,
+    }
+    assert sum(counters.durations["embed"].counts) == 2
+    # LOAD of two generations and the reload; the PING's round trip; a replacement by how the first one ended.
+    assert sum(counters.loads.counts) == 3 and counters.last_load_s is not None
+    assert sum(counters.ipc.counts) == 1 and counters.ipc.total > 0
+    assert sum(counters.restarts.values()) == 1 and set(counters.restarts) <= {"exit", "eof"}
+    assert set(counters.gaps) == {"setup", "inference", "ping", "control"}
+    assert counters.sent > 0 and counters.received > 0 and counters.rejected == {}
+
+
+@pytest.mark.process
+async def test_bytes_are_those_of_the_frames(make):
+    lane = make({"dims": 16})
+    await lane.load()
+    sent, received = lane.counters.sent, lane.counters.received
+    await lane.submit(embed(list(range(1000))), stage="embed")
+    # The ids and the vector, each with its length; the headers are some 150 bytes.
+    assert 4000 + 4 < lane.counters.sent - sent < 4000 + 400
+    assert 64 + 4 < lane.counters.received - received < 64 + 400
+
+
+BREACHES = {
+    "malformed": [{"bytes": "05000000" + b"hello".hex()}],
+    "oversize": [{"bytes": "ffffffff"}],
+    "length": [{"reply": {"raw_bytes": 4}}],
+    "out_of_turn": [{"reply": {}}, {"raw": 1}],
+    "invalid": [{"progress": {"completed": [5, 5], "phase": "inference"}}],
+    "torn": [{"torn": {"length": 100, "send": 5}}, {"exit": 3}],
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("reason", BREACHES)
+async def test_breaches_by_reason(make, reason):
+    lane = make({"rules": [{"on": "EMBED_BATCH", "do": [*BREACHES[reason], {"sleep": 60}]}]})
+    with pytest.raises(SynapseError) if reason != "out_of_turn" else contextlib.suppress(SynapseError):
+        await lane.submit(embed([1]), stage="embed")
+    await until(lambda: lane.counters.rejected)
+    assert set(lane.counters.rejected) <= ({reason} if reason != "out_of_turn" else {"out_of_turn", "malformed"})
+
+
+@pytest.mark.process
+async def test_an_abandoned_reply_and_a_silent_worker(make):
+    lane = make({"rules": [{"on": "EMBED_BATCH", "nth": 1, "do": [{"sleep": 0.3}]}]})
+    await lane.load()
+    with pytest.raises(DeadlineExceeded):
+        await lane.submit(embed([1]), deadline=soon(0.05), stage="embed")
+    await lane.submit(embed([1]), stage="embed")
+    assert lane.counters.abandoned == 1
+    assert lane.counters.requests["embed", "deadline_exceeded"] == 1
+    assert lane.counters.gaps["inference"] >= 0.25
+
+    short = HostConfig(windows=Windows(inference=0.3), shutdown_grace=5)
+    hung = make({"rules": [{"on": "EMBED_BATCH", "nth": 1, "do": [{"sleep": 60}]}]}, config=short)
+    with pytest.raises(EngineCrashed):
+        await hung.submit(embed([1]), stage="embed")
+    assert hung.counters.gaps["inference"] >= 0.3
+    with pytest.raises(EngineCrashed):
+        await hung.submit(embed([1]), stage="embed")
+    assert hung.counters.restarts == {"silence": 1}

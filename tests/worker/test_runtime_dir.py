@@ -1,0 +1,162 @@
+"""What killed hosts leave is removed; what lives, or isn't ours, is not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from synapse_host.worker import runtime_dir as remains
+from synapse_host.worker.listener import RuntimeDirectory
+from tests.support.killed import holder, kill_one
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform == "win32", reason="Unix only"),
+]
+
+
+@pytest.fixture
+def root(runtime_dir, monkeypatch):
+    """Return where this test's private directories are made, and looked for."""
+    monkeypatch.setattr(tempfile, "tempdir", str(runtime_dir))
+    monkeypatch.setattr(remains, "roots", lambda: [runtime_dir])
+    return runtime_dir
+
+
+def private(root: Path, name: str = "synapse-abcdefgh", *, line: bytes = b"4242\n" + remains.PRIVATE) -> Path:
+    """Make a directory as a dead host's would look."""
+    path = root / name
+    for part in (path, path / "synapse", path / "synapse" / "workers"):
+        part.mkdir(mode=0o700)
+    (path / remains.LOCK).write_bytes(line)
+    return path
+
+
+def test_the_next_host_removes_a_killed_ones_directory(root):
+    directory, _ = kill_one(root)
+    assert directory.parent == root and directory.exists()
+    made = RuntimeDirectory.open(None)
+    assert not directory.exists()
+    made.close()
+    assert list(root.iterdir()) == []
+
+
+def test_a_living_hosts_directory_stays(root):
+    with holder(root) as (process, directory, listening):
+        assert remains.abandoned(root) == remains.sweep(root) == []
+        assert directory.exists() and listening.is_socket()
+        process.kill()
+        process.wait()
+        assert remains.abandoned(root) == [directory]
+        assert remains.sweep(root) == [directory]
+
+
+def test_this_process_own_directories_stay(root):
+    with_workers = [RuntimeDirectory.open(None) for _ in range(2)]
+    assert remains.sweep(root) == []
+    for made in with_workers:
+        made.close()
+
+
+def test_a_forked_child_keeps_a_directory(root):
+    made = RuntimeDirectory.open(None)
+    there, back = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(back)
+        os.read(there, 1)
+        os._exit(0)
+    os.close(there)
+    made._lock.close()
+    made._lock = None
+    assert remains.sweep(root) == []
+    os.close(back)
+    os.waitpid(pid, 0)
+    assert remains.sweep(root) == [made.path]
+
+
+def test_a_short_directory_for_long_paths_is_removed_too(root):
+    deep = root / ("d" * 90)
+    deep.mkdir(mode=0o700)
+    directory, listening = kill_one(deep)
+    short = listening.parent
+    assert short.parent == Path("/tmp") and remains.abandoned(deep) == [directory]
+    # Any host that starts meanwhile may have removed it already.
+    assert short in remains.abandoned(Path("/tmp")) or not short.exists()
+    remains.sweep(Path("/tmp"))
+    remains.sweep(deep)
+    assert not short.exists() and not directory.exists()
+
+
+def test_what_is_dead_and_private_goes(root):
+    path = private(root)
+    (path / "synapse" / "workers" / "left").write_text("")
+    assert remains.sweep(root) == [path] and not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("another name", lambda path: path.rename(path.with_name("somebody-abcdefgh"))),
+        ("open to others", lambda path: path.chmod(0o755)),
+        ("no lock file", lambda path: (path / remains.LOCK).unlink()),
+        ("being made", lambda path: (path / remains.LOCK).write_bytes(b"")),
+        ("an explicit directory", lambda path: (path / remains.LOCK).write_bytes(b"4242\n")),
+        ("a pipe for a lock", lambda path: ((path / remains.LOCK).unlink(), os.mkfifo(path / remains.LOCK))),
+        ("a folder for a lock", lambda path: ((path / remains.LOCK).unlink(), (path / remains.LOCK).mkdir())),
+    ],
+)
+def test_what_is_not_provably_ours_stays(root, what, change):
+    change(private(root))
+    before = sorted(root.rglob("*"))
+    assert remains.abandoned(root) == remains.sweep(root) == []
+    assert sorted(root.rglob("*")) == before
+
+
+def test_another_users_directory_stays(root, monkeypatch):
+    path = private(root)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert remains.sweep(root) == [] and path.exists()
+
+
+def test_links_are_not_followed(root):
+    target = private(root, "elsewhere")
+    (root / "synapse-link").symlink_to(target)
+    locked = private(root)
+    (locked / remains.LOCK).unlink()
+    (locked / remains.LOCK).symlink_to(target / remains.LOCK)
+    assert remains.sweep(root) == [] and (target / remains.LOCK).exists()
+
+
+def test_a_link_inside_is_removed_and_its_target_stays(root):
+    kept = root / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("x")
+    path = private(root)
+    (path / "synapse" / "link").symlink_to(kept)
+    assert remains.sweep(root) == [path]
+    assert (kept / "file").read_text() == "x"
+
+
+def test_a_directory_that_becomes_an_explicit_one_stays(root):
+    path = private(root)
+    RuntimeDirectory.open(path).close()
+    assert remains.sweep(root) == [] and path.exists()
+
+
+def test_two_sweepers_and_a_vanishing_directory(root, monkeypatch):
+    path = private(root)
+    real = shutil.rmtree
+
+    def slow(victim, **options):
+        # While one sweeps, the other finds nothing to do.
+        assert remains.sweep(root) == []
+        real(victim, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    assert remains.sweep(root) == [path]
+    assert remains.sweep(root / "gone") == []
