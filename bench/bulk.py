@@ -67,7 +67,7 @@ async def run(folder: Path, lines: int) -> tuple[float, float, float]:
         begun = time.perf_counter()
         await embed_to_file(
             host, "bulk", source=str(source), texts=[], out=folder / "bulk.npy", lane=None, deadline=None,
-            truncate=True, console=Quiet(quiet=True),
+            truncate=True, display=Quiet(quiet=True),
         )  # fmt: skip
         rate = lines / (time.perf_counter() - begun)
     settled = [value for done, value in samples if done >= lines / 10]

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 
     from synapse_host.config import HostConfig, Windows
     from synapse_host.errors import SynapseError
-    from synapse_host.host import Generation, Host, SyncHost
+    from synapse_host.host import Host
+    from synapse_host.results import Generation
+    from synapse_host.sync import SyncHost
 
 __all__ = ["Generation", "Host", "HostConfig", "SynapseError", "SyncHost", "Windows"]
 
@@ -19,8 +21,8 @@ _HOMES = {
     "Windows": "synapse_host.config",
     "SynapseError": "synapse_host.errors",
     "Host": "synapse_host.host",
-    "SyncHost": "synapse_host.host",
-    "Generation": "synapse_host.host",
+    "SyncHost": "synapse_host.sync",
+    "Generation": "synapse_host.results",
 }
 
 

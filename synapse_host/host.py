@@ -29,7 +29,6 @@ from synapse_host.requests import memory
 from synapse_host.requests import rerank as reranking
 from synapse_host.requests.parts import whole
 from synapse_host.results import EmbedResult, Generation, RerankResult
-from synapse_host.sync import SyncHost
 from synapse_host.text import encoders
 from synapse_host.text import limits as admission
 from synapse_host.text.background import beside
@@ -39,12 +38,12 @@ from synapse_host.text.validate import absolute, check_rows, check_texts, id_row
 from synapse_host.worker.listener import RuntimeDirectory
 
 if TYPE_CHECKING:
-    from synapse_host.requests.parts import FloatArray, IntArray
+    from synapse_host.arrays import FloatArray, IntArray
     from synapse_host.supervision.supervisor import Build
 
 T = TypeVar("T")
 
-__all__ = ["EmbedResult", "Generation", "Host", "RerankResult", "SyncHost", "open_bundles"]
+__all__ = ["EmbedResult", "Generation", "Host", "RerankResult", "open_bundles"]
 
 
 class Host:

@@ -21,7 +21,7 @@ from synapse_host.residency.lane import AneFleet, RungedLane
 from synapse_host.residency.machine_lock import LaneLock
 from synapse_host.residency.types import Limits
 from synapse_host.supervision.health import LaneHealth
-from synapse_host.supervision.permits import Permits
+from synapse_host.supervision.queueing import Permits
 from synapse_host.supervision.supervisor import Supervisor
 from synapse_host.text.validate import absolute
 from synapse_host.worker.counters import LaneCounters

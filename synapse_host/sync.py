@@ -13,22 +13,19 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from synapse_host.errors import InvalidRequest, QueueFull
-from synapse_host.event_loop import new_event_loop
 from synapse_host.text.background import start_thread
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
+    from synapse_host.arrays import FloatArray
     from synapse_host.config import HostConfig
     from synapse_host.host import Host
     from synapse_host.results import EmbedResult, Generation, RerankResult
 
-    FloatArray = npt.NDArray[np.float32]
 
 T = TypeVar("T")
 
@@ -241,3 +238,16 @@ async def _end_calls() -> None:
     with suppress(RuntimeError):
         # At the interpreter's end no thread can be started any more, and none of the executor's is left.
         await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a new loop: uvloop's where it is installed (extra ``fast``), asyncio's elsewhere.
+
+    A program of yours that opens a :class:`Host` chooses its loop itself, for example by ``uvloop.run(main())``.
+    """
+    if find_spec("uvloop") is None:
+        return asyncio.new_event_loop()
+    import uvloop
+
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

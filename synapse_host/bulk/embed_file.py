@@ -15,18 +15,36 @@ from contextlib import AbstractContextManager, aclosing, contextmanager, nullcon
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from synapse_host.bulk.jsonl import MAX_LINE, opened, read_texts
 from synapse_host.errors import InvalidRequest, of_os
-from synapse_host.worker.runtime_dir import holder, lock_exclusive
+from synapse_host.locks import lock_exclusive
+from synapse_host.worker.runtime_dir import holder
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from synapse_host.cli.console import Console
     from synapse_host.host import Host
     from synapse_host.results import EmbedResult
+
+
+class Bar(Protocol):
+    """A progress bar that counts finished rows."""
+
+    @property
+    def advance(self) -> Callable[[int], None]:
+        """Add rows."""
+
+
+class Display(Protocol):
+    """Where a run shows how far it is; the command's console is one."""
+
+    def note(self, text: str) -> None:
+        """Say a sentence."""
+
+    def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Bar]:
+        """Show a bar until the block ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +84,7 @@ async def embed_to_file(
     lane: str | None,
     deadline: float | None,
     truncate: bool,
-    console: Console,
+    display: Display,
 ) -> dict[str, Any]:
     """Embed *source* into *out* and return the result's document.
 
@@ -88,9 +106,9 @@ async def embed_to_file(
         }
         first, truncated = _resume(file, key, shape)
         if first:
-            console.note(f"going on at text {first} of {source.rows}")
+            display.note(f"going on at text {first} of {source.rows}")
         started = time.monotonic()
-        with console.bar("embedding", source.rows, unit="texts") as bar, source.read() as stream:
+        with display.bar("embedding", source.rows, unit="texts") as bar, source.read() as stream:
             bar.advance(first)
             rest = islice(stream, first, None)
             chunks = host.embed_stream(model, rest, lane=lane, deadline=deadline, truncate=truncate, offset=first)

@@ -18,9 +18,9 @@ from synapse_host.certificates.engine_build import build_id
 from synapse_host.errors import BackendMissing
 from synapse_host.placement import interpreter
 from synapse_host.placement import probe as floors
+from synapse_host.placement.child import worker_environment
 from synapse_host.placement.hardware import HostProfile
 from synapse_host.placement.matrix import Engine, HardwareMatrix
-from synapse_host.worker.process import worker_environment
 
 SOFTWARE: Final = ("synapse-workers", "numpy", "tokenizers")
 """What computes or prepares numbers beside the engine's own distributions."""

@@ -18,13 +18,10 @@ from synapse_host.errors import SynapseError
 from synapse_host.residency.plan import buckets
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
+    from synapse_host.arrays import FloatArray
     from synapse_host.host import Host
     from synapse_host.placement.assignment import Assignment
 
-    FloatArray = npt.NDArray[np.float32]
 
 SEED: Final = 20261130
 TIMED: Final = 8

@@ -20,6 +20,7 @@ from synapse_host.certificates import binding, verdict
 from synapse_host.certificates.document import EngineFacts, Evidence, Machine, Placement
 from synapse_host.certificates.engine_build import build_id
 from synapse_host.certificates.recheck import model_of
+from synapse_host.certification import measurement
 from synapse_host.certification import probes as probe_set
 from synapse_host.certification.compute_plan import Plans, plan_tool
 from synapse_host.certification.trial import Progress, Trial, single_calls, timed
@@ -65,7 +66,7 @@ async def certify(
     async with Host.open(only, {order.model: order.bundle}, config, qualifying=True) as host:
         assignment = host.lane_of(order.model, order.lane)
         run = Trial(host, assignment, progress, config.data_dir)
-        await run.everything()
+        await run.everything(measurement.measure)
     engine, artifact = only.engines[assignment.require().engine_id], assignment.placement.artifact
     assert artifact is not None
     model = model_of(assignment.bundle, artifact, assignment.model)

@@ -31,7 +31,6 @@ from synapse_host.certificates.document import (
     Placement,
     RerankInputs,
 )
-from synapse_host.certification import measurement
 from synapse_host.certification import packing as qualification
 from synapse_host.certification import probes as probe_set
 from synapse_host.errors import SynapseError
@@ -50,6 +49,10 @@ Ask: TypeAlias = Callable[[Sequence[int]], Awaitable[Any]]
 """Ask for the probes of these numbers in one exchange."""
 Progress: TypeAlias = Callable[[str, int, int], None]
 """``progress(stage, done, total)``; the unit is an answered probe."""
+
+
+Measure: TypeAlias = "Callable[[Trial, Fixtures], Awaitable[EmbedInputs | RerankInputs | GenerateInputs]]"
+"""What a task asks and measures: :func:`synapse_host.certification.measurement.measure`."""
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Trial:
         """The model's bundle."""
         return self.assignment.bundle
 
-    async def everything(self) -> None:
+    async def everything(self, measure: Measure) -> None:
         """Load, probe, ping; what ends the run early becomes ``fault``."""
         self.assignment.require()
         probes = probe_set.opened(self.bundle)
@@ -109,7 +112,7 @@ class Trial:
             self.load_ms = round((time.perf_counter() - started) * 1000, 3)
             self.note()
             if probes is not None:
-                measured = await measurement.measure(self, probes)
+                measured = await measure(self, probes)
                 if self.assignment.require().device_kind == "ane":
                     self.begin("timing", 0)
                     calls = single_calls(self.host, self, probes)

@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from synapse_host.cli.console import Bar, Stages, printable
+from synapse_host.cli.terminal import Bar, Stages, printable
 
 
 @contextmanager

@@ -11,8 +11,9 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final
 
+from synapse_host.cli.terminal import STEERING, Bar, Stages, printable
 from synapse_host.errors import EXIT_FAILED, Interrupted, SynapseError
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -22,29 +23,6 @@ _DUMP: Final = re.compile(
     r"Fatal Python error|Current thread|Thread 0x|\s*File \".*\", line \d+|Extension modules:|<no Python frame>"
     r"|\s*[~^]+\s*$"
 )
-
-_STEERING: Final = {
-    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-    # C0 without tab and line feed, DEL and C1; then what makes text run backwards on a terminal.
-    for code in (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-}
-
-Stages: TypeAlias = Callable[[str, int, int], None]
-"""``report(stage, done, total)``; each stage starts the bar anew."""
-
-
-class Bar(NamedTuple):
-    """A running progress display."""
-
-    advance: Callable[[int], None]
-
-
-def printable(text: str) -> str:
-    """Return *text* with every character escaped that steers a terminal: words of workers, models and files hold any.
-
-    ``ESC ]0;…`` would set its title, ``ESC [2J`` clear it, and a right-to-left override turn a line round.
-    """
-    return text.translate(_STEERING)
 
 
 class Console:
@@ -116,7 +94,7 @@ class Console:
         except UnicodeEncodeError:
             text = jsonlib.dumps(document, **options)
         # Outside strings a document has none of these; inside, this is the same character.
-        print(text.translate({code: f"\\u{code:04x}" for code in _STEERING}))
+        print(text.translate({code: f"\\u{code:04x}" for code in STEERING}))
 
     def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Bar]:
         """Show a progress bar on stderr while the block runs; silent off a terminal."""

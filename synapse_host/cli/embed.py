@@ -99,7 +99,7 @@ def _to_file(args: argparse.Namespace, console: Console) -> int:
             lane=args.lane,
             deadline=left(args),
             truncate=args.truncate,
-            console=console,
+            display=console,
         )
 
     document = run_host(args, console, {model: args.model}, work)

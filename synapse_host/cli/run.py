@@ -21,12 +21,12 @@ from synapse_host.cli.ps import loading_line, page
 from synapse_host.cli.remote import runtime_dir
 from synapse_host.cli.session import bundle_of, config_of, model_name
 from synapse_host.errors import EXIT_INTERRUPTED, EXIT_OK, InvalidRequest
-from synapse_host.event_loop import new_event_loop
 from synapse_host.host import Host
 from synapse_host.models.bundles import open_installed
 from synapse_host.placement.matrix import HardwareMatrix, load
 from synapse_host.serve import metrics
 from synapse_host.serve.control import ControlServer
+from synapse_host.sync import new_event_loop
 
 DRAIN_S: Final = 30.0
 REFRESH_S: Final = 0.1

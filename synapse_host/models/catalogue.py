@@ -19,12 +19,12 @@ from pathlib import Path
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
 from synapse_host.errors import BundleInvalid, InvalidRequest, UnknownModel, of_os
+from synapse_host.locks import lock_exclusive
 from synapse_host.models.builder import Progress, silent
 from synapse_host.models.fetch import fetch
 from synapse_host.models.recipes import DEFAULTS
 from synapse_host.placement import places
 from synapse_host.placement.places import NoHome
-from synapse_host.worker.runtime_dir import lock_exclusive
 
 __all__ = [
     "DEFAULTS",

@@ -68,7 +68,7 @@ def probe(
 
     The child gets a worker's reduced environment, with *env* from the matrix: another one could be another answer.
     """
-    from synapse_host.worker.process import signal_name
+    from synapse_host.placement.child import signal_name
 
     try:
         answer = _ask(command, name="probe", cwd=cwd, limit=limit, env=env or {})
@@ -111,7 +111,7 @@ class _Answer:
 
 def _ask(command: tuple[str, ...], *, name: str, cwd: Path | None, limit: float, env: Mapping[str, str]) -> _Answer:
     """Run a child in a session of its own and leave nothing of it behind. Raises OSError where it can't start."""
-    from synapse_host.worker.process import reap, worker_environment
+    from synapse_host.placement.child import reap, worker_environment
 
     child = subprocess.Popen(  # noqa: S603 - our own worker module, or the command the matrix names
         command,
@@ -317,7 +317,7 @@ def _packages() -> list[str]:
 
 def _variables() -> list[str]:
     """Return the variables that decide which libraries and devices a probe finds."""
-    from synapse_host.worker.process import ENVIRONMENT_PREFIXES, worker_environment
+    from synapse_host.placement.child import ENVIRONMENT_PREFIXES, worker_environment
 
     telling = ("LD_LIBRARY_PATH", *(prefix for prefix in ENVIRONMENT_PREFIXES if prefix != "LC_"))
     return sorted(f"{name}={value}" for name, value in worker_environment("", {}).items() if name.startswith(telling))

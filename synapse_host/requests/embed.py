@@ -15,9 +15,9 @@ from synapse_host.text.encoders import checked
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Manifest
+    from synapse_host.arrays import FloatArray
     from synapse_host.lanes import Lanes
     from synapse_host.placement.assignment import Assignment
-    from synapse_host.requests.parts import FloatArray
     from synapse_host.supervision.supervisor import Build
     from synapse_host.text.rows import Rows
 

@@ -13,9 +13,9 @@ from synapse_host.results import Generation
 from synapse_host.text.validate import id_rows
 
 if TYPE_CHECKING:
+    from synapse_host.arrays import IntArray
     from synapse_host.lanes import Lanes
     from synapse_host.placement.assignment import Assignment
-    from synapse_host.requests.parts import IntArray
     from synapse_host.supervision.supervisor import Build
 
 

@@ -11,11 +11,8 @@ from synapse_host.text import limits
 from synapse_host.text.rows import Rows
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from synapse_host.arrays import FloatArray, IntArray
 
-    FloatArray = npt.NDArray[np.float32]
-    IntArray = npt.NDArray[np.int32]
 
 AHEAD: Final = 2
 """Exchanges handed to the lane at once: one runs, the next is prepared and waits."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engines.protocol.errors import LocalProtocolError
 from engines.protocol.messages import AnyReply, Load, Loaded
@@ -21,10 +21,7 @@ from synapse_host.worker.exchange import Exchange
 from synapse_host.worker.listener import RuntimeDirectory
 from synapse_host.worker.output import LineForwarder, LogRing
 from synapse_host.worker.refusals import NOT_READY
-from synapse_host.worker.session import Session
-
-if TYPE_CHECKING:
-    from synapse_host.supervision.supervisor import Supervisor
+from synapse_host.worker.session import Owner, Session
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +35,7 @@ class Generations:
         *,
         config: HostConfig,
         runtime: RuntimeDirectory,
-        sink: Supervisor,
+        owner: Owner,
         counters: LaneCounters,
         journal: LogRing,
         health: LaneHealth,
@@ -59,7 +56,7 @@ class Generations:
         self._standing = standing
         self._config = config
         self._runtime = runtime
-        self._sink = sink
+        self._owner = owner
         self._counters = counters
         self._journal = journal
         self._health = health
@@ -167,7 +164,7 @@ class Generations:
             config=self._config,
             runtime=self._runtime,
             forwarder=self._forwarder,
-            sink=self._sink,
+            owner=self._owner,
             # A pinned revision is the one that counts, also where its predecessor had another.
             revision=self._revision if self._spec.kernel_revision is None else None,
             counters=self._counters,

@@ -18,11 +18,11 @@ from engines.protocol.messages import SERVING, AnyReply, AnyRequest, Err, Ping, 
 from synapse_host.config import HostConfig
 from synapse_host.errors import EngineCrashed, SynapseError
 from synapse_host.placement.spec import LaneSpec
-from synapse_host.supervision.health import LaneHealth, Refresher, record
+from synapse_host.supervision.health import LaneHealth, Refresher
 from synapse_host.supervision.lifecycle import Generations
-from synapse_host.supervision.permits import Permits
+from synapse_host.supervision.queueing import Permits, Turns, expire
+from synapse_host.supervision.record import record
 from synapse_host.supervision.standing import Standing
-from synapse_host.supervision.turns import Turns, expire
 from synapse_host.worker import refusals
 from synapse_host.worker.counters import LaneCounters
 from synapse_host.worker.crash import Death
@@ -79,7 +79,7 @@ class Supervisor:
             self._standing,
             config=config,
             runtime=runtime,
-            sink=self,
+            owner=self,
             counters=self.counters,
             journal=self.journal,
             health=self._health,

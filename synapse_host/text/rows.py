@@ -12,13 +12,10 @@ from msgspec import UNSET
 from synapse_host.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from tokenizers import Tokenizer
 
     from engines.bundle.manifest import Bundle
-
-    IntArray = npt.NDArray[np.int32]
+    from synapse_host.arrays import IntArray
 
 
 @dataclass(frozen=True, slots=True)

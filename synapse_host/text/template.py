@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from synapse_host.errors import BundleInvalid, InvalidRequest, QueueFull
+from synapse_host.placement.child import signal_name, worker_environment
 from synapse_host.text.template_child import (
     CPU_S,
     FAILED,
@@ -34,7 +35,6 @@ from synapse_host.text.template_child import (
     TEXT,
     UNREADABLE,
 )
-from synapse_host.worker.process import signal_name, worker_environment
 
 PROGRAM: Final = Path(__file__).with_name("template_child.py")
 WALL_S: Final = 20.0

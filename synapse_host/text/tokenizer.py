@@ -27,11 +27,10 @@ from synapse_host.text.rows import Frame, Rows, flatten, joined, pair_frame, sin
 from synapse_host.text.tokenizer_schema import MAX_IDS
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from tokenizers import Tokenizer
 
-    IntArray = npt.NDArray[np.int32]
+    from synapse_host.arrays import IntArray
+
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from synapse_host.text import limits
 from synapse_host.text.rows import Rows
 
 if TYPE_CHECKING:
+    from synapse_host.arrays import IntArray
     from synapse_host.placement.assignment import Assignment
-    from synapse_host.requests.parts import IntArray
 
 MAX_ROWS: Final = 2**24
 """Texts or rows of one call: their answer alone takes 24 GiB at 384 dims. A stream has no such limit."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from synapse_host.placement.child import signal_name
 from synapse_host.worker.output import LogRing
-from synapse_host.worker.process import WorkerProcess, signal_name
+from synapse_host.worker.process import WorkerProcess
 
 Cause: TypeAlias = Literal["exit", "eof", "protocol", "silence", "handshake"]
 

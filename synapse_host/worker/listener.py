@@ -1,7 +1,7 @@
 """Where workers connect: the runtime directory and one Unix socket per worker generation.
 
 The host binds before it spawns, accepts one connection of the right process, and unlinks only what it made itself.
-Nothing here imports a Unix-only module at import time; Windows uses :mod:`synapse_host.worker.pipe` for the connection.
+Nothing here imports a Unix-only module at import time; Windows connects by :mod:`synapse_host.worker.windows`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
 from synapse_host.errors import InvalidRequest, of_os
+from synapse_host.locks import lock_exclusive
 from synapse_host.placement import places
 from synapse_host.worker import runtime_dir
 from synapse_host.worker.handshake import Peer
 
 if TYPE_CHECKING:
-    from synapse_host.worker.pipe import PipeListener
+    from synapse_host.worker.windows import PipeListener
 
 Listener: TypeAlias = "UnixListener | PipeListener"
 """An endpoint made for one worker, before it is spawned."""
@@ -283,7 +284,7 @@ def _take_lock(path: Path, *, private: bool) -> IO[bytes]:
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
     handle = os.fdopen(os.open(path, flags, 0o600), "a+b")
     try:
-        runtime_dir.lock_exclusive(handle)
+        lock_exclusive(handle)
     except OSError as exc:
         pid, whom = runtime_dir.holder(handle)
         handle.close()

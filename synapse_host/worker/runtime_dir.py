@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Final
 
+from synapse_host.locks import lock_exclusive
 from synapse_host.placement import places
 from synapse_host.placement.places import NoTemporary
 
@@ -98,20 +98,6 @@ def _claimed(path: Path) -> Iterator[bool]:
 def _private(lock: IO[bytes]) -> bool:
     lock.seek(0)
     return lock.read(64).partition(b"\n")[2] == PRIVATE
-
-
-def lock_exclusive(handle: IO[bytes]) -> None:
-    """Lock without waiting; OSError when another process holds it. The kernel releases it with the process."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        # Byte 1024: locked bytes can't be read, and the pid at the start must stay readable.
-        handle.seek(1024)
-        msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(handle.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def holder(handle: IO[bytes]) -> tuple[int | None, str]:

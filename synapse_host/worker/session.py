@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from engines.protocol.connection import (
     Event,
@@ -37,13 +37,35 @@ from synapse_host.worker.transport import Channel
 from synapse_host.worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from synapse_host.supervision.supervisor import Supervisor
+    from synapse_host.worker.crash import Death
 
 EXIT_GRACE: Final = 0.5
 """Seconds between the end of the stream and the exit that explains it, or the other way round: on a busy machine a
 worker that dies of an exception needs a while to write its traceback and to be gone."""
 
 _log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """What a session reports to whoever started it; each call comes once for its cause, on the loop's thread."""
+
+    def overdue(self, exchange: Exchange) -> None:
+        """The caller's deadline has passed; the exchange goes on."""
+
+    def replied(self, session: Session, exchange: Exchange, reply: Any, payload: Any) -> None:
+        """The reply is read to its last byte."""
+
+    def alive(self, session: Session) -> None:
+        """A PONG or validated progress has come."""
+
+    def starved(self, session: Session, exchange: Exchange | None) -> None:
+        """The host has no memory for what comes; the worker goes and is charged with nothing."""
+
+    def died(self, session: Session, death: Death, exchange: Exchange | None) -> None:
+        """The worker is reaped and its pipes are drained; *exchange* has no reply."""
+
+    def stopped(self, exchange: Exchange) -> None:
+        """A planned stop has ended an exchange."""
 
 
 class Session:
@@ -57,7 +79,7 @@ class Session:
         config: HostConfig,
         runtime: RuntimeDirectory,
         forwarder: LineForwarder,
-        sink: Supervisor,
+        owner: Owner,
         revision: str | None,
         counters: LaneCounters,
         journal: LogRing,
@@ -76,7 +98,7 @@ class Session:
         self._counters = counters
         self._journal = journal
         self._config = config
-        self._sink = sink
+        self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._ring = LogRing(config.log_ring_bytes)
         self._forwarder = forwarder
@@ -172,7 +194,7 @@ class Session:
         }
 
     def begin(self, exchange: Exchange) -> None:
-        """Send a request; its waiter resolves through the sink. LocalProtocolError: nothing was written."""
+        """Send a request; its waiter resolves through its owner. LocalProtocolError: nothing was written."""
         assert self.open is None
         request = exchange.request
         if type(request) is Ping:
@@ -205,7 +227,7 @@ class Session:
         now = self._loop.time()
         if exchange.deadline is not None and now >= exchange.deadline:
             exchange.deadline = None
-            self._sink.overdue(exchange)
+            self._owner.overdue(exchange)
         if self._watchdog.expired(now, late=now - self._due):
             self._fail("silence", f"the worker showed no completed work for {self._watchdog.window:g} s")
         self._rearm()
@@ -234,7 +256,7 @@ class Session:
                     self._counters.reject("out_of_turn")
                     self._fail("protocol", "the worker answered before it had read the whole request")
                     return
-                self._sink.replied(self, exchange, event.reply, event.payload)
+                self._owner.replied(self, exchange, event.reply, event.payload)
             case ProgressReceived():
                 self.progress = event
                 self._watchdog.progress(event.progress.phase, self._loop.time())
@@ -242,7 +264,7 @@ class Session:
                 if due is not None and self._due > due:
                     # The switch from a long window to a short one.
                     self._arm(due)
-                self._sink.alive(self)
+                self._owner.alive(self)
             case ReplyStarted():
                 self._watchdog.header(self._loop.time())
             case HelloReceived():
@@ -267,7 +289,7 @@ class Session:
             return
         self._unwatch()
         self._stopping = self._loop.create_task(self._stop(self.process, 0.0))
-        self._sink.starved(self, self._cut_off())
+        self._owner.starved(self, self._cut_off())
 
     def _lost(self) -> None:
         self._ended = True
@@ -295,10 +317,10 @@ class Session:
 
     async def _die(self, cause: Cause, message: str) -> None:
         death = await self._bury(cause, message)
-        self._sink.died(self, death, self._cut_off())
+        self._owner.died(self, death, self._cut_off())
 
     def _cut_off(self) -> Exchange | None:
-        """Return the exchange that the end of this generation left without a reply; the sink answers it."""
+        """Return the exchange that the end of this generation left without a reply; the owner answers it."""
         exchange, self.open = self.open, None
         self._rearm()
         return exchange
@@ -358,7 +380,7 @@ class Session:
         self._channel.abort()
         await process.destroy()
         if (exchange := self._cut_off()) is not None:
-            self._sink.stopped(exchange)
+            self._owner.stopped(exchange)
 
     async def buried(self, timeout: float | None = None) -> None:
         """Wait until the end, planned or not, is complete (and charged), at most *timeout* seconds."""

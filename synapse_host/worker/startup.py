@@ -15,11 +15,12 @@ from engines.protocol.errors import LocalProtocolError, RemoteProtocolError, Ver
 from engines.protocol.messages import VERSION, Hello, HelloAck
 from synapse_host.config import HostConfig
 from synapse_host.errors import BackendMissing, SynapseError
+from synapse_host.placement.child import worker_environment
 from synapse_host.placement.spec import LaneSpec
 from synapse_host.worker import release
 from synapse_host.worker.handshake import HandshakeFault, Peer, refused_release, refused_version, verify
 from synapse_host.worker.listener import Listener, RuntimeDirectory
-from synapse_host.worker.process import Output, WorkerProcess, worker_environment
+from synapse_host.worker.process import Output, WorkerProcess
 from synapse_host.worker.transport import Channel
 from synapse_host.worker.watchdog import JUMP
 
@@ -79,9 +80,9 @@ class Birth:
 
     def _listen(self) -> Listener:
         if sys.platform == "win32":
-            from synapse_host.worker import pipe
+            from synapse_host.worker import windows
 
-            return pipe.listen(self._runtime.path, self._worker_id)
+            return windows.listen(self._runtime.path, self._worker_id)
         return self._runtime.listen(self._worker_id)
 
     def _spawn(self, listener: Listener) -> WorkerProcess:

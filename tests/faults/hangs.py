@@ -10,7 +10,7 @@ from typing import Any
 
 from synapse_host.config import Windows
 from synapse_host.errors import EngineCrashed
-from synapse_host.supervision.permits import Permits
+from synapse_host.supervision.queueing import Permits
 from tests.faults.arena import Arena, appeared, arena, kill, until
 from tests.faults.ledger import Row, cpu_wait
 from tests.support.lanes import FAST

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from synapse_host.errors import SynapseError
-from synapse_host.supervision.permits import Permits
+from synapse_host.supervision.queueing import Permits
 from tests.faults.history import History
 from tests.support import scripted
 from tests.support.lanes import Lanes, lanes_in

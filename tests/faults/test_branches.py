@@ -19,7 +19,7 @@ def test_every_module_and_test_is_there() -> None:
 
 def test_the_status_follows_the_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert branches.main(["--only", "permits"]) == 0
-    assert "synapse_host/supervision/permits.py" in capsys.readouterr().out
+    assert "synapse_host/supervision/queueing.py" in capsys.readouterr().out
     monkeypatch.setattr(branches, "LIMIT", 100.5)
     assert branches.main(["--only", "permits"]) == 1
     assert "below 100.5 %" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""synapse_host.event_loop: uvloop where it is installed."""
+"""synapse_host.sync: uvloop where it is installed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from types import ModuleType
 
 import pytest
 
-from synapse_host import event_loop
+from synapse_host import sync
 
 
 def test_without_uvloop_the_loop_is_asyncios(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "find_spec", lambda name: None)
-    with closing(event_loop.new_event_loop()) as loop:
+    monkeypatch.setattr(sync, "find_spec", lambda name: None)
+    with closing(sync.new_event_loop()) as loop:
         assert type(loop).__module__.startswith("asyncio.")
 
 
@@ -23,7 +23,7 @@ def test_uvloop_is_taken_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) 
     made = asyncio.new_event_loop()
     module = ModuleType("uvloop")
     module.__dict__["new_event_loop"] = lambda: made
-    monkeypatch.setattr(event_loop, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(sync, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setitem(sys.modules, "uvloop", module)
-    with closing(event_loop.new_event_loop()) as loop:
+    with closing(sync.new_event_loop()) as loop:
         assert loop is made

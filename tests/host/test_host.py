@@ -25,8 +25,9 @@ from synapse_host.errors import (
     SynapseError,
     UnknownModel,
 )
-from synapse_host.host import Host, SyncHost, open_bundles
+from synapse_host.host import Host, open_bundles
 from synapse_host.results import sigmoid
+from synapse_host.sync import SyncHost
 from synapse_host.text import encoders, limits, validate
 from tests.conftest import children
 from tests.support.scripted import expected_score, expected_sequence_score, expected_text, expected_vector

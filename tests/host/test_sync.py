@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from synapse_host.errors import InvalidRequest
-from synapse_host.host import SyncHost
+from synapse_host.sync import SyncHost
 from tests.support.small_bundle import write_bundle, write_matrix
 
 pytestmark = pytest.mark.process
@@ -24,7 +24,7 @@ OPEN = """
 import os, sys, threading, time
 from pathlib import Path
 from synapse_host.errors import InvalidRequest
-from synapse_host.host import SyncHost
+from synapse_host.sync import SyncHost
 matrix, model = map(Path, sys.argv[1:])
 left = SyncHost.open(matrix, {"toy": model})
 host = left.__enter__()

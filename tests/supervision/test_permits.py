@@ -8,7 +8,7 @@ import pytest
 
 from engines.machine import usable_cores
 from synapse_host.errors import DeadlineExceeded
-from synapse_host.supervision.permits import Permits
+from synapse_host.supervision.queueing import Permits
 
 
 async def acquire(permits: Permits, device: str, deadline: float | None = None) -> None:

@@ -29,7 +29,7 @@ from synapse_host.errors import (
     ProbeRequired,
     QueueFull,
 )
-from synapse_host.supervision.permits import Permits
+from synapse_host.supervision.queueing import Permits
 from synapse_host.worker import process as process_module
 from synapse_host.worker.process import WorkerProcess
 from tests.support import scripted

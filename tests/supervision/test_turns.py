@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from synapse_host.errors import DeadlineExceeded, LaneRefused, QueueFull
+from synapse_host.supervision.queueing import Turns
 from synapse_host.supervision.standing import Standing
-from synapse_host.supervision.turns import Turns
 from tests.support.lanes import lane
 
 

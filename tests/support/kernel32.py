@@ -159,8 +159,8 @@ class Kernel:
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[Kernel]:
-    """Make the worker room's pipe and job believe that they run on Windows, over the yielded kernel."""
-    from synapse_host.worker import job, pipe
+    """Make synapse_host.worker.windows believe that it runs on Windows, over the yielded kernel."""
+    from synapse_host.worker import windows
 
     kernel = Kernel()
 
@@ -171,10 +171,8 @@ def stand_in() -> Iterator[Kernel]:
 
     utils = types.ModuleType("asyncio.windows_utils")
     utils.PipeHandle = made  # type: ignore[attr-defined]
-    windows = types.SimpleNamespace(platform="win32")
     with pytest.MonkeyPatch.context() as patch:
-        for module in (pipe, job):
-            patch.setattr(module, "sys", windows)
+        patch.setattr(windows, "sys", types.SimpleNamespace(platform="win32"))
         patch.setattr(ctypes, "WinDLL", lambda name, use_last_error=False: kernel, raising=False)
         patch.setattr(ctypes, "get_last_error", lambda: kernel.error, raising=False)
         patch.setattr(ctypes, "WinError", lambda code=0: OSError(code, f"Windows error {code}"), raising=False)

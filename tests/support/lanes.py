@@ -17,7 +17,7 @@ from engines.protocol.messages import EmbedBatch, Item, Pooling
 from synapse_host.config import HostConfig, Windows
 from synapse_host.errors import EngineCrashed
 from synapse_host.placement.spec import LaneSpec, LoadSpec
-from synapse_host.supervision.permits import Permits
+from synapse_host.supervision.queueing import Permits
 from synapse_host.supervision.supervisor import Build, Supervisor
 from synapse_host.worker.listener import RuntimeDirectory
 from tests.support import scripted

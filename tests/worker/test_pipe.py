@@ -28,7 +28,7 @@ from engines.runtime.main import connect
 from engines.runtime.transport import Channel as WorkerChannel
 from engines.runtime.transport import Transport, TransportFailed
 from engines.runtime.worker import hello
-from synapse_host.worker import job, pipe
+from synapse_host.worker import windows
 from synapse_host.worker.handshake import Peer
 from synapse_host.worker.listener import Listener, RuntimeDirectory
 from synapse_host.worker.transport import Channel
@@ -52,7 +52,7 @@ class End:
 
     def listen(self, worker_id: str = "toy-1") -> Listener:
         if self.kind == "pipe":
-            return pipe.listen(self.directory.path, worker_id)
+            return windows.listen(self.directory.path, worker_id)
         return self.directory.listen(worker_id)
 
 
@@ -294,13 +294,13 @@ def test_a_name_is_free_again_after_its_listener(end: End) -> None:
 
 
 def test_names_mix_directory_host_and_worker() -> None:
-    name = pipe.pipe_name(Path("a"), "toy-1", pid=1)
+    name = windows.pipe_name(Path("a"), "toy-1", pid=1)
     assert name.startswith("\\\\.\\pipe\\synapse-") and len(name) == len("\\\\.\\pipe\\synapse-") + 16
-    assert name == pipe.pipe_name(Path("a"), "toy-1", pid=1)
+    assert name == windows.pipe_name(Path("a"), "toy-1", pid=1)
     pairs = [("b", "toy-1", 1), ("a", "toy-2", 1), ("a", "toy-1", 2), ("a\0t", "oy-1", 1)]
-    assert len({name, *(pipe.pipe_name(Path(p), w, pid=n) for p, w, n in pairs)}) == 5
+    assert len({name, *(windows.pipe_name(Path(p), w, pid=n) for p, w, n in pairs)}) == 5
     # Lone surrogates are what undecodable file names look like.
-    assert pipe.pipe_name(Path("\udcff"), "toy-1", pid=1) != name
+    assert windows.pipe_name(Path("\udcff"), "toy-1", pid=1) != name
 
 
 # --- the pipe's calls, over the stand-in -----------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 def test_the_pipe_is_private_single_local_and_a_stream(kernel: Kernel) -> None:
-    listener = pipe.listen(Path("rt"), "toy-1")
+    listener = windows.listen(Path("rt"), "toy-1")
     (made,) = kernel.created
     assert listener.arguments == ("--pipe", made["name"])
     # winbase.h: PIPE_ACCESS_DUPLEX 3, FILE_FLAG_OVERLAPPED 0x40000000, FILE_FLAG_FIRST_PIPE_INSTANCE 0x00080000
@@ -331,24 +331,24 @@ def test_the_pipe_is_private_single_local_and_a_stream(kernel: Kernel) -> None:
 
 
 def test_a_name_that_exists_is_not_ours(kernel: Kernel) -> None:
-    first = pipe.listen(Path("rt"), "toy-1")
+    first = windows.listen(Path("rt"), "toy-1")
     with pytest.raises(OSError, match=str(ACCESS_DENIED)):
-        pipe.listen(Path("rt"), "toy-1")
+        windows.listen(Path("rt"), "toy-1")
     assert len(kernel.freed) == 2, "the descriptor is freed on failure too"
     first.close()
-    pipe.listen(Path("rt"), "toy-1").close()
+    windows.listen(Path("rt"), "toy-1").close()
 
 
 def test_a_descriptor_that_cannot_be_made_makes_no_pipe(kernel: Kernel) -> None:
     kernel.refuse.add("ConvertStringSecurityDescriptorToSecurityDescriptorW")
     with pytest.raises(OSError):
-        pipe.listen(Path("rt"), "toy-1")
+        windows.listen(Path("rt"), "toy-1")
     assert kernel.created == []
 
 
 def test_the_pipe_becomes_the_connection_of_the_right_process(kernel: Kernel) -> None:
     async def main() -> None:
-        listener = pipe.listen(Path("rt"), "toy-1")
+        listener = windows.listen(Path("rt"), "toy-1")
         handle = 102
         loop: Any = asyncio.get_running_loop()
         accepted: list[Any] = []
@@ -380,13 +380,13 @@ def test_the_pipe_becomes_the_connection_of_the_right_process(kernel: Kernel) ->
 
 def test_a_client_that_windows_cannot_name(kernel: Kernel) -> None:
     kernel.client_pid = None
-    listener = pipe.listen(Path("rt"), "toy-1")
-    assert pipe._client_pid(listener._handle) is None
+    listener = windows.listen(Path("rt"), "toy-1")
+    assert windows._client_pid(listener._handle) is None
     listener.close()
 
 
 def test_a_job_ends_with_its_last_handle_and_holds_the_child(kernel: Kernel) -> None:
-    made = job.contain(1234)
+    made = windows.contain(1234)
     # JobObjectExtendedLimitInformation 9, JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE 0x2000
     assert kernel.limits_kind == 9 and kernel.limits.basic.flags == 0x2000
     # PROCESS_SET_QUOTA 0x100 | PROCESS_TERMINATE 1: what AssignProcessToJobObject needs, and no more
@@ -403,7 +403,7 @@ def test_a_job_ends_with_its_last_handle_and_holds_the_child(kernel: Kernel) -> 
 def test_a_job_that_cannot_hold_the_child_is_closed(kernel: Kernel, call: str) -> None:
     kernel.refuse.add(call)
     with pytest.raises(OSError):
-        job.contain(1234)
+        windows.contain(1234)
     assert 101 in kernel.closed
 
 
@@ -484,17 +484,17 @@ def test_every_module_imports_where_unix_is_missing() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="what other systems answer")
 def test_windows_parts_say_so_elsewhere():
     with pytest.raises(NotImplementedError, match="Windows"):
-        pipe.listen(Path("a"), "toy-1")
+        windows.listen(Path("a"), "toy-1")
     with pytest.raises(NotImplementedError, match="Windows"):
-        job.contain(1)
+        windows.contain(1)
 
 
 @pytest.mark.windows
 def test_a_pipe_is_the_first_and_only_instance():
-    first = pipe.listen(Path("a"), "toy-1")
+    first = windows.listen(Path("a"), "toy-1")
     try:
         with pytest.raises(OSError):
-            pipe.listen(Path("a"), "toy-1")
+            windows.listen(Path("a"), "toy-1")
     finally:
         first.close()
-    pipe.listen(Path("a"), "toy-1").close()
+    windows.listen(Path("a"), "toy-1").close()

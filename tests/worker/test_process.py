@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from synapse_host.placement import probe
+from synapse_host.placement.child import signal_name, worker_environment
 from synapse_host.worker.crash import diagnose
 from synapse_host.worker.output import LogRing
-from synapse_host.worker.process import WorkerProcess, signal_name, worker_environment
+from synapse_host.worker.process import WorkerProcess
 
 pytestmark = pytest.mark.process
 

@@ -20,9 +20,9 @@ from engines.protocol.errors import RemoteProtocolError
 from engines.protocol.messages import HELLO_MAX_FRAME
 from synapse_host.errors import InvalidRequest
 from synapse_host.placement import probe
+from synapse_host.placement.child import ENVIRONMENT, ENVIRONMENT_PREFIXES, worker_environment
 from synapse_host.worker import handshake
 from synapse_host.worker.listener import RuntimeDirectory
-from synapse_host.worker.process import ENVIRONMENT, ENVIRONMENT_PREFIXES, worker_environment
 from tests.support import scripted
 from tests.support.lanes import crash, on, serve
 

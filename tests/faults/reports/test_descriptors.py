@@ -216,9 +216,9 @@ async def test_report_37_connect_and_drop(make, directory):
     assert vectors.nbytes == 64 * MIB and vectors[12345] == 0 and vectors.flags.writeable
     # On Windows: byte mode, so that a large frame is a stream and not a message. The system itself is not measured.
     with stand_in() as kernel:
-        from synapse_host.worker import pipe
+        from synapse_host.worker import windows
 
-        pipe.listen(Path("rt"), "toy-1").close()
+        windows.listen(Path("rt"), "toy-1").close()
     assert kernel.created[0]["pipe_mode"] & (0x4 | 0x2) == 0, "message type or message read mode"
 
 

@@ -1,0 +1,30 @@
+"""What a terminal is shown: progress displays as types, and text that can't steer it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeAlias
+
+STEERING: Final = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    # C0 without tab and line feed, DEL and C1; then what makes text run backwards on a terminal.
+    for code in (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+
+
+Stages: TypeAlias = Callable[[str, int, int], None]
+"""``report(stage, done, total)``; each stage starts the bar anew."""
+
+
+class Bar(NamedTuple):
+    """A running progress display."""
+
+    advance: Callable[[int], None]
+
+
+def printable(text: str) -> str:
+    """Return *text* with every character escaped that steers a terminal: words of workers, models and files hold any.
+
+    ``ESC ]0;…`` would set its title, ``ESC [2J`` clear it, and a right-to-left override turn a line round.
+    """
+    return text.translate(STEERING)
