@@ -13,6 +13,7 @@ from synapse_host.cli.ps import duration
 from synapse_host.errors import EXIT_OK
 from synapse_host.lane_certificates import Listed
 from synapse_host.matrix import load
+from synapse_host.report import ORIGINS
 
 
 def configure(parser: Parser) -> None:
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _row(one: Listed, now: datetime) -> dict[str, Any]:
     found, evidence = one.certificate, one.certificate.evidence
+    fixture = None if evidence is None else evidence.fixture
     # What can't be read helps nobody. What this matrix has no use for may be another matrix's, so it stays.
     fix = f"rm {found.path}" if evidence is None else one.fix
     return {
@@ -55,7 +57,7 @@ def _row(one: Listed, now: datetime) -> dict[str, Any]:
         "at": None if evidence is None else evidence.created,
         "age_s": None if evidence is None else round(_age(evidence.created, now)),
         "precision": None if evidence is None else evidence.precision,
-        "reference": None if evidence is None or evidence.fixture is None else evidence.fixture.computed_by,
+        "reference": None if fixture is None else f"{ORIGINS[fixture.origin]}: {fixture.computed_by}",
         "path": str(found.path),
         "fix": None if found.valid else fix,
     }
