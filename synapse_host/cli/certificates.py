@@ -8,6 +8,7 @@ from typing import Any
 
 from synapse_host.certificates import standing
 from synapse_host.certificates.standing import Listed
+from synapse_host.certification.report import ORIGINS
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.ps import duration
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _row(one: Listed, now: datetime) -> dict[str, Any]:
     found, evidence = one.certificate, one.certificate.evidence
+    fixture = None if evidence is None else evidence.fixture
     # What can't be read helps nobody. What this matrix has no use for may be another matrix's, so it stays.
     fix = f"rm {found.path}" if evidence is None else one.fix
     return {
@@ -57,7 +59,7 @@ def _row(one: Listed, now: datetime) -> dict[str, Any]:
         "at": None if evidence is None else evidence.created,
         "age_s": None if evidence is None else round(_age(evidence.created, now)),
         "precision": None if evidence is None else evidence.precision,
-        "reference": None if evidence is None or evidence.fixture is None else evidence.fixture.computed_by,
+        "reference": None if fixture is None else f"{ORIGINS[fixture.origin]}: {fixture.computed_by}",
         "path": str(found.path),
         "fix": None if found.valid else fix,
     }

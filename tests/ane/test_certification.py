@@ -169,14 +169,14 @@ def test_every_width_of_the_manifest_is_tried_and_packs(evidence: Evidence) -> N
 
 def placed(evidence: Evidence, **packed: Any) -> Evidence:
     """The document as a Mac would have written it: every function on the Neural Engine but for its id look-up."""
-    operations = {"conv": {"neuralEngine": 99}, "ios17.gather": {"cpu": 1}, "const": {"const": 200}}
+    operations = {"conv": {"neuralEngine": 99}, "ios17.gather@token_embedding": {"cpu": 1}, "const": {"const": 200}}
     functions = [
         Function(name, "bucket", int(name[1:]), operations, {"neuralEngine": 0.99, "cpu": 0.01}, "0" * 64)
         for name in FUNCTIONS[:3]
     ]
     fields = {"operations": operations, "cost": {"neuralEngine": 0.99, "cpu": 0.01}} | packed
     functions.append(Function(name="packed64", kind="packed", tokens=64, ops_sha256="0" * 64, **fields))
-    where = Placement(share=0.99, generation=1, functions=functions, cpu_allowed=["gather"])
+    where = Placement(share=0.99, generation=1, functions=functions, cpu_allowed=["gather@token_embedding"])
     return msgspec.structs.replace(evidence, placement=where)
 
 
@@ -199,7 +199,7 @@ def test_a_width_qualifies_only_with_everything_shown(evidence: Evidence) -> Non
     short = sum(map(len, packing.mixes[:2]))
     parts = {name: getattr(packing, name)[:short] for name in ("cosine", "alone", "moved")}
     assert bent(mixes=packing.mixes[:2], **parts) == [], "24 rows of 2 mixes prove nothing"
-    on_cpu = {"conv": {"neuralEngine": 98, "cpu": 1}, "ios17.gather": {"cpu": 1}}
+    on_cpu = {"conv": {"neuralEngine": 98, "cpu": 1}, "ios17.gather@token_embedding": {"cpu": 1}}
     assert verdict.qualified_widths(placed(evidence, operations=on_cpu)) == []
     assert verdict.qualified_widths(placed(evidence, operations={"conv": {"unknown": 9, "neuralEngine": 1}})) == []
     assert verdict.qualified_widths(placed(evidence, cost={"neuralEngine": 0.9, "cpu": 0.1})) == []

@@ -151,9 +151,10 @@ DESCRIPTIVE = (
     "engine.build_flags", "engine.packed_widths", "engine.buckets", "machine.os_version", "machine.cores",
     "machine.cores_total", "machine.quota", "machine.ram_bytes", "fixture.computed_by", "tokens.0", "generations",
     "limits.0.tokens", "performance", "cost_ms", "placement.reason", "placement.functions.0.ops_sha256",
-    "placement.functions.0.name", "placement.functions.0.tokens",
+    "placement.functions.0.name", "placement.functions.0.tokens", "thresholds.length_error",
 )  # fmt: skip
-"""What nothing is judged by and nothing is bound to: only the digest shows that it was edited."""
+"""What nothing is judged by and nothing is bound to: only the digest shows that it was edited. Vectors of length 1 are
+judged by ``norm_error``, so nobody asks for ``length_error``."""
 MEASURED = ("inputs.", "placement.", "packing")
 """Who signs an edit here has forged a measurement; it counts as one, and what a gate makes of it must fit."""
 

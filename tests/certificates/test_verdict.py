@@ -336,9 +336,11 @@ def test_a_refused_worker_fails_the_device_gate_and_a_lost_one_the_workers() -> 
 def planned(ane: int) -> dict[str, Any]:
     """A synthetic plan with *ane* of 100 operations on the Neural Engine, and the worker's share of it."""
     operations = [Operation("ios17.conv", Device.ANE, 0.99 / ane) for _ in range(ane)]
-    operations += [Operation("ios17.cast", Device.CPU, 0.01 / (100 - ane)) for _ in range(100 - ane)]
+    operations += [
+        Operation("ios17.cast", Device.CPU, 0.01 / (100 - ane), inputs=("attention_mask",)) for _ in range(100 - ane)
+    ]
     operations += [Operation("const", Device.UNKNOWN) for _ in range(30)]
-    plan = PlanView("program", {"main": PlanFunction(("input_ids",), tuple(operations))})
+    plan = PlanView("program", {"main": PlanFunction(("input_ids", "attention_mask"), tuple(operations))})
     told = Function(name="s128", kind="bucket", tokens=128, **counted(plan))
     share = ane_placement.share(plan)
     assert figures.share_of(told) == share

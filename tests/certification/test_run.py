@@ -281,7 +281,7 @@ def ane_run(tmp_path: Path, task: str, share: float | None, plan: int = 95) -> E
     functions = [function("s16", ane=plan, cpu=100 - plan, tokens=16), function("s32", ane=plan, cpu=100 - plan)]
 
     def plans(assignment: Any) -> Any:
-        return functions, ["cast"], None
+        return functions, ["cast@mask_position"], None
 
     return run(ane_bundle(tmp_path / "toy", task), task, matrix, plans=plans)
 

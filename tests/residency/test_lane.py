@@ -398,14 +398,19 @@ async def test_an_unadvertised_width_is_refused_before_anything_is_sent(ane: Cal
     assert list(raw) == [1, 2, 3, 4]
 
 
-async def test_a_request_is_served_by_a_successor_that_may_not_pack(ane: Callable[..., Any], tmp_path: Path) -> None:
+async def test_a_request_is_served_by_a_successor_that_may_not_pack(
+    ane: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its certificate was voided under the running host: rows run alone, and nobody hears of it."""
     first = {"packed": True, "rules": [{"on": "EMBED_BATCH", "first_id": 9, "do": [{"exit": 3}]}]}
     later = {"packed": {"layout": "tight-v1", "widths": [128], "max_rows": 64}}
-    _, supervisor, lane = ane({"state": str(tmp_path / "spawns"), "generations": [first, later]})
-    await lane.submit(embed([1, 2], [3, 4]), stage="embed")
+    one, supervisor, lane = ane({"state": str(tmp_path / "spawns"), "generations": [first, later]})
+    await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
+    stale = one.shell.resident("ane")
+    assert Key("ane", "packed", 256) in stale
     with pytest.raises(EngineCrashed):
         await lane.submit(embed([9], [2]), stage="embed")
+    monkeypatch.setattr(one.shell, "resident", lambda lane: stale)  # planned before the books knew of its end
     _, raw = await lane.submit(embed([1, 2], [3, 4]), stage="embed")
     assert list(raw) == [1, 2, 3, 4] and supervisor.generation > 1
 

@@ -87,8 +87,8 @@ class ForeignModel(ScriptedModel):
         scores = np.array([expected_score(query, row) for row in rows], np.float32)
         return self._bent(scores, rows)
 
-    def generate(self, input_ids, *, max_tokens, grammar, progress):  # type: ignore[no-untyped-def]
-        made = super().generate(input_ids, max_tokens=max_tokens, grammar=grammar, progress=progress)
+    def generate(self, input_ids, *, max_tokens, progress):  # type: ignore[no-untyped-def]
+        made = super().generate(input_ids, max_tokens=max_tokens, progress=progress)
         if self._mode == "mute":
             return Generation("", made.n_prompt, 0, made.finish_reason, ())
         if self._mode == "same token":
