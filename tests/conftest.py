@@ -38,7 +38,7 @@ WITHOUT = {"mac-cpu": "no_neural_engine"}
 OPT_IN = {"bench": "bench", "soak": "soak"}
 """Marker -> the word in ``-m`` or in a file's name that asks for it."""
 SETTLE_S = 3.0
-PROBE_S = 60.0
+PROBE_S = 150.0
 IGNORED_TARGETS = ("/dev/", "/proc/", "/sys/", "anon_inode:[perf")
 
 

@@ -25,7 +25,8 @@ PACKAGE: Final = "llama_cpp"
 DISTRIBUTION: Final = "llama-cpp-python"
 BACKENDS: Final = ("cuda", "vulkan", "metal")
 """Accelerators named by the ``libggml-*`` file of a build; without one it is a CPU build."""
-PROBE_TIMEOUT_S: Final = 30
+PROBE_TIMEOUT_S: Final = {"cpu": 30, "metal": 100}
+"""Seconds for the library to load in the probe's child; Metal compiles its kernels when it is registered first."""
 _LIBRARY: Final = re.compile(r"(?:lib)?ggml-([a-z]+)\.(?:so|dylib|dll)")
 _X86_FEATURES: Final = {
     "SSE3": "pni",
@@ -102,10 +103,11 @@ class LlamaEngine(Engine):
         # The library is compiled for one CPU and dies of an illegal instruction on a lesser one, so a child tries it.
         home = Path(__file__).parents[2]
         command = [sys.executable, "-c", "from engines.llama.binding import system_info as s; print(s())"]
+        limit = PROBE_TIMEOUT_S.get(self.backend, 30)
         try:
-            child = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False, cwd=home)  # noqa: S603
+            child = subprocess.run(command, capture_output=True, timeout=limit, check=False, cwd=home)  # noqa: S603
         except subprocess.TimeoutExpired:
-            observed["error"] = f"the library did not load within {PROBE_TIMEOUT_S} s"
+            observed["error"] = f"the library did not load within {limit} s"
             return Probe("refused", "llama_missing", required, observed)
         illegal = (-getattr(signal, "SIGILL", 4), 0xC000001D)
         if child.returncode in illegal:

@@ -13,7 +13,6 @@ from synapse_host.doctor import Report
 from synapse_host.errors import EXIT_FAILED, EXIT_OK
 from synapse_host.models import catalogue
 from synapse_host.placement.matrix import load
-from synapse_host.placement.probe import TIME_LIMIT
 
 GB: Final = 1024**3
 
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             models_dir=None if args.models_dir is None else catalogue.models_dir(args.models_dir),
             runtime_dir=args.runtime_dir,
             # Its threads are waited for, whatever ends the command.
-            probe_limit=min(TIME_LIMIT, args.deadline or TIME_LIMIT),
+            probe_limit=args.deadline,
         )
     console.document(report.to_dict())
     _page(report, console)

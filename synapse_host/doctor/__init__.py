@@ -55,7 +55,7 @@ def examine(
     runtime_dir: Path | None = None,
     cache_dir: Path | None = None,
     data_dir: Path | None = None,
-    probe_limit: float = floors.TIME_LIMIT,
+    probe_limit: float | None = None,
 ) -> Report:
     """Examine this machine against *matrix*; blocks for seconds at most, plus *probe_limit* where a probe hangs.
 
@@ -72,7 +72,7 @@ def examine(
         profile_job = pool.submit(hardware.detect)
         cache = floors.FloorCache(cache_dir or hardware.default_cache_dir(), hardware.machine_id())
         floor_job = pool.submit(floors.ask, keys, cache=cache, fresh=True, limit=probe_limit)
-        foreign_job = pool.submit(engines.foreign_floors, matrix, probe_limit)
+        foreign_job = pool.submit(engines.foreign_floors, matrix, probe_limit or floors.TIME_LIMIT)
         version_jobs = {id: pool.submit(binding.version_line, matrix, engine) for id, engine in matrix.engines.items()}
         bundle_job = pool.submit(lambda: list(models.bundle_findings(models_dir)) if models_dir else [])
         profile = replace(profile_job.result(), floors=floor_job.result())

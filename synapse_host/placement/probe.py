@@ -27,6 +27,8 @@ from synapse_host.errors import BackendMissing
 from synapse_host.placement import interpreter
 
 TIME_LIMIT: Final = 15.0
+SLOW_DEVICES: Final = {"metal": 120.0}
+"""Devices whose first probe takes longer, in seconds: llama.cpp compiles its Metal kernels when it registers one."""
 VERSION_LIMIT_S: Final = 10.0
 OUTPUT_LIMIT: Final = 64 * 1024
 REFUSAL_TTL: Final = 3600.0
@@ -197,10 +199,11 @@ def _parse(output: bytes, code: int | None, last: str) -> Floor:
 
 
 def ask(
-    keys: set[tuple[str, str]], *, cache: FloorCache | None, fresh: bool = False, limit: float = TIME_LIMIT
+    keys: set[tuple[str, str]], *, cache: FloorCache | None, fresh: bool = False, limit: float | None = None
 ) -> dict[str, Floor]:
-    """Return the floors of our own workers by ``engine:device``; blocks for at most about *limit* seconds.
+    """Return the floors of our own workers by ``engine:device``; blocks until the slowest answers or its time is over.
 
+    *limit*: seconds that none of them may take longer than, also where its device has more.
     *fresh* asks anew and refreshes the cache.
     """
     answers: dict[str, Floor] = {}
@@ -219,7 +222,9 @@ def ask(
                 command = (*worker_command(key[0]), "--probe-floor", "--device", key[1])
             except BackendMissing as exc:
                 return Floor("failed", "probe_not_started", why=exc.message)
-            return probe(command, cwd=cwd, limit=limit, env=interpreter.search_path())
+            own = SLOW_DEVICES.get(key[1], TIME_LIMIT)
+            longest = own if limit is None else min(own, limit)
+            return probe(command, cwd=cwd, limit=longest, env=interpreter.search_path())
 
         with ThreadPoolExecutor(len(missing)) as pool:
             for (engine, device), floor in zip(missing, pool.map(one, missing), strict=True):

@@ -180,3 +180,16 @@ def test_asking_uses_the_cache_until_told_otherwise(tmp_path: Path, monkeypatch:
         answers = probe.ask({("cuda", "cuda")}, cache=cache, fresh=fresh)
         assert answers["cuda:cuda"].observed == {"driver_api": 13000}
         assert len(log.read_text()) == asked
+
+
+def test_a_device_that_compiles_its_kernels_first_gets_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = script(tmp_path, f"import time\ntime.sleep(1.5)\nprint('{GOOD}')")[:2]
+    monkeypatch.setattr(probe, "worker_command", lambda engine: command)
+    monkeypatch.setattr(probe, "TIME_LIMIT", 0.5)
+    monkeypatch.setattr(probe, "SLOW_DEVICES", {"metal": 30.0})
+    answers = probe.ask({("llama", "metal"), ("llama", "cpu")}, cache=None)
+    assert {key: floor.status for key, floor in answers.items()} == {"llama:metal": "ok", "llama:cpu": "failed"}
+    hurried = probe.ask({("llama", "metal")}, cache=None, limit=0.5)
+    assert hurried["llama:metal"].code == "probe_timeout", "a caller's own limit counts for every device"
