@@ -125,7 +125,7 @@ def test_probe_reads_the_childs_end(
     install(tmp_path / "site", *CPU)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     monkeypatch.setattr(sys, "executable", child(tmp_path, body))
-    monkeypatch.setattr(engine_module, "PROBE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(engine_module, "PROBE_TIMEOUT_S", {"cpu": 1.0})
     probe = LlamaEngine(WorkerOptions(device="cpu")).probe_floor()
     assert (probe.status, probe.code) == ("refused", code)
     assert probe.observed is not None and words in str(probe.observed["error"])
