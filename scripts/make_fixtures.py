@@ -26,7 +26,7 @@ def make(name: str, reference: Path, scratch: Path) -> None:
     kept = scratch / name
     bundle = catalogue.install(name, scratch / "models", keep=kept)
     out = scratch / f"{name}.npz"
-    command = [str(reference), "-m", "engines.bundle.reference"]
+    command = [str(reference), "-m", "engines.checkpoint.reference"]
     if bundle.manifest.task == "generate":
         # The package's own GGUF is the artifact: the reference is the same file dequantised to fp32.
         command += [str(bundle.root), str(out), "--gguf", str(bundle.path(bundle.manifest.artifacts[0].path))]

@@ -20,11 +20,12 @@ from typing import Any, Final, Literal, TypeAlias
 
 from msgspec import UNSET
 
-from engines.bundle import digest, facts, manifest
-from engines.bundle.checkpoint import Checkpoint, plain_numbers
+from engines.bundle import digest, manifest
 from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Manifest
 from engines.bundle.materialize import sweep
-from engines.bundle.package import profile_of
+from engines.checkpoint import facts
+from engines.checkpoint.package import profile_of
+from engines.checkpoint.read import Checkpoint, plain_numbers
 from synapse_host import interpreter, places, tokenizer_file
 from synapse_host.errors import BundleInvalid, InvalidRequest, StorageFull, of_os
 
@@ -227,7 +228,7 @@ def _fixtures(
     target = folder / FIXTURES
     if reference:
         limit = str(overrides.get("max_tokens", known.max_tokens))
-        argv = ["engines.bundle.reference", str(checkpoint.folder), str(target), "--task", checkpoint.task]
+        argv = ["engines.checkpoint.reference", str(checkpoint.folder), str(target), "--task", checkpoint.task]
         run_tool([*argv, "--max-tokens", limit], stage="reference", progress=progress)
         made = digest.file_digest(target)
         ledger = computed_here()
@@ -282,7 +283,8 @@ def _artifact(
     elif name == "safetensors-package":
         dtype = dtype or checkpoint.stored_dtype
         out = folder / f"model-{dtype}.safetensors"
-        argv = ["engines.bundle.package", source, str(out), "--profile", profile_of(model_id), "--dtype", dtype, *task]
+        argv = ["engines.checkpoint.package", source, str(out)]
+        argv += ["--profile", profile_of(model_id), "--dtype", dtype, *task]
     else:
         out = folder / "model.mlpackage"
         argv = ["engines.ane", "build", source, str(out), *task]

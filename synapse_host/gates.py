@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from engines.bundle.fixtures import independent
-from engines.bundle.layout import INT8
+from engines.checkpoint.layout import INT8
 from synapse_host import agreement, figures
 from synapse_host.evidence import (
     Comparison,

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from engines.bundle.layout import INT8
 from engines.bundle.manifest import Artifact, Bundle
+from engines.checkpoint.layout import INT8
 
 if TYPE_CHECKING:
     from synapse_host.floor import Floor

@@ -80,7 +80,7 @@ def make_embedder(name: str, recipe: Recipe, files: Path, out: Path, progress: P
 
 def make_reranker(name: str, recipe: Recipe, files: Path, out: Path, progress: Progress) -> None:
     """Build a reranker whose package holds a quantised ONNX model: its weights are written out first."""
-    argv = ["engines.bundle.dequantize", str(files / "model.onnx"), str(files), "--heads", "12"]
+    argv = ["engines.checkpoint.dequantize", str(files / "model.onnx"), str(files), "--heads", "12"]
     builder.run_tool(argv, stage="dequantize", progress=progress)
     _build_encoder(name, recipe, files, out, progress, gguf=("f16", "f32"))
 

@@ -19,9 +19,9 @@ from typing import Any, Final
 from engines.ane import REVISION, graph, package, shapes
 from engines.ane.package import MAIN, Target
 from engines.ane.shapes import Key
-from engines.bundle import tool
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.digest import tree_digest
+from engines.checkpoint import program
+from engines.checkpoint.read import Checkpoint
 
 BUCKETS: Final = (128, 256, 512)
 PACKED: Final = (128, 256)
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = _keys(checkpoint, args.buckets, args.packed)
         return build(checkpoint, args.out, keys=keys, target=args.target, progress=_report)
 
-    return tool.run("build", make, missing="install the extra 'ane'")
+    return program.run("build", make, missing="install the extra 'ane'")
 
 
 def _keys(checkpoint: Checkpoint, buckets: tuple[int, ...] | None, packed: tuple[int, ...] | None) -> list[Key]:
@@ -206,4 +206,4 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _report(stage: str, done: int, total: int) -> None:
-    tool.line(stage=stage, done=done, total=total)
+    program.line(stage=stage, done=done, total=total)

@@ -218,7 +218,7 @@ def _key(function: manifest.Function) -> Key:
 def _rules(described: Manifest, artifact: Artifact) -> tuple[InputRules, int, int]:
     """Return what rows must look like, the hidden size, and the layer count, from the manifest."""
     from engines.ane.inputs import InputRules
-    from engines.bundle.checkpoint import CheckpointError, complete_config, restore_numbers
+    from engines.checkpoint.read import CheckpointError, complete_config, restore_numbers
 
     if described.config is UNSET:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, "manifest.json: config is missing")

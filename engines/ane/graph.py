@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from engines.bundle.checkpoint import Checkpoint
+    from engines.checkpoint.read import Checkpoint
 
     F32 = npt.NDArray[np.float32]
 

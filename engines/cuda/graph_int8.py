@@ -3,7 +3,7 @@
 Activations are quantised while the graph runs, each token by its own range: onnxruntime's DynamicQuantizeLinear knows
 one range a tensor, with which a row's values would depend on its batch, and loses the ranking (docs/performance.md).
 Here a row is the same alone and in a batch. Weights are symmetric with a scale an output channel; the few large
-channels of a norm's output are multiplied apart in float32 (:mod:`engines.bundle.quantize`).
+channels of a norm's output are multiplied apart in float32 (:mod:`engines.checkpoint.quantize`).
 
 The products are exact in int32 on processors with AVX-512 VNNI or AVX-VNNI; older x86 kernels of onnxruntime
 saturate pairs at 16 bits, so the matrix should ask for the instruction set.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from engines.bundle.layout import APART, CHANNELS, SCALE
+from engines.checkpoint.layout import APART, CHANNELS, SCALE
 from engines.cuda.graph import CONTRIB, GraphBuilder
 from engines.protocol.errors import EngineError, ErrorCode
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from msgspec import UNSET
 
 from engines import machine
-from engines.bundle import layout
-from engines.bundle.checkpoint import Checkpoint, complete_config, restore_numbers
-from engines.bundle.layout import INT8
 from engines.bundle.manifest import Artifact, Bundle, BundleError
-from engines.bundle.package import profile_of
-from engines.bundle.safetensors import SafetensorsFile
+from engines.checkpoint import layout
+from engines.checkpoint.layout import INT8
+from engines.checkpoint.package import profile_of
+from engines.checkpoint.read import Checkpoint, complete_config, restore_numbers
+from engines.checkpoint.safetensors import SafetensorsFile
 from engines.cuda import floor, settings
 from engines.cuda.buckets import Policy, ladder_up_to
 from engines.cuda.options import cuda_provider

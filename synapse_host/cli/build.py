@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from engines.bundle import facts
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint import facts
+from engines.checkpoint.read import Checkpoint
 from synapse_host import builder, places
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, count

@@ -15,8 +15,8 @@ from engines.ane.engine import AneEngine
 from engines.ane.model import AneModel
 from engines.ane.shapes import Key
 from engines.bundle import manifest
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Artifact, Bundle
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.messages import Load
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import ProgressReporter, silent

@@ -14,9 +14,9 @@ import pytest
 from engines.ane import build, graph, package
 from engines.ane.shapes import Key
 from engines.bundle import manifest
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.digest import tree_digest
 from engines.bundle.manifest import Bundle
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.errors import EngineError
 from tests.support import toy_models
 from tests.support.ane_bundle import packed, shape
@@ -110,7 +110,7 @@ def test_no_constant_is_infinite_and_masks_are_minus_10_000(name: str, bundles: 
 
 
 def test_a_weight_beyond_fp16_is_refused_at_build_time(tmp_path: Path) -> None:
-    from engines.bundle import safetensors
+    from engines.checkpoint import safetensors
 
     (tmp_path / "huge").mkdir()
     folder = toy_models.write_bert(tmp_path / "huge")

@@ -21,7 +21,7 @@ import pytest
 from engines.ane.compute_plan import Device, Function, Operation, PlanView
 from engines.ane.model import AneModel
 from engines.bundle import preparation
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.errors import EngineError, ErrorCode
 from tests.ane.coreml_answers import MilFunction, Op
 from tests.ane.coreml_standin import FLOOR, NEWEST, Framework

@@ -16,8 +16,8 @@ from engines.ane import inputs, packing
 from engines.ane.inputs import InputRules
 from engines.ane.model import AneModel
 from engines.ane.shapes import Key
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Bundle
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.messages import Pooling
 from engines.runtime.batch import TokenBatch
 from engines.runtime.progress import silent

@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from engines.bundle import fixtures, probes
-from engines.bundle.checkpoint import Checkpoint
+from engines.bundle import fixtures
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.fixtures import Reference
 from engines.bundle.manifest import BundleError
-from engines.bundle.reference import weights_of
+from engines.checkpoint import probes
+from engines.checkpoint.read import Checkpoint
+from engines.checkpoint.reference import weights_of
 from synapse_host.recipes import DEFAULTS
 from tests.support.toy_models import write_bert
 

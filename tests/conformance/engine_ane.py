@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engines.bundle import manifest
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.messages import (
     AneAdmitPacked,
     AneAdmitShape,

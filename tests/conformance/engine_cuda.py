@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.bundle import manifest
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.messages import CUDA_ENGINE, EmbedBatch, RerankSequences
 from tests.conformance.registry import EngineUnderTest, Subject
 from tests.support.owned_bundle import write_bundle

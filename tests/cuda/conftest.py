@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from engines.bundle import manifest
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Bundle
+from engines.checkpoint.read import Checkpoint
 from engines.cuda.engine import CudaEngine
 from engines.cuda.model import OwnedModel
 from engines.runtime.batch import TokenBatch

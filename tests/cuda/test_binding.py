@@ -16,7 +16,7 @@ import onnxruntime
 import pytest
 from cuda.bindings import driver, runtime
 
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 from engines.cuda import binding
 from engines.cuda.families import build
 from engines.cuda.faults import KEPT, STICKY, refuse

@@ -13,8 +13,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from engines.bundle import facts
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint import facts
+from engines.checkpoint.read import Checkpoint
 from engines.cuda import binding, graph
 from engines.cuda.families import build, cpu_variants, cuda_variants, recorded_variants
 from engines.cuda.graph import CONTRIB, Graph, GraphBuilder, ModelSpec, Variant, WeightStore, rope_tables

@@ -11,11 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.bundle import fixtures, manifest, safetensors
-from engines.bundle.checkpoint import Checkpoint
+from engines.bundle import fixtures, manifest
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import Artifact, Bundle
-from engines.bundle.package import profile_of, write_package
+from engines.checkpoint import safetensors
+from engines.checkpoint.package import profile_of, write_package
+from engines.checkpoint.read import Checkpoint
 from engines.cuda.engine import CudaEngine
 from engines.cuda.families import build
 from engines.cuda.graph import ModelSpec, Variant, WeightStore

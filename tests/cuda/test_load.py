@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.bundle import manifest, safetensors
+from engines.bundle import manifest
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import Bundle
+from engines.checkpoint import safetensors
 from engines.cuda import binding
 from engines.cuda import engine as engine_module
 from engines.cuda.devices import CudaDevice

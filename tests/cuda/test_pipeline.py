@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.bundle import facts
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint import facts
+from engines.checkpoint.read import Checkpoint
 from engines.cuda import binding
 from engines.cuda.buckets import Bucket, Policy, ladder_up_to, plan
 from engines.cuda.devices import CAPTURED_ROWS, CudaDevice, Route

@@ -44,8 +44,8 @@ from engines.ane.inputs import InputRules
 from engines.ane.model import AneModel
 from engines.ane.prepare import prepare
 from engines.bundle import manifest, preparation
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Bundle, FileRef
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.errors import EngineError
 from engines.protocol.messages import Load, Pooling
 from engines.runtime.engine import WorkerOptions

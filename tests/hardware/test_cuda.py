@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from engines.bundle import manifest
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Bundle
+from engines.checkpoint.read import Checkpoint
 from engines.cuda import binding
 from engines.cuda.devices import CudaDevice
 from engines.cuda.engine import PRECISION_VARIABLE, CudaEngine, runtime_version

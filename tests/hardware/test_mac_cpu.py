@@ -27,8 +27,8 @@ from engines.ane.model import AneModel
 from engines.ane.package import FunctionSpec
 from engines.ane.prepare import prepare
 from engines.bundle import preparation
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Bundle
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Load, Pooling
 from engines.runtime.engine import WorkerOptions

@@ -181,7 +181,7 @@ def test_a_reference_computed_here_is_known_by_its_digest_and_by_nothing_else(
     real = builder.run_tool
 
     def run_tool(argv: Sequence[str], **more: Any) -> Any:
-        if argv[0] != "engines.bundle.reference":
+        if argv[0] != "engines.checkpoint.reference":
             return real(argv, **more)
         Path(argv[2]).write_bytes(b"computed")
         return {}

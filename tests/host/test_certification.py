@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 from engines.bundle import manifest
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Artifact, Function
+from engines.checkpoint.read import Checkpoint
 from synapse_host import Host, HostConfig
 from synapse_host.certification import Order, certify
 from synapse_host.errors import BackendMissing, BundleInvalid, InvalidRequest

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
 _ERF = np.vectorize(math.erf)

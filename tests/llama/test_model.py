@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 from engines.llama import model as model_module
 from engines.llama.model import LlamaModel
 from engines.protocol.errors import EngineError, ErrorCode

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.bundle.checkpoint import Checkpoint
-from engines.llama.build import build
+from engines.checkpoint.read import Checkpoint
+from engines.llama.build.convert import build
 from engines.protocol.messages import FinishReason, Pooling
 from engines.runtime.batch import RerankPairs, TokenBatch
 from engines.runtime.progress import silent

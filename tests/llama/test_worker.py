@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.messages import Err, Generate, Phase, Pooling, RerankSequences, Segment, Text, encode
 from tests.llama import reference
 from tests.support.toy_gguf import ToyGguf, rewrite, sha256

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import FILE_NAME, Bundle
+from engines.checkpoint.read import Checkpoint
 from tests.cuda.cases import CASES, Case
 from tests.rehearsal import libraries
 from tests.support.owned_bundle import write_bundle

@@ -11,8 +11,8 @@ from engines.ane.build import build
 from engines.ane.package import Target
 from engines.ane.shapes import Key
 from engines.bundle import manifest
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Artifact, Bundle, Manifest
+from engines.checkpoint.read import Checkpoint
 from tests.support.owned_bundle import described
 
 

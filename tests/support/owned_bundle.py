@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engines.bundle import facts, manifest
-from engines.bundle.checkpoint import Checkpoint, plain_numbers
+from engines.bundle import manifest
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import Artifact, Bundle, Manifest
-from engines.bundle.package import profile_of, write_package
+from engines.checkpoint import facts
+from engines.checkpoint.package import profile_of, write_package
+from engines.checkpoint.read import Checkpoint, plain_numbers
 from engines.protocol.messages import Load
 
 

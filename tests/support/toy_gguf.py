@@ -35,8 +35,8 @@ def build_toy(
     **config: Any,
 ) -> ToyGguf:
     """Write a toy checkpoint with *write* and build ``<name>.gguf`` beside it."""
-    from engines.bundle.checkpoint import Checkpoint
-    from engines.llama.build import build
+    from engines.checkpoint.read import Checkpoint
+    from engines.llama.build.convert import build
 
     checkpoint = write(folder / name, **config)
     path = folder / f"{name}-{dtype}.gguf"

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from engines.bundle import layout, safetensors
-from engines.bundle.checkpoint import complete_config
+from engines.checkpoint import layout, safetensors
+from engines.checkpoint.read import complete_config
 
 BERT_SPECIALS = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 BERT_ROLES = {f"{name.strip('[]').lower()}_token": name for name in BERT_SPECIALS}

@@ -19,7 +19,7 @@ import pytest
 
 from engines.ane.artifact import prepared
 from engines.ane.stderr_scan import StderrScan
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Load, Pooling
 from engines.runtime.batch import RerankPairs, TokenBatch
@@ -231,7 +231,7 @@ async def test_report_47_an_input_that_is_too_long(make, tmp_path):
 NO_GPU = """
 import sys
 from pathlib import Path
-from engines.bundle.checkpoint import Checkpoint
+from engines.checkpoint.read import Checkpoint
 from engines.cuda import binding
 from engines.cuda.families import build
 from engines.cuda.graph import Variant, WeightStore

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from engines.bundle.checkpoint import read_json
 from engines.bundle.manifest import BundleError
+from engines.checkpoint.read import read_json
 
 #: llama.cpp's token types.
 NORMAL: Final = 1

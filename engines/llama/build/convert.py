@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.bundle import facts, tool
-from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import BundleError
-from engines.bundle.safetensors import narrow_bf16
+from engines.checkpoint import facts, program
+from engines.checkpoint.read import Checkpoint
+from engines.checkpoint.safetensors import narrow_bf16
 
 if TYPE_CHECKING:
-    from engines.bundle.safetensors import Array, FloatArray
+    from engines.checkpoint.safetensors import Array, FloatArray
 
 DTYPES: Final = ("f32", "f16", "bf16", "q8_0")
 END_KEY: Final = "synapse.end_token_ids"
@@ -265,7 +265,7 @@ def _rotated(checkpoint: Checkpoint, name: str, source: str, heads: int, *, matr
 def _vocabulary(writer: Any, checkpoint: Checkpoint, known: facts.Facts) -> None:
     """Encoders and embedders take ids only; a generator turns ids into text, so its file carries the tokens."""
     if checkpoint.task == "generate":
-        from engines.llama.vocabulary import write_bpe
+        from engines.llama.build.vocabulary import write_bpe
 
         write_bpe(writer, checkpoint.folder / "tokenizer.json", checkpoint.config["vocab_size"])
     else:
@@ -311,20 +311,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 dtype=args.dtype,
                 name=args.name,
                 pooling=args.pooling,
-                progress=tool.report("build"),
+                progress=program.report("build"),
             )
             made = {"dtype": args.dtype}
         else:
-            from engines.llama.vocabulary import write_tokenizer
+            from engines.llama.build.vocabulary import write_tokenizer
 
-            made = {"facts": write_tokenizer(args.gguf, args.out, progress=tool.report("tokenizer"))}
+            made = {"facts": write_tokenizer(args.gguf, args.out, progress=program.report("tokenizer"))}
         return {
             "path": args.out.name,
             "bytes": args.out.stat().st_size,
             "digest": PREFIX + file_digest(args.out),
         } | made
 
-    return tool.run("build", make, missing="install the extra 'llama'")
+    return program.run("build", make, missing="install the extra 'llama'")
 
 
 if __name__ == "__main__":

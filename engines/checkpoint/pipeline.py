@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engines.bundle.checkpoint import CheckpointError, read_json, read_json_list
+from engines.checkpoint.read import CheckpointError, read_json, read_json_list
 from engines.protocol.messages import Pooling
 
 _FLAGS: Final[dict[str, Pooling]] = {

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.bundle import layout, safetensors
-from engines.bundle.checkpoint import (
+from engines.bundle.manifest import BundleError
+from engines.checkpoint import layout, safetensors
+from engines.checkpoint.package import write_package
+from engines.checkpoint.read import (
     Checkpoint,
     CheckpointError,
     complete_config,
     plain_numbers,
     restore_numbers,
 )
-from engines.bundle.manifest import BundleError
-from engines.bundle.package import write_package
 from tests.support import toy_models
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face style checkpoint: ``config.json`` and safetensors files, mapped; never pickled, never copied whole.
 
 ``Checkpoint.open(folder)`` reads a folder, ``Checkpoint.from_package(file, ...)`` the single file of a bundle's
-``safetensors-package`` artifact. Canonical tensor names and shapes: ``engines.bundle.layout``.
+``safetensors-package`` artifact. Canonical tensor names and shapes: ``engines.checkpoint.layout``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.bundle import layout
-from engines.bundle.layout import Family
 from engines.bundle.manifest import BundleError, Task, open_plain
-from engines.bundle.safetensors import MappedTensors, SafetensorsFile
+from engines.checkpoint import layout
+from engines.checkpoint.layout import Family
+from engines.checkpoint.safetensors import MappedTensors, SafetensorsFile
 
 if TYPE_CHECKING:
-    from engines.bundle.safetensors import FloatArray
+    from engines.checkpoint.safetensors import FloatArray
 
 MAX_JSON: Final = 64 * 1024 * 1024
 FLOAT_DTYPES: Final = ("F32", "F16", "BF16")
@@ -74,7 +74,7 @@ class Checkpoint:
 
         ``fd``: an open descriptor of the same file (the one that was hashed); *file* then only serves messages.
         ``int8``: the manifest says that the layers' matrices are stored so; ``tensors`` then has their scales and
-        the columns apart too (``engines.bundle.quantize``).
+        the columns apart too (``engines.checkpoint.quantize``).
         """
         package = SafetensorsFile.open(file, fd=fd)
         full = complete_config(restore_numbers(config), family, where="manifest.json: config")

@@ -1,7 +1,7 @@
 """What a checkpoint folder says beyond its weights: pooling, normalisation, length limit, special ids, head.
 
-How each file beside the weights is read, and what is refused, stands in :mod:`engines.bundle.pipeline`. Nothing here
-needs the tokenizers package.
+How each file beside the weights is read, and what is refused: :mod:`engines.checkpoint.pipeline`. Nothing here needs
+the tokenizers package.
 
 Shapes of what goes into a manifest:
 
@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from engines.bundle import pipeline
-from engines.bundle.checkpoint import Checkpoint, CheckpointError, read_json
+from engines.checkpoint import pipeline
+from engines.checkpoint.read import Checkpoint, CheckpointError, read_json
 from engines.protocol.messages import Pooling
 
 _ROLES: Final = ("cls", "sep", "bos", "eos", "pad", "unk", "mask")

@@ -1,9 +1,9 @@
 """Checkpoint folder -> the single file of a ``safetensors-package`` artifact.
 
-``python -m engines.bundle.package CHECKPOINT OUT.safetensors --profile minilm.owned-cuda --dtype f32``
+``python -m engines.checkpoint.package CHECKPOINT OUT.safetensors --profile minilm.owned-cuda --dtype f32``
 
-The file holds the family's required tensors under canonical names (``engines.bundle.layout``), all in one dtype
-(int8: the layers' matrices only, with scales and columns apart beside them: ``engines.bundle.quantize``), sorted by
+The file holds the family's required tensors under canonical names (``engines.checkpoint.layout``), all in one dtype
+(int8: the layers' matrices only, with scales and columns apart beside them: ``engines.checkpoint.quantize``), sorted by
 name, and these strings under ``__metadata__``:
 
 ``format``   ``pt``
@@ -20,14 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.bundle import safetensors, tool
-from engines.bundle.checkpoint import Checkpoint, CheckpointError
 from engines.bundle.digest import PREFIX, file_digest
-from engines.bundle.layout import INT8
-from engines.bundle.quantize import Quantised
+from engines.checkpoint import program, safetensors
+from engines.checkpoint.layout import INT8
+from engines.checkpoint.quantize import Quantised
+from engines.checkpoint.read import Checkpoint, CheckpointError
 
 if TYPE_CHECKING:
-    from engines.bundle.safetensors import Array
+    from engines.checkpoint.safetensors import Array
 
 DTYPES: Final = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 PROFILE_SUFFIX: Final = ".owned-cuda"
@@ -79,7 +79,7 @@ def write_package(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as a program; progress as JSON lines on stdout, a failure as one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m engines.bundle.package", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m engines.checkpoint.package", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--profile", required=True)
@@ -90,10 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     def make() -> dict[str, Any]:
         checkpoint = Checkpoint.open(args.checkpoint, task=args.task)
         dtype = args.dtype or checkpoint.stored_dtype
-        size = write_package(checkpoint, args.out, profile=args.profile, dtype=dtype, progress=tool.report("package"))
+        report = program.report("package")
+        size = write_package(checkpoint, args.out, profile=args.profile, dtype=dtype, progress=report)
         return {"path": args.out.name, "bytes": size, "digest": PREFIX + file_digest(args.out), "dtype": dtype}
 
-    return tool.run("package", make, missing="install it")
+    return program.run("package", make, missing="install it")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.bundle import layout, safetensors
-from engines.bundle.checkpoint import Checkpoint, CheckpointError
 from engines.bundle.manifest import BundleError
-from engines.bundle.package import write_package
-from engines.bundle.quantize import Quantised, outstanding, quantise_rows
+from engines.checkpoint import layout, safetensors
+from engines.checkpoint.package import write_package
+from engines.checkpoint.quantize import Quantised, outstanding, quantise_rows
+from engines.checkpoint.read import Checkpoint, CheckpointError
 from tests.support import toy_models
 
 

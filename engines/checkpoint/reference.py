@@ -1,8 +1,8 @@
 """Reference fixtures by ``transformers`` (extra ``reference``), independent of every engine here.
 
-``python -m engines.bundle.reference CHECKPOINT OUT.npz [--max-tokens N] [--gguf FILE]``
+``python -m engines.checkpoint.reference CHECKPOINT OUT.npz [--max-tokens N] [--gguf FILE]``
 
-The probes of ``engines.bundle.probes`` are tokenised, run through the Hugging Face model of the checkpoint one at a
+The probes of ``engines.checkpoint.probes`` are tokenised, run through the Hugging Face model of the checkpoint one at a
 time in float64 (generation: float32, where argmax ties don't matter), and stored as ``engines.bundle.fixtures`` says.
 ``--gguf`` takes a generator's weights from a GGUF, dequantised by transformers; CHECKPOINT then only holds its
 tokenizer.json. The fixtures name programme, versions and the digest of the weights, and whether those are rounded ones.
@@ -18,10 +18,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from engines.bundle import digest, facts, fixtures, probes, tool
-from engines.bundle.checkpoint import Checkpoint, CheckpointError
-from engines.bundle.dequantize import QUANTIZED_DIGEST, QUANTIZED_DTYPE
+from engines.bundle import digest, fixtures
 from engines.bundle.fixtures import Reference
+from engines.checkpoint import facts, probes, program
+from engines.checkpoint.dequantize import QUANTIZED_DIGEST, QUANTIZED_DTYPE
+from engines.checkpoint.read import Checkpoint, CheckpointError
 
 STEPS: Final = 8
 DECIDED: Final = 0.25
@@ -233,7 +234,7 @@ def _generate(folder: Path, out: Path, model: Any, by: Reference, limit: int, pr
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as a program; progress as JSON lines on stdout, a failure as one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m engines.bundle.reference", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m engines.checkpoint.reference", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--task", choices=("embed", "rerank", "generate"), default=None)
@@ -248,11 +249,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             task=args.task,
             max_tokens=args.max_tokens,
             gguf=args.gguf,
-            progress=tool.report("reference"),
+            progress=program.report("reference"),
         )
         return {"path": str(args.out), "probes": count}
 
-    return tool.run("reference", make, missing="install the extra 'reference'")
+    return program.run("reference", make, missing="install the extra 'reference'")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from engines.bundle import safetensors
 from engines.bundle.manifest import BundleError
-from engines.bundle.safetensors import SafetensorsFile, narrow_bf16, widen_bf16
+from engines.checkpoint import safetensors
+from engines.checkpoint.safetensors import SafetensorsFile, narrow_bf16, widen_bf16
 
 
 def raw(header: Any, data: bytes = b"") -> bytes:

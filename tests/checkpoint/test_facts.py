@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engines.bundle import facts
-from engines.bundle.checkpoint import Checkpoint, CheckpointError
+from engines.checkpoint import facts
+from engines.checkpoint.read import Checkpoint, CheckpointError
 from tests.support import toy_models
 
 

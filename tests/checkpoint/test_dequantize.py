@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.bundle import dequantize
-from engines.bundle.checkpoint import Checkpoint, CheckpointError
 from engines.bundle.digest import PREFIX, file_digest
-from engines.bundle.reference import weights_of
+from engines.checkpoint import dequantize
+from engines.checkpoint.read import Checkpoint, CheckpointError
+from engines.checkpoint.reference import weights_of
 from tests.support import toy_models
 
 onnx = pytest.importorskip("onnx")

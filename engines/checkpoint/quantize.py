@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
-from engines.bundle import layout
+from engines.checkpoint import layout
 
 if TYPE_CHECKING:
-    from engines.bundle.checkpoint import Checkpoint
-    from engines.bundle.safetensors import Array, FloatArray
+    from engines.checkpoint.read import Checkpoint
+    from engines.checkpoint.safetensors import Array, FloatArray
 
 LARGEST: Final = 127
 """Symmetric: -128 is not used."""

@@ -1,6 +1,6 @@
 """An int8 ONNX BERT cross-encoder -> a plain fp32 checkpoint, once, so that every engine shares one set of weights.
 
-``python -m engines.bundle.dequantize MODEL.onnx OUT --heads 12`` writes OUT/config.json and OUT/model.safetensors.
+``python -m engines.checkpoint.dequantize MODEL.onnx OUT --heads 12`` writes OUT/config.json and OUT/model.safetensors.
 
 For dynamic quantisation, weight = (quantised - zero point) * scale in float32. Embeddings, pooler and classifier keep
 their names; a layer's matrices are anonymous, so each MatMulInteger is followed to the first Add with a named bias,
@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.bundle import digest, layout, safetensors, tool
-from engines.bundle.checkpoint import CheckpointError, complete_config
+from engines.bundle import digest
+from engines.checkpoint import layout, program, safetensors
+from engines.checkpoint.read import CheckpointError, complete_config
 
 if TYPE_CHECKING:
-    from engines.bundle.safetensors import Array, FloatArray
+    from engines.checkpoint.safetensors import Array, FloatArray
 
 QUANTIZED_DTYPE: Final = "quantized_dtype"
 QUANTIZED_DIGEST: Final = "quantized_digest"
@@ -152,17 +153,18 @@ def dequantize(model_file: Path, out: Path, *, heads: int, progress: Callable[[i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as a program; progress as JSON lines on stdout, a failure as one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m engines.bundle.dequantize", description=__doc__.splitlines()[0])
+    about = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m engines.checkpoint.dequantize", description=about)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--heads", type=int, required=True)
     args = parser.parse_args(argv)
 
     def make() -> dict[str, Any]:
-        dequantize(args.model, args.out, heads=args.heads, progress=tool.report("dequantize"))
+        dequantize(args.model, args.out, heads=args.heads, progress=program.report("dequantize"))
         return {"path": str(args.out)}
 
-    return tool.run("dequantize", make, missing="install it, or the extra 'cuda'")
+    return program.run("dequantize", make, missing="install it, or the extra 'cuda'")
 
 
 if __name__ == "__main__":
