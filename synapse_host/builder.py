@@ -22,7 +22,7 @@ from msgspec import UNSET
 
 from engines.bundle import digest, manifest
 from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Manifest
-from engines.bundle.materialize import sweep
+from engines.bundle.preparation import sweep
 from engines.checkpoint import facts
 from engines.checkpoint.package import profile_of
 from engines.checkpoint.read import Checkpoint, plain_numbers
@@ -336,7 +336,7 @@ def verify(bundle: Bundle, progress: Progress = silent) -> list[str]:
             progress(stage, done, total)
 
         try:
-            if tree is None or path.is_file():  # a zipped package has its archive's digest
+            if tree is None:
                 digest.verify_file(path, stated, report)
             else:
                 found = digest.tree_digest(path, report)
