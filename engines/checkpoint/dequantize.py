@@ -142,11 +142,8 @@ def dequantize(model_file: Path, out: Path, *, heads: int, progress: Callable[[i
     (out / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     named = {(key if key.startswith("classifier") else "bert." + key): weights[found[key]] for key in shapes}
     # What is computed from these weights later says from which rounded ones they come.
-    metadata = {
-        "format": "pt",
-        QUANTIZED_DTYPE: "int8",
-        QUANTIZED_DIGEST: digest.PREFIX + digest.file_digest(model_file),
-    }
+    metadata = {"format": "pt", QUANTIZED_DTYPE: "int8"}
+    metadata[QUANTIZED_DIGEST] = digest.PREFIX + digest.file_digest(model_file)
     safetensors.write(out / "model.safetensors", named, metadata=metadata, dtype="F32", progress=progress)
     return out
 

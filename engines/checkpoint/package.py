@@ -56,13 +56,8 @@ def write_package(
     if dtype not in (*DTYPES, INT8):
         raise CheckpointError(f"dtype {dtype!r}: a safetensors-package is f32, f16, bf16 or int8")
     shapes = {name: checkpoint.shape(name) for name in checkpoint.tensors}
-    metadata = {
-        "format": "pt",
-        "profile": profile,
-        "family": checkpoint.family,
-        "task": checkpoint.task,
-        "dtype": dtype,
-    }
+    metadata = {"format": "pt", "profile": profile, "family": checkpoint.family, "task": checkpoint.task}
+    metadata["dtype"] = dtype
     tensors: Mapping[str, Array] = checkpoint.tensors
     kind: str | Callable[[str], str] = DTYPES.get(dtype, "")
     if dtype == INT8:

@@ -114,6 +114,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return obj
 
 
+def read_optional(file: Path) -> dict[str, Any]:
+    """Return what :func:`read_json` reads, or an empty object where there is no such file."""
+    return read_json(file) if file.exists() else {}
+
+
 def read_json_list(file: Path) -> list[dict[str, Any]]:
     """Read one bounded JSON list of objects, as :func:`read_json` reads one."""
     obj = _read_json(file)

@@ -243,14 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def make() -> dict[str, Any]:
-        count = compute(
-            args.checkpoint,
-            args.out,
-            task=args.task,
-            max_tokens=args.max_tokens,
-            gguf=args.gguf,
-            progress=program.report("reference"),
-        )
+        options = {"task": args.task, "max_tokens": args.max_tokens, "gguf": args.gguf}
+        count = compute(args.checkpoint, args.out, **options, progress=program.report("reference"))
         return {"path": str(args.out), "probes": count}
 
     return program.run("reference", make, missing="install the extra 'reference'")

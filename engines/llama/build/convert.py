@@ -62,6 +62,7 @@ def build(
     Raises BundleError for a family or task that llama.cpp can't serve, OSError where the disk says no.
     """
     import gguf
+    import numpy as np
 
     if dtype not in DTYPES:
         raise BundleError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -71,31 +72,16 @@ def build(
         raise BundleError(
             "a Qwen3 reranker is not served from GGUF (its template isn't faithful there); use another format"
         )
-    known = facts.of_checkpoint(checkpoint)
-    architecture = checkpoint.family
-    writer = gguf.GGUFWriter(None, architecture, use_temp_file=False)
+    writer = gguf.GGUFWriter(None, checkpoint.family, use_temp_file=False)
     writer.add_name(name or checkpoint.folder.name)
-    c = checkpoint.config
-    writer.add_vocab_size(c["vocab_size"] * (2 if known.token_types is True else 1))
-    writer.add_context_length(c["max_position_embeddings"])
-    writer.add_embedding_length(c["hidden_size"])
-    writer.add_feed_forward_length(c["intermediate_size"])
-    writer.add_block_count(c["num_hidden_layers"])
-    writer.add_head_count(c["num_attention_heads"])
-    tensors = list(_bert_tensors(checkpoint) if checkpoint.family == "bert" else _decoder_tensors(checkpoint))
-    if checkpoint.family == "bert":
-        _bert_metadata(writer, checkpoint, known, pooling)
-    else:
-        _decoder_metadata(writer, checkpoint, known, pooling)
-    _vocabulary(writer, checkpoint, known)
+    _metadata(writer, checkpoint, pooling)
     writer.add_file_type(_FILE_TYPES[dtype])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    tensors = list(_bert_tensors(checkpoint) if checkpoint.family == "bert" else _decoder_tensors(checkpoint))
     kinds = [_kind(tensor, dtype) for tensor in tensors]
     sizes = [_stored_bytes(tensor.shape, kind) for tensor, kind in zip(tensors, kinds, strict=True)]
     for tensor, kind, size in zip(tensors, kinds, sizes, strict=True):
         ggml = gguf.GGMLQuantizationType[kind.upper()]
-        import numpy as np
-
         # The shape is the logical one in every case: only uint8 input would make the writer derive it.
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=ggml)
     temporary = out.with_name(out.name + ".part")
@@ -146,6 +132,18 @@ def _encode(array: FloatArray, kind: str) -> Array:
         return narrow_bf16(array)
     quantised: Array = gguf.quants.quantize(np.ascontiguousarray(array, np.float32), gguf.GGMLQuantizationType.Q8_0)
     return quantised
+
+
+def _metadata(writer: Any, checkpoint: Checkpoint, pooling: str | None) -> None:
+    known, c = facts.of_checkpoint(checkpoint), checkpoint.config
+    writer.add_vocab_size(c["vocab_size"] * (2 if known.token_types is True else 1))
+    writer.add_context_length(c["max_position_embeddings"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_head_count(c["num_attention_heads"])
+    (_bert_metadata if checkpoint.family == "bert" else _decoder_metadata)(writer, checkpoint, known, pooling)
+    _vocabulary(writer, checkpoint, known)
 
 
 def _bert_metadata(writer: Any, checkpoint: Checkpoint, known: facts.Facts, pooling: str | None) -> None:
@@ -305,24 +303,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     def make() -> dict[str, Any]:
         made: dict[str, Any]
         if args.verb == "build":
+            options = {"dtype": args.dtype, "name": args.name, "pooling": args.pooling}
             build(
-                Checkpoint.open(args.checkpoint, task=args.task),
-                args.out,
-                dtype=args.dtype,
-                name=args.name,
-                pooling=args.pooling,
-                progress=program.report("build"),
+                Checkpoint.open(args.checkpoint, task=args.task), args.out, **options, progress=program.report("build")
             )
             made = {"dtype": args.dtype}
         else:
             from engines.llama.build.vocabulary import write_tokenizer
 
             made = {"facts": write_tokenizer(args.gguf, args.out, progress=program.report("tokenizer"))}
-        return {
-            "path": args.out.name,
-            "bytes": args.out.stat().st_size,
-            "digest": PREFIX + file_digest(args.out),
-        } | made
+        found = {"path": args.out.name, "bytes": args.out.stat().st_size, "digest": PREFIX + file_digest(args.out)}
+        return found | made
 
     return program.run("build", make, missing="install the extra 'llama'")
 
