@@ -18,6 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from engines.bundle import digest, fixtures
 from engines.bundle.fixtures import Reference
 from engines.checkpoint import facts, probes, program
@@ -122,8 +124,6 @@ def _frame(tokenizer: Any, special: dict[str, int], encoder: bool) -> tuple[list
 
 
 def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, by: Reference, limit: int, progress: Progress) -> int:
-    import numpy as np
-
     torch = import_module("torch")
     tokenizer = _tokenizer(checkpoint.folder)
     frame = _frame(tokenizer, known.special_ids, checkpoint.family != "qwen3")
@@ -151,8 +151,6 @@ def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, by: Reference,
 def _rerank(
     checkpoint: Checkpoint, known: facts.Facts, out: Path, by: Reference, limit: int, progress: Progress
 ) -> int:
-    import numpy as np
-
     torch = import_module("torch")
     tokenizer = _tokenizer(checkpoint.folder)
     cls, sep = known.special_ids["cls"], known.special_ids["sep"]
@@ -195,8 +193,6 @@ def _rerank(
 
 
 def _generate(folder: Path, out: Path, model: Any, by: Reference, limit: int, progress: Progress) -> int:
-    import numpy as np
-
     torch = import_module("torch")
     tokenizer = _tokenizer(folder)
     prompts = probes.prompts()

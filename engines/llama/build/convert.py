@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import BundleError
 from engines.checkpoint import facts, program
@@ -62,7 +64,6 @@ def build(
     Raises BundleError for a family or task that llama.cpp can't serve, OSError where the disk says no.
     """
     import gguf
-    import numpy as np
 
     if dtype not in DTYPES:
         raise BundleError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -118,7 +119,6 @@ def _stored_bytes(shape: tuple[int, ...], kind: str) -> int:
 
 def _encode(array: FloatArray, kind: str) -> Array:
     import gguf
-    import numpy as np
 
     if kind == "f32":
         return np.ascontiguousarray(array, np.float32)
@@ -159,8 +159,6 @@ def _bert_metadata(writer: Any, checkpoint: Checkpoint, known: facts.Facts, pool
 
 
 def _bert_tensors(checkpoint: Checkpoint) -> Iterator[GgufTensor]:
-    import numpy as np
-
     c = checkpoint.config
     split = checkpoint.task == "rerank" and c["type_vocab_size"] > 1
     words, types = "embeddings.word_embeddings.weight", "embeddings.token_type_embeddings.weight"
