@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from engines.bundle.manifest import BundleError, Task, open_plain
+from engines.bundle.manifest import BundleError, Task, open_plain, unique_keys
 from engines.checkpoint import layout
 from engines.checkpoint.layout import Family
 from engines.checkpoint.safetensors import MappedTensors, SafetensorsFile
@@ -128,13 +128,6 @@ def read_json_list(file: Path) -> list[dict[str, Any]]:
 
 
 def _read_json(file: Path) -> Any:
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        obj = dict(items)
-        if len(obj) != len(items):
-            raise CheckpointError(f"{file}: a key occurs twice")
-        return obj
-
     try:
         with open_plain(file) as handle:
             data = handle.read(MAX_JSON + 1)
@@ -143,10 +136,9 @@ def _read_json(file: Path) -> Any:
     if len(data) > MAX_JSON:
         raise CheckpointError(f"{file} is larger than {MAX_JSON} bytes")
     try:
-        obj = json.loads(data, object_pairs_hook=pairs)
+        return json.loads(data, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as exc:
         raise CheckpointError(f"{file} is not valid JSON: {exc}") from exc
-    return obj
 
 
 def family_of(raw: Mapping[str, Any], where: Path | str) -> Family:
