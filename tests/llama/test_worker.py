@@ -101,6 +101,8 @@ def test_every_refusal_leaves_the_same_process_answering(worker: WorkerClient, t
         assert answer.code == code, f"{name}: {answer.reply}"
         assert worker.embed(bert, [[5, 6, 7]]).raw == expected, name
         assert worker.process.pid == pid and worker.process.poll() is None
+    assert "Qwen3" in str(worker.rerank(qwen, [10], [[11]]).reply), "the message says which models these are"
+    assert "token type" in str(worker.rerank(typeless, [10], [[11]]).reply)
     assert worker.ping().models_loaded == 8
     assert worker.stderr() == "", "a refusal is no event for the log"
     assert worker.shutdown() == 0
