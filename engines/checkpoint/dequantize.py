@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from engines.bundle import digest
 from engines.checkpoint import layout, program, safetensors
 from engines.checkpoint.read import CheckpointError, complete_config
@@ -79,8 +81,6 @@ def read_weights(model_file: Path) -> dict[str, FloatArray]:
 
 def _restore(quantised: Array, scale: Array, zero: Array) -> FloatArray:
     """(q - zero) * scale; a vector of scales counts output columns, the last axis of (in, out)."""
-    import numpy as np
-
     value: FloatArray = (quantised.astype(np.float32) - zero.astype(np.float32)) * scale.astype(np.float32)
     return value
 

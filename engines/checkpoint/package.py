@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Final
 from engines.bundle.digest import PREFIX, file_digest
 from engines.checkpoint import program, safetensors
 from engines.checkpoint.layout import INT8
-from engines.checkpoint.quantize import Quantised
 from engines.checkpoint.read import Checkpoint, CheckpointError
 
 if TYPE_CHECKING:
@@ -61,6 +60,8 @@ def write_package(
     tensors: Mapping[str, Array] = checkpoint.tensors
     kind: str | Callable[[str], str] = DTYPES.get(dtype, "")
     if dtype == INT8:
+        from engines.checkpoint.quantize import Quantised  # the host imports this module, and it needs no numpy
+
         quantised = Quantised(checkpoint)
         tensors, shapes, kind = quantised, quantised.shapes, quantised.kind
     temporary = out.with_name(out.name + ".part")

@@ -183,25 +183,49 @@ def test_a_config_that_is_not_served_is_refused_by_key(
         Checkpoint.open(folder)
 
 
+BASE = {
+    "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "max_position_embeddings": 16,
+}  # fmt: skip
+DECODER = {
+    "head_dim": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "attention_bias": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("bert", {"head_dim": 4, "type_vocab_size": 2, "layer_norm_eps": 1e-12}),
+        ("modernbert", {
+            "head_dim": 4, "norm_eps": 1e-5, "norm_bias": False, "attention_bias": False, "mlp_bias": False,
+            "classifier_bias": False, "classifier_pooling": "cls", "local_attention": 128,
+            "global_rope_theta": 160000.0, "local_rope_theta": 10000.0,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        }),
+        ("qwen3", DECODER | {"tie_word_embeddings": True}),
+        ("llama", DECODER | {"tie_word_embeddings": False}),
+    ],
+)  # fmt: skip
+def test_what_a_config_leaves_out_has_the_family_s_default(family: Any, expected: dict[str, Any]) -> None:
+    config = complete_config({**BASE, "num_key_value_heads": None}, family, where="x")
+    assert {key: config[key] for key in expected} == expected
+
+
 def test_both_spellings_of_rope_settings_mean_the_same() -> None:
-    base = {
-        "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4,
-        "num_attention_heads": 2, "max_position_embeddings": 16,
-    }  # fmt: skip
     old = complete_config(
-        {**base, "global_rope_theta": 5e5, "local_rope_theta": 2e4, "global_attn_every_n_layers": 2},
+        {**BASE, "global_rope_theta": 5e5, "local_rope_theta": 2e4, "global_attn_every_n_layers": 2},
         "modernbert",
         where="x",
     )
     kinds = ["full_attention", "sliding_attention"] * 2
     rope = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4, "rope_type": "default"}}
-    new = complete_config({**base, "layer_types": kinds, "rope_parameters": rope}, "modernbert", where="x")
+    new = complete_config({**BASE, "layer_types": kinds, "rope_parameters": rope}, "modernbert", where="x")
     for key in ("global_rope_theta", "local_rope_theta", "layer_types"):
         assert old[key] == new[key]
-    qwen = complete_config({**base, "rope_parameters": {"rope_theta": 1e6}}, "qwen3", where="x")
+    qwen = complete_config({**BASE, "rope_parameters": {"rope_theta": 1e6}}, "qwen3", where="x")
     assert qwen["rope_theta"] == 1e6
     with pytest.raises(CheckpointError, match="layer_types"):
-        complete_config({**base, "layer_types": ["full_attention"]}, "modernbert", where="x")
+        complete_config({**BASE, "layer_types": ["full_attention"]}, "modernbert", where="x")
 
 
 def test_files_that_are_missing_or_alien(tmp_path: Path) -> None:
@@ -310,17 +334,13 @@ STRANGE = [None, True, -1, 0, 0.5, 10**400, 2**63, NAN, INF, "x", [], [1], [[]],
 @pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3", "llama"])
 def test_whatever_stands_in_a_config_is_served_or_refused_by_key(family: Any) -> None:
     """What a manifest's config holds reaches a worker: any other exception there ends it."""
-    base = {
-        "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4,
-        "num_attention_heads": 2, "max_position_embeddings": 16,
-    }  # fmt: skip
-    keys = [*complete_config(base, family, where="x"), "rope_parameters", "rope_scaling", "use_sliding_window"]
+    keys = [*complete_config(BASE, family, where="x"), "rope_parameters", "rope_scaling", "use_sliding_window"]
     changes = [{key: value} for key in [*keys, "architectures"] for value in STRANGE]
     changes += [{"rope_parameters": {"full_attention": value}} for value in STRANGE]
     served = 0
     for change in changes:
         try:
-            config = complete_config({**base, **change}, family, where="x")
+            config = complete_config({**BASE, **change}, family, where="x")
         except CheckpointError:
             continue
         served += 1
