@@ -34,7 +34,8 @@ def test_a_bert_embedder(tmp_path: Path) -> None:
                                "head": {"kind": "pooler"}}),
         ("modernbert-rerank", None, {"head": {"kind": "dense", "pooling": "mean"}, "special_ids": BERT_IDS,
                                      "token_types": None}),
-        ("qwen3", None, {"pooling": "last", "normalize": True, "dims": 64}),
+        ("qwen3", None, {"pooling": "last", "normalize": True, "dims": 64,
+                         "special_ids": {"bos": 0, "eos": 0, "pad": 0}}),
         ("qwen3-generate", "embed", {"pooling": "last"}),
     ],
 )  # fmt: skip
