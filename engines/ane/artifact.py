@@ -30,11 +30,6 @@ def verify(path: str, digest: str, progress: ProgressReporter) -> Path:
     """
     expected = expected_digest(digest)
     root = Path(path)
-    if root.suffix == ".zip" and root.is_file():
-        raise EngineError(
-            ErrorCode.SPECIALIZATION_MISSING,
-            f"{root.name} is an archive: run `python -m engines.ane prepare` on its bundle first",
-        )
     if not path or root.is_symlink() or not root.is_dir():
         raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{path!r} is not a folder; a Core ML artifact is one")
     reported = 0

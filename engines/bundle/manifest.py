@@ -112,16 +112,18 @@ def manifest_digest(data: bytes) -> str:
     return hashlib.sha256(canonical_bytes(parse_strict(data))).hexdigest()
 
 
+def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build one JSON object, as ``object_pairs_hook``; ValueError for a key that occurs twice."""
+    obj: dict[str, Any] = {}
+    for key, value in items:
+        if key in obj:
+            raise ValueError(f"key {key[:80]!r} occurs twice")
+        obj[key] = value
+    return obj
+
+
 def parse_strict(data: bytes) -> dict[str, Any]:
     """Parse one JSON object; duplicate keys, floats, NaN and other types are refused with a BundleError."""
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        obj: dict[str, Any] = {}
-        for key, value in items:
-            if key in obj:
-                raise BundleError(f"{FILE_NAME}: key {key[:80]!r} occurs twice")
-            obj[key] = value
-        return obj
 
     def whole(text: str) -> int:
         # What reads a config or a head makes floats and array elements of it, which hold no more.
@@ -137,7 +139,11 @@ def parse_strict(data: bytes) -> dict[str, Any]:
     try:
         # Decoded here: left to itself, json would guess UTF-16 and UTF-32 as well.
         obj = json.loads(
-            data.decode("utf-8"), object_pairs_hook=pairs, parse_int=whole, parse_float=number, parse_constant=number
+            data.decode("utf-8"),
+            object_pairs_hook=unique_keys,
+            parse_int=whole,
+            parse_float=number,
+            parse_constant=number,
         )
         canonical_bytes(obj)  # half a surrogate pair has no UTF-8 form, so no digest either
     except (ValueError, RecursionError) as exc:

@@ -7,6 +7,9 @@ specialisation cache is keyed by full path and configuration, so a bundle that m
 
 from __future__ import annotations
 
+import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +22,7 @@ FOLDER: Final = "ane-coreml"
 COMPILED: Final = "compiled"
 RECORD: Final = "preparation.json"
 MAX_BYTES: Final = 1024 * 1024
+STALE_S: Final = 24 * 3600.0
 
 
 class TensorRecord(Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,6 +80,18 @@ def find(cache: Path, source_digest: str) -> tuple[Path, Preparation]:
     if found.source_digest.removeprefix("sha256:") != source_digest.removeprefix("sha256:"):
         raise BundleError(f"{root / RECORD}: prepared from {found.source_digest}, not from {source_digest}")
     return root / COMPILED, found
+
+
+def sweep(folder: Path, now: float | None = None, *, pattern: str = ".*.tmp") -> list[Path]:
+    """Remove what crashes left more than 24 hours ago, entries named like *pattern*; return what was removed."""
+    limit = (time.time() if now is None else now) - STALE_S
+    removed = []
+    for path in folder.glob(pattern):
+        with suppress(FileNotFoundError):  # swept by somebody else meanwhile
+            if path.lstat().st_mtime < limit:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink()
+                removed.append(path)
+    return removed
 
 
 def default_cache() -> Path:

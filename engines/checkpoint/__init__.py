@@ -1,6 +1,7 @@
-"""What a Hugging Face checkpoint is, and how it is read; at build time, and when a worker opens a package of it.
+"""What a Hugging Face checkpoint is: how it is read, checked, and turned into the files a bundle holds.
 
-`read` opens a folder or a package, `layout` names the tensors of each family, `facts` and `pipeline` say what the files
-beside the weights mean, `safetensors` is the format, `package` and `quantize` write artifacts, `reference` computes
-what the published model answers. It imports no native library and knows no worker. Start with `read.py`.
+It reads config.json, safetensors and the files beside them, and refuses by name whatever would change a number without
+a sign. Its programs (``package``, ``dequantize``, ``reference``) make weights and reference fixtures at build time; the
+workers read a package's tensors through the same code at LOAD. It must not know an engine, the runtime, the wire's
+framing or the host. Open ``read.py`` first.
 """

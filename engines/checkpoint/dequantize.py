@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from engines.bundle import digest
 from engines.checkpoint import layout, program, safetensors
 from engines.checkpoint.read import CheckpointError, complete_config
@@ -79,8 +81,6 @@ def read_weights(model_file: Path) -> dict[str, FloatArray]:
 
 def _restore(quantised: Array, scale: Array, zero: Array) -> FloatArray:
     """(q - zero) * scale; a vector of scales counts output columns, the last axis of (in, out)."""
-    import numpy as np
-
     value: FloatArray = (quantised.astype(np.float32) - zero.astype(np.float32)) * scale.astype(np.float32)
     return value
 
@@ -142,20 +142,16 @@ def dequantize(model_file: Path, out: Path, *, heads: int, progress: Callable[[i
     (out / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     named = {(key if key.startswith("classifier") else "bert." + key): weights[found[key]] for key in shapes}
     # What is computed from these weights later says from which rounded ones they come.
-    metadata = {
-        "format": "pt",
-        QUANTIZED_DTYPE: "int8",
-        QUANTIZED_DIGEST: digest.PREFIX + digest.file_digest(model_file),
-    }
+    metadata = {"format": "pt", QUANTIZED_DTYPE: "int8"}
+    metadata[QUANTIZED_DIGEST] = digest.PREFIX + digest.file_digest(model_file)
     safetensors.write(out / "model.safetensors", named, metadata=metadata, dtype="F32", progress=progress)
     return out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as a program; progress as JSON lines on stdout, a failure as one line on stderr."""
-    parser = argparse.ArgumentParser(
-        prog="python -m engines.checkpoint.dequantize", description=__doc__.splitlines()[0]
-    )
+    about = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m engines.checkpoint.dequantize", description=about)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--heads", type=int, required=True)

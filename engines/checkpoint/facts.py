@@ -1,7 +1,7 @@
 """What a checkpoint folder says beyond its weights: pooling, normalisation, length limit, special ids, head.
 
-How each file beside the weights is read, and what is refused, stands in :mod:`engines.checkpoint.pipeline`. Nothing
-here needs the tokenizers package.
+How each file beside the weights is read, and what is refused: :mod:`engines.checkpoint.pipeline`. Nothing here needs
+the tokenizers package.
 
 Shapes of what goes into a manifest:
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engines.checkpoint import pipeline
-from engines.checkpoint.read import Checkpoint, CheckpointError, read_json
+from engines.checkpoint.read import Checkpoint, CheckpointError, read_json, read_optional
 from engines.protocol.messages import Pooling
 
 _ROLES: Final = ("cls", "sep", "bos", "eos", "pad", "unk", "mask")
@@ -85,9 +85,7 @@ def special_ids(checkpoint: Checkpoint) -> dict[str, int]:
     folder, config = checkpoint.folder, checkpoint.config
     names: dict[str, str] = {}
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
-        if not file.exists():
-            continue
-        conf = read_json(file)
+        conf = read_optional(file)
         for role in _ROLES:
             token = conf.get(f"{role}_token")
             token = token.get("content") if isinstance(token, dict) else token
@@ -125,7 +123,7 @@ def head(checkpoint: Checkpoint, steps: pipeline.Pipeline | None) -> dict[str, A
     # Without a pipeline the folder's usual name counts: older exports have the module's settings and no modules.json.
     module = steps.score_folder if steps is not None and steps.score_folder else checkpoint.folder / "1_LogitScore"
     file = module / "config.json"
-    conf = read_json(file) if file.exists() else {}
+    conf = read_optional(file)
     ids = {}
     vocabulary = _vocabulary(checkpoint.folder)
     for word, key in (("yes", "true_token_id"), ("no", "false_token_id")):
@@ -140,10 +138,7 @@ def head(checkpoint: Checkpoint, steps: pipeline.Pipeline | None) -> dict[str, A
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:
-    file = folder / "tokenizer.json"
-    if not file.exists():
-        return {}
-    conf = read_json(file)
+    conf = read_optional(folder / "tokenizer.json")
     model = conf.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids = {k: v for k, v in vocabulary.items() if type(v) is int} if isinstance(vocabulary, dict) else {}

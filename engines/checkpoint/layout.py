@@ -1,30 +1,8 @@
 """Which tensors a checkpoint of each family holds, under which canonical name and in which shape.
 
-Canonical names are Hugging Face's without the leading ``bert.`` or ``model.``; matrices are (out, in). H hidden_size, I
-intermediate_size, V vocab_size, P max_position_embeddings, T type_vocab_size; N counts layers from 0.
-
-bert
-    embeddings.word_embeddings.weight (V, H) · embeddings.position_embeddings.weight (P, H)
-    embeddings.token_type_embeddings.weight (T, H) · embeddings.LayerNorm.{weight,bias} (H)
-    encoder.layer.N.attention.self.{query,key,value}.{weight (H, H),bias (H)}
-    encoder.layer.N.attention.output.dense.{weight (H, H),bias (H)} · ...attention.output.LayerNorm.{weight,bias} (H)
-    encoder.layer.N.intermediate.dense.{weight (I, H),bias (I)} · encoder.layer.N.output.dense.{weight (H, I),bias (H)}
-    encoder.layer.N.output.LayerNorm.{weight,bias} (H)
-    rerank: pooler.dense.{weight (H, H),bias (H)} · classifier.{weight (1, H),bias (1)}
-modernbert
-    embeddings.tok_embeddings.weight (V, H) · embeddings.norm.weight (H)
-    layers.N.attn_norm.weight (H; absent for N = 0) · layers.N.attn.Wo.weight (H, H)
-    layers.N.attn.Wqkv.weight (3H, H; query, key, value stacked)
-    layers.N.mlp_norm.weight (H) · layers.N.mlp.Wi.weight (2I, H; the half that is activated first, then the gate)
-    layers.N.mlp.Wo.weight (H, I) · final_norm.weight (H)
-    ``.bias`` beside each where norm_bias, attention_bias, mlp_bias say so
-    rerank: head.dense.weight (H, H) · head.norm.weight (H) · classifier.{weight (1, H),bias (1)}
-qwen3, llama (head_dim D, query heads Q, key/value heads K)
-    embed_tokens.weight (V, H) · layers.N.input_layernorm.weight (H) · layers.N.self_attn.q_proj.weight (Q·D, H)
-    layers.N.self_attn.{k_proj,v_proj}.weight (K·D, H) · layers.N.self_attn.o_proj.weight (H, Q·D)
-    layers.N.self_attn.{q_norm,k_norm}.weight (D; qwen3 only) · layers.N.post_attention_layernorm.weight (H)
-    layers.N.mlp.{gate_proj,up_proj}.weight (I, H) · layers.N.mlp.down_proj.weight (H, I) · norm.weight (H)
-    lm_head.weight (V, H): only where tie_word_embeddings is false and the task is generate or rerank
+Canonical names are Hugging Face's without the leading ``bert.`` or ``model.``; matrices are (out, in). ModernBERT
+stacks query, key and value in ``Wqkv``, and in ``Wi`` the half that is activated first, then the gate. ``lm_head`` is
+required only where tie_word_embeddings is false and the task is generate or rerank.
 """
 
 from __future__ import annotations
@@ -40,9 +18,9 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 FAMILIES: Final[tuple[Family, ...]] = ("bert", "modernbert", "qwen3", "llama")
 
-#: Stored names that belong to a training head or a buffer and never enter a forward pass.
+# Stored names that belong to a training head or a buffer and never enter a forward pass.
 _BUFFERS: Final = re.compile(r"(^|\.)(position_ids|token_type_ids|rotary_emb\.inv_freq)$|^cls\.|^decoder\.")
-#: Heads that other tasks don't use.
+# Heads that other tasks don't use.
 _OTHER_HEADS: Final = re.compile(r"^(pooler|head|classifier)\.|^lm_head\.")
 
 

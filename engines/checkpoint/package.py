@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Final
 from engines.bundle.digest import PREFIX, file_digest
 from engines.checkpoint import program, safetensors
 from engines.checkpoint.layout import INT8
-from engines.checkpoint.quantize import Quantised
 from engines.checkpoint.read import Checkpoint, CheckpointError
 
 if TYPE_CHECKING:
@@ -56,16 +55,13 @@ def write_package(
     if dtype not in (*DTYPES, INT8):
         raise CheckpointError(f"dtype {dtype!r}: a safetensors-package is f32, f16, bf16 or int8")
     shapes = {name: checkpoint.shape(name) for name in checkpoint.tensors}
-    metadata = {
-        "format": "pt",
-        "profile": profile,
-        "family": checkpoint.family,
-        "task": checkpoint.task,
-        "dtype": dtype,
-    }
+    metadata = {"format": "pt", "profile": profile, "family": checkpoint.family, "task": checkpoint.task}
+    metadata["dtype"] = dtype
     tensors: Mapping[str, Array] = checkpoint.tensors
     kind: str | Callable[[str], str] = DTYPES.get(dtype, "")
     if dtype == INT8:
+        from engines.checkpoint.quantize import Quantised  # the host imports this module, and it needs no numpy
+
         quantised = Quantised(checkpoint)
         tensors, shapes, kind = quantised, quantised.shapes, quantised.kind
     temporary = out.with_name(out.name + ".part")
@@ -90,9 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def make() -> dict[str, Any]:
         checkpoint = Checkpoint.open(args.checkpoint, task=args.task)
         dtype = args.dtype or checkpoint.stored_dtype
-        size = write_package(
-            checkpoint, args.out, profile=args.profile, dtype=dtype, progress=program.report("package")
-        )
+        report = program.report("package")
+        size = write_package(checkpoint, args.out, profile=args.profile, dtype=dtype, progress=report)
         return {"path": args.out.name, "bytes": size, "digest": PREFIX + file_digest(args.out), "dtype": dtype}
 
     return program.run("package", make, missing="install it")

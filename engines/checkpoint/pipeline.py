@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engines.checkpoint.read import CheckpointError, read_json, read_json_list
+from engines.checkpoint.read import CheckpointError, read_json, read_json_list, read_optional
 from engines.protocol.messages import Pooling
 
 _FLAGS: Final[dict[str, Pooling]] = {
@@ -26,15 +26,12 @@ _FLAGS: Final[dict[str, Pooling]] = {
 }
 _NAMES: Final[dict[str, Pooling]] = {"mean": Pooling.MEAN, "cls": Pooling.CLS, "lasttoken": Pooling.LAST}
 _POOLING_KEYS: Final = {"word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt"}
-_SENTENCE_KEYS: Final = {"max_seq_length", "do_lower_case"}
-_SENTENCE_HARMLESS: Final = {"model_args", "tokenizer_args", "config_args", "cache_dir", "backend", "transformer_task"}
+_SENTENCE_KEYS: Final = {
+    *("max_seq_length", "do_lower_case", "model_args", "tokenizer_args", "config_args", "cache_dir", "backend"),
+    "transformer_task",
+}
 _PROMPT_KEYS: Final = {
-    "__version__",
-    "model_type",
-    "prompts",
-    "default_prompt_name",
-    "similarity_fn_name",
-    "activation_fn",
+    *("__version__", "model_type", "prompts", "default_prompt_name", "similarity_fn_name", "activation_fn"),
 }
 
 
@@ -86,8 +83,7 @@ def read_pooling(file: Path) -> Pooling:
     """Return the one pooling of a Pooling module's config.json; other and several modes are refused."""
     conf = read_json(file)
     unknown = {key for key in conf if key not in _POOLING_KEYS and not key.startswith("pooling_mode_")}
-    if unknown:
-        raise CheckpointError(f"{file}: {_quoted(unknown)} isn't known here and may change how vectors are pooled")
+    _only(file, unknown, "how vectors are pooled")
     on = [key for key, value in conf.items() if key.startswith("pooling_mode_") and value not in (False, None)]
     named = conf.get("pooling_mode")
     if not on and isinstance(named, str) and named in _NAMES:
@@ -105,12 +101,8 @@ def read_limit(folder: Path, *, tokenizer_lowers: bool | None) -> int | None:
     *tokenizer_lowers*: what the tokenizer does itself; a ``do_lower_case`` that it doesn't do is refused.
     """
     file = folder / "sentence_bert_config.json"
-    if not file.exists():
-        return None
-    conf = read_json(file)
-    unknown = set(conf) - _SENTENCE_KEYS - _SENTENCE_HARMLESS
-    if unknown:
-        raise CheckpointError(f"{file}: {_quoted(unknown)} isn't known here and may change a vector or a limit")
+    conf = read_optional(file)
+    _only(file, set(conf) - _SENTENCE_KEYS, "a vector or a limit")
     if conf.get("do_lower_case") and not tokenizer_lowers:
         raise CheckpointError(
             f"{file}: do_lower_case is true, and the tokenizer keeps capitals: texts would have to be lowered before "
@@ -123,12 +115,8 @@ def read_limit(folder: Path, *, tokenizer_lowers: bool | None) -> int | None:
 def check_prompts(folder: Path) -> list[str]:
     """Refuse a default prompt, which would stand before every text; return notes about the named ones."""
     file = folder / "config_sentence_transformers.json"
-    if not file.exists():
-        return []
-    conf = read_json(file)
-    unknown = set(conf) - _PROMPT_KEYS
-    if unknown:
-        raise CheckpointError(f"{file}: {_quoted(unknown)} isn't known here and may change a vector")
+    conf = read_optional(file)
+    _only(file, set(conf) - _PROMPT_KEYS, "a vector")
     prompts = conf.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointError(f"{file}: prompts must map names to texts")
@@ -138,11 +126,8 @@ def check_prompts(folder: Path) -> list[str]:
             f"{file}: default_prompt_name {default!r} puts a prompt before every text, which isn't done here. Set it "
             f"to null and put the prompt into your texts: {prompts.get(default)!r}"
         )
-    said = {name: text for name, text in prompts.items() if text}
-    if not said:
-        return []
-    listed = ", ".join(f"{name}: {text!r}" for name, text in said.items())
-    return [f"the model was trained with prompts, which your texts must bring along: {listed}"]
+    said = ", ".join(f"{name}: {text!r}" for name, text in prompts.items() if text)
+    return [f"the model was trained with prompts, which your texts must bring along: {said}"] if said else []
 
 
 def read_score(config: Mapping[str, Any], file: Path) -> str:
@@ -266,16 +251,15 @@ def check_tokenizer_files(folder: Path) -> bool | None:
         return None
     lowers = _lowers(read_json(file).get("normalizer"))
     settings = folder / "tokenizer_config.json"
-    if settings.exists():
-        conf = read_json(settings)
-        said = conf.get("do_lower_case")
-        # Bert's fast tokenizers put this over what tokenizer.json says.
-        if isinstance(said, bool) and said != lowers and "Bert" in str(conf.get("tokenizer_class")):
-            raise CheckpointError(
-                f"{settings}: do_lower_case is {str(said).lower()}, and tokenizer.json "
-                f"{'lowers' if lowers else 'keeps'} capitals: transformers follows the first, here the second is run. "
-                "Save the tokenizer once with transformers so that both say the same"
-            )
+    conf = read_optional(settings)
+    said = conf.get("do_lower_case")
+    # Bert's fast tokenizers put this over what tokenizer.json says.
+    if isinstance(said, bool) and said != lowers and "Bert" in str(conf.get("tokenizer_class")):
+        raise CheckpointError(
+            f"{settings}: do_lower_case is {str(said).lower()}, and tokenizer.json "
+            f"{'lowers' if lowers else 'keeps'} capitals: transformers follows the first, here the second is run. "
+            "Save the tokenizer once with transformers so that both say the same"
+        )
     return lowers
 
 
@@ -289,8 +273,7 @@ def _lowers(normalizer: Any) -> bool:
 
 def tokenizer_limit(folder: Path) -> int | None:
     """Return ``model_max_length`` of tokenizer_config.json; None where it is absent or the huge 'no limit'."""
-    file = folder / "tokenizer_config.json"
-    said = read_json(file).get("model_max_length") if file.exists() else None
+    said = read_optional(folder / "tokenizer_config.json").get("model_max_length")
     return int(said) if isinstance(said, int | float) and 0 < said < 2**31 else None
 
 
@@ -298,7 +281,7 @@ def end_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> list[in
     """Return every id that ends a generation: config.json's and generation_config.json's, in rising order."""
     ids: set[int] = set()
     file = folder / "generation_config.json"
-    sources = [(folder / "config.json", config), (file, read_json(file) if file.exists() else {})]
+    sources = [(folder / "config.json", config), (file, read_optional(file))]
     for source, conf in sources:
         said = conf.get("eos_token_id")
         for id in said if isinstance(said, list) else [said]:
@@ -313,9 +296,7 @@ def end_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> list[in
 def check_generation(folder: Path) -> list[str]:
     """Refuse what would have to change a greedy answer and isn't done; return notes about what is left out."""
     file = folder / "generation_config.json"
-    if not file.exists():
-        return []
-    conf = read_json(file)
+    conf = read_optional(file)
     for key, neutral in _HELD.items():
         if conf.get(key) not in neutral:
             raise CheckpointError(f"{file}: {key} {json.dumps(conf[key])} isn't followed here; generation is greedy")
@@ -338,7 +319,7 @@ def chat_template(folder: Path) -> str | None:
         return file.read_text("utf-8")
     found: Any = None
     for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
-        found = read_json(file).get("chat_template") if found is None and file.exists() else found
+        found = read_optional(file).get("chat_template") if found is None else found
     if isinstance(found, list):
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
         found = named.get("default")
@@ -353,6 +334,11 @@ def _inside(folder: Path, path: str, file: Path) -> Path:
     if path.startswith(("/", "\\")) or ".." in Path(path).parts or ":" in path:
         raise CheckpointError(f"{file}: {path!r} must be a folder beside it")
     return folder / path if path else folder
+
+
+def _only(file: Path, unknown: set[str], what: str) -> None:
+    if unknown:
+        raise CheckpointError(f"{file}: {_quoted(unknown)} isn't known here and may change {what}")
 
 
 def _quoted(keys: Any) -> str:

@@ -15,18 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from engines.checkpoint import layout
 
 if TYPE_CHECKING:
     from engines.checkpoint.read import Checkpoint
     from engines.checkpoint.safetensors import Array, FloatArray
 
-LARGEST: Final = 127
-"""Symmetric: -128 is not used."""
-COARSEST: Final = 16
-"""A grid with fewer steps up to a row's largest weight isn't looked for."""
-ON_GRID: Final = 1e-3
-"""In steps."""
+LARGEST: Final = 127  # symmetric: -128 is not used
+COARSEST: Final = 16  # a grid with fewer steps up to a row's largest weight isn't looked for
+ON_GRID: Final = 1e-3  # in steps
 
 
 class Quantised(Mapping[str, "Array"]):
@@ -69,8 +68,6 @@ class Quantised(Mapping[str, "Array"]):
 
 def outstanding(checkpoint: Checkpoint, count: int) -> Array:
     """Return the *count* channels, int32 ascending, whose norm weight before a feed-forward layer stands out most."""
-    import numpy as np
-
     layers = range(checkpoint.config["num_hidden_layers"])
     names = [f"encoder.layer.{n}.attention.output.LayerNorm.weight" for n in layers]
     weights = np.abs([checkpoint.f32(name) for name in names])
@@ -85,8 +82,6 @@ def quantise_rows(weight: FloatArray) -> tuple[Array, FloatArray]:
     A row that is whole multiples of some step, at most 127 of them, keeps that step and so its values. A row of zeros
     has scale 1.
     """
-    import numpy as np
-
     peak: FloatArray = np.abs(weight).max(axis=1)
     scale = np.where(peak > 0, peak / LARGEST, 1.0).astype(np.float32)
     open_rows = np.flatnonzero(peak > 0)
@@ -101,8 +96,6 @@ def quantise_rows(weight: FloatArray) -> tuple[Array, FloatArray]:
 
 
 def _on_grid(rows: FloatArray, step: FloatArray) -> Array:
-    import numpy as np
-
     ratio = rows / step[:, None]
     fits: Array = (np.abs(ratio - np.rint(ratio)) < ON_GRID).all(axis=1)
     return fits

@@ -10,9 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
-from engines.bundle.manifest import BundleError, Task, open_plain
+import msgspec
+from msgspec import Meta, Struct
+
+from engines.bundle.manifest import BundleError, Task, open_plain, unique_keys
 from engines.checkpoint import layout
 from engines.checkpoint.layout import Family
 from engines.checkpoint.safetensors import MappedTensors, SafetensorsFile
@@ -111,6 +114,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return obj
 
 
+def read_optional(file: Path) -> dict[str, Any]:
+    """Return what :func:`read_json` reads, or an empty object where there is no such file."""
+    return read_json(file) if file.exists() else {}
+
+
 def read_json_list(file: Path) -> list[dict[str, Any]]:
     """Read one bounded JSON list of objects, as :func:`read_json` reads one."""
     obj = _read_json(file)
@@ -120,13 +128,6 @@ def read_json_list(file: Path) -> list[dict[str, Any]]:
 
 
 def _read_json(file: Path) -> Any:
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        obj = dict(items)
-        if len(obj) != len(items):
-            raise CheckpointError(f"{file}: a key occurs twice")
-        return obj
-
     try:
         with open_plain(file) as handle:
             data = handle.read(MAX_JSON + 1)
@@ -135,10 +136,9 @@ def _read_json(file: Path) -> Any:
     if len(data) > MAX_JSON:
         raise CheckpointError(f"{file} is larger than {MAX_JSON} bytes")
     try:
-        obj = json.loads(data, object_pairs_hook=pairs)
+        return json.loads(data, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as exc:
         raise CheckpointError(f"{file} is not valid JSON: {exc}") from exc
-    return obj
 
 
 def family_of(raw: Mapping[str, Any], where: Path | str) -> Family:
@@ -166,102 +166,105 @@ def guess_task(raw: Mapping[str, Any], family: Family, folder: Path) -> Task:
     return "generate"
 
 
-_COUNTS: Final = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
-_LIMIT: Final = 2**31 - 1
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Number: TypeAlias = Annotated[float, Meta(gt=0, lt=2.0**63)]
+
+
+class _Config(Struct, kw_only=True):
+    """The keys of config.json that a forward pass reads in every family, and what they may be."""
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)]
+    num_attention_heads: Count
+    max_position_embeddings: Count
+    head_dim: Count = 0
+
+
+class _Bert(_Config, kw_only=True):
+    type_vocab_size: Count = 2
+    layer_norm_eps: Number = 1e-12
+    hidden_act: Literal["gelu"] = "gelu"
+    position_embedding_type: Literal["absolute"] = "absolute"
+
+
+class _ModernBert(_Config, kw_only=True):
+    norm_eps: Number = 1e-5
+    norm_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    classifier_bias: bool = False
+    classifier_pooling: Literal["cls", "mean"] = "cls"
+    classifier_activation: Literal["gelu"] = "gelu"
+    hidden_activation: Literal["gelu"] = "gelu"
+    local_attention: Count | Number = 128
+    global_rope_theta: Number = 160000.0
+    local_rope_theta: Number = 10000.0
+    global_attn_every_n_layers: Count = 3
+    layer_types: list[Literal["full_attention", "sliding_attention"]] = []
+
+
+class _Decoder(_Config, kw_only=True):
+    num_key_value_heads: Count = 0
+    rms_norm_eps: Number = 1e-6
+    hidden_act: Literal["silu"] = "silu"
+    rope_theta: Number = 10000.0
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+
+
+_CONFIGS: Final[dict[Family, type[_Config]]] = {
+    "bert": _Bert,
+    "modernbert": _ModernBert,
+    "qwen3": _Decoder,
+    "llama": _Decoder,
+}
 
 
 def complete_config(raw: Mapping[str, Any], family: Family, *, where: str) -> dict[str, Any]:
     """Return config.json with the family's defaults, rope settings in one spelling, and everything unsupported refused.
 
-    Always present afterwards: vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
-    max_position_embeddings (int > 0), head_dim; bert: type_vocab_size, layer_norm_eps; modernbert: norm_eps,
-    norm_bias, attention_bias, mlp_bias, classifier_bias, classifier_pooling (cls or mean), local_attention (whole
-    window in tokens), global_rope_theta, local_rope_theta, layer_types (``full_attention`` or ``sliding_attention``
-    per layer); qwen3 and llama: num_key_value_heads, rms_norm_eps, rope_theta, attention_bias, tie_word_embeddings.
+    Always present afterwards: the keys of the family's ``Struct`` above. ``local_attention`` is the whole window in
+    tokens. Raises CheckpointError naming the key.
     """
-    config = dict(raw)
+    config = {key: value for key, value in raw.items() if value is not None}
 
     def need(ok: bool, key: str, why: str) -> None:
         if not ok:
             raise CheckpointError(f"{where}: {key}: {why}")
 
-    def count(key: str) -> None:
-        value = config.get(key)
-        need(type(value) is int and 0 < value <= _LIMIT, key, f"{value!r} must be a positive integer")
-
-    def default(**values: Any) -> None:
-        for key, value in values.items():
-            if config.get(key) is None:
-                config[key] = value
-
-    def number(key: str) -> None:
-        value = config[key]
-        # An int may have any number of digits; a float doesn't.
-        need(type(value) in (int, float) and 0 < value < 2**63, key, f"{value!r} must be a positive number below 2^63")
-        config[key] = value if key == "local_attention" else float(value)
-
-    for key in _COUNTS:
-        count(key)
-    need(config["num_hidden_layers"] <= 1024, "num_hidden_layers", "more than 1024 layers")
-    default(head_dim=config["hidden_size"] // config["num_attention_heads"])
-    count("head_dim")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     need(isinstance(rope, dict), "rope_parameters", "must be an object")
     for kind, part in (("", rope), *((f"{k}.", v) for k, v in rope.items() if isinstance(v, dict))):
         named = part.get("rope_type", part.get("type", "default"))
         need(named == "default", f"rope_parameters.{kind}rope_type", f"{named!r} is not supported, only 'default'")
-    if family == "bert":
-        default(type_vocab_size=2, layer_norm_eps=1e-12, hidden_act="gelu", position_embedding_type="absolute")
-        count("type_vocab_size")
-        number("layer_norm_eps")
-        need(config["hidden_act"] == "gelu", "hidden_act", f"{config['hidden_act']!r} is not supported, only 'gelu'")
-        need(config["position_embedding_type"] == "absolute", "position_embedding_type", "only 'absolute' is supported")
-    elif family == "modernbert":
-        full, sliding = (rope.get(kind, {}) for kind in ("full_attention", "sliding_attention"))
-        need(isinstance(full, dict) and isinstance(sliding, dict), "rope_parameters", "must hold objects")
-        default(
-            norm_eps=1e-5, norm_bias=False, attention_bias=False, mlp_bias=False, classifier_bias=False,
-            classifier_pooling="cls", classifier_activation="gelu", hidden_activation="gelu", local_attention=128,
-            global_rope_theta=full.get("rope_theta", 160000.0),
-            local_rope_theta=sliding.get("rope_theta", 10000.0),
-        )  # fmt: skip
-        default(global_attn_every_n_layers=3)
-        count("global_attn_every_n_layers")
-        every = config["global_attn_every_n_layers"]
-        kinds = ["sliding_attention" if n % every else "full_attention" for n in range(config["num_hidden_layers"])]
-        default(layer_types=kinds)
-        types = config["layer_types"]
-        known = isinstance(types, list) and all(kind in ("sliding_attention", "full_attention") for kind in types)
-        need(known and len(types) == len(kinds), "layer_types", "must name full_attention or sliding_attention each")
-        for key in ("norm_eps", "global_rope_theta", "local_rope_theta", "local_attention"):
-            number(key)
-        for key in ("hidden_activation", "classifier_activation"):
-            need(config[key] == "gelu", key, f"{config[key]!r} is not supported, only 'gelu'")
-        need(config["classifier_pooling"] in ("cls", "mean"), "classifier_pooling", "must be cls or mean")
-    else:
-        default(
-            num_key_value_heads=config["num_attention_heads"], rms_norm_eps=1e-6, hidden_act="silu",
-            rope_theta=rope.get("rope_theta", 10000.0), attention_bias=False, tie_word_embeddings=family == "qwen3",
-        )  # fmt: skip
-        count("num_key_value_heads")
-        for key in ("rms_norm_eps", "rope_theta"):
-            number(key)
-        need(config["hidden_act"] == "silu", "hidden_act", f"{config['hidden_act']!r} is not supported, only 'silu'")
+    defaults: dict[str, Any] = {"tie_word_embeddings": family == "qwen3"}
+    thetas = {"rope_theta": rope}
+    if family == "modernbert":
+        thetas = {"global_rope_theta": rope.get("full_attention"), "local_rope_theta": rope.get("sliding_attention")}
+    for key, part in thetas.items():
+        need(isinstance(part, dict | None), "rope_parameters", "must hold objects")
+        defaults |= {key: part["rope_theta"]} if part and "rope_theta" in part else {}
+    try:
+        known = msgspec.convert(defaults | config, _CONFIGS[family])
+    except msgspec.ValidationError as exc:
+        raise CheckpointError(f"{where}: {exc}") from exc
+    heads = known.num_attention_heads
+    known.head_dim = known.head_dim or known.hidden_size // heads
+    need(known.head_dim > 0, "head_dim", "must be positive: num_attention_heads exceeds hidden_size")
+    if isinstance(known, _Decoder):
+        known.num_key_value_heads = known.num_key_value_heads or heads
         need(not config.get("use_sliding_window"), "use_sliding_window", "sliding windows are not supported")
-        grouped = config["num_attention_heads"] % config["num_key_value_heads"] == 0
-        need(grouped, "num_key_value_heads", "must divide num_attention_heads")
-    if family in ("bert", "modernbert"):
-        need(
-            config["hidden_size"] % config["num_attention_heads"] == 0, "num_attention_heads", "must divide hidden_size"
-        )
-    return config
+        need(heads % known.num_key_value_heads == 0, "num_key_value_heads", "must divide num_attention_heads")
+    else:
+        need(known.hidden_size % heads == 0, "num_attention_heads", "must divide hidden_size")
+    if isinstance(known, _ModernBert):
+        layers, every = known.num_hidden_layers, known.global_attn_every_n_layers
+        if "layer_types" not in config:
+            known.layer_types = ["sliding_attention" if n % every else "full_attention" for n in range(layers)]
+        need(len(known.layer_types) == layers, "layer_types", "must name full_attention or sliding_attention each")
+    return config | msgspec.structs.asdict(known)
 
 
 def plain_numbers(config: Any) -> Any:

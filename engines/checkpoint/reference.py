@@ -18,6 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from engines.bundle import digest, fixtures
 from engines.bundle.fixtures import Reference
 from engines.checkpoint import facts, probes, program
@@ -122,8 +124,6 @@ def _frame(tokenizer: Any, special: dict[str, int], encoder: bool) -> tuple[list
 
 
 def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, by: Reference, limit: int, progress: Progress) -> int:
-    import numpy as np
-
     torch = import_module("torch")
     tokenizer = _tokenizer(checkpoint.folder)
     frame = _frame(tokenizer, known.special_ids, checkpoint.family != "qwen3")
@@ -151,8 +151,6 @@ def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, by: Reference,
 def _rerank(
     checkpoint: Checkpoint, known: facts.Facts, out: Path, by: Reference, limit: int, progress: Progress
 ) -> int:
-    import numpy as np
-
     torch = import_module("torch")
     tokenizer = _tokenizer(checkpoint.folder)
     cls, sep = known.special_ids["cls"], known.special_ids["sep"]
@@ -195,8 +193,6 @@ def _rerank(
 
 
 def _generate(folder: Path, out: Path, model: Any, by: Reference, limit: int, progress: Progress) -> int:
-    import numpy as np
-
     torch = import_module("torch")
     tokenizer = _tokenizer(folder)
     prompts = probes.prompts()
@@ -243,14 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def make() -> dict[str, Any]:
-        count = compute(
-            args.checkpoint,
-            args.out,
-            task=args.task,
-            max_tokens=args.max_tokens,
-            gguf=args.gguf,
-            progress=program.report("reference"),
-        )
+        options = {"task": args.task, "max_tokens": args.max_tokens, "gguf": args.gguf}
+        count = compute(args.checkpoint, args.out, **options, progress=program.report("reference"))
         return {"path": str(args.out), "probes": count}
 
     return program.run("reference", make, missing="install the extra 'reference'")

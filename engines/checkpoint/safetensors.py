@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.bundle.manifest import BundleError, open_plain
+from engines.bundle.manifest import BundleError, open_plain, unique_keys
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,16 +75,8 @@ def parse_header(data: mmap.mmap, *, where: str) -> Header:
     if not 2 <= length <= min(MAX_HEADER, file_size - 8):
         raise refuse(f"a header of {length} bytes can't be")
 
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        obj: dict[str, Any] = {}
-        for key, value in items:
-            if key in obj:
-                raise refuse(f"{key[:80]!r} occurs twice in the header")
-            obj[key] = value
-        return obj
-
     try:
-        obj = json.loads(data[8 : 8 + length], object_pairs_hook=pairs)
+        obj = json.loads(data[8 : 8 + length], object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as exc:
         raise refuse(f"the header is not valid JSON ({exc})") from exc
     if not isinstance(obj, dict):

@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the worker or the builder; return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in BUILDER_VERBS:
-        from engines.llama.build import main as build
+        from engines.llama.build.convert import main as build
 
         return build(arguments)
     from engines.llama.engine import LlamaEngine

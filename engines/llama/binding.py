@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
@@ -257,8 +259,6 @@ class NativeContext:
 
     def _allocate_batch(self) -> None:
         """Make the arrays that every call fills, and the native batch that points into them."""
-        import numpy as np
-
         api, shape = self.api, self.shape
         size = shape.n_ubatch
         self._tokens = np.zeros(size, dtype=np.int32)
@@ -292,8 +292,6 @@ class NativeContext:
 
     def run_rows(self, ids: IntArray, bounds: IntArray) -> None:
         """Compute whole rows, one sequence each; every token is an output. At most n_ubatch tokens (U1)."""
-        import numpy as np
-
         n, rows = len(ids), len(bounds) - 1
         if n > self.shape.n_ubatch or rows > self.shape.n_seq_max:
             raise EngineError(
@@ -308,8 +306,6 @@ class NativeContext:
 
     def run_slice(self, ids: IntArray | Sequence[int], *, position: int, output: bool) -> None:
         """Append *ids* to sequence 0 at *position*; *output* asks for the logits of the last one."""
-        import numpy as np
-
         n = len(ids)
         if n > self.shape.n_ubatch:
             raise EngineError(ErrorCode.INFERENCE_FAILED, f"a slice of {n} tokens exceeds {self.shape.n_ubatch}")
@@ -322,8 +318,6 @@ class NativeContext:
 
     def states(self, tokens: int) -> FloatArray:
         """Return a view of the last call's token states, float32 (tokens, dims), valid until the next call."""
-        import numpy as np
-
         pointer = self.api.llama_get_embeddings(self._context)
         if not pointer:
             raise EngineError(ErrorCode.INFERENCE_FAILED, "llama.cpp returned no token states")
@@ -331,8 +325,6 @@ class NativeContext:
 
     def pooled(self, rows: int, width: int) -> FloatArray:
         """Return a copy of the last call's pooled rows, float32 (rows, width)."""
-        import numpy as np
-
         out = np.empty((rows, width), dtype=np.float32)
         for row in range(rows):
             pointer = self.api.llama_get_embeddings_seq(self._context, row)
@@ -343,8 +335,6 @@ class NativeContext:
 
     def logits(self) -> FloatArray:
         """Return a view of the logits of the last output, float32 (vocabulary,), valid until the next call."""
-        import numpy as np
-
         pointer = self.api.llama_get_logits_ith(self._context, -1)
         if not pointer:
             raise EngineError(ErrorCode.INFERENCE_FAILED, "llama.cpp returned no logits")

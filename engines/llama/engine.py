@@ -29,20 +29,10 @@ PROBE_TIMEOUT_S: Final = {"cpu": 30, "metal": 100}
 """Seconds for the library to load in the probe's child; Metal compiles its kernels when it is registered first."""
 _LIBRARY: Final = re.compile(r"(?:lib)?ggml-([a-z]+)\.(?:so|dylib|dll)")
 _X86_FEATURES: Final = {
-    "SSE3": "pni",
-    "SSSE3": "ssse3",
-    "AVX": "avx",
-    "AVX2": "avx2",
-    "AVX_VNNI": "avx_vnni",
-    "F16C": "f16c",
-    "FMA": "fma",
-    "BMI2": "bmi2",
-    "AVX512": "avx512f",
-    "AVX512_VBMI": "avx512vbmi",
-    "AVX512_VNNI": "avx512_vnni",
-    "AVX512_BF16": "avx512_bf16",
-    "AMX_INT8": "amx_int8",
-}
+    "SSE3": "pni", "SSSE3": "ssse3", "AVX": "avx", "AVX2": "avx2", "AVX_VNNI": "avx_vnni", "F16C": "f16c", "FMA": "fma",
+    "BMI2": "bmi2", "AVX512": "avx512f", "AVX512_VBMI": "avx512vbmi", "AVX512_VNNI": "avx512_vnni",
+    "AVX512_BF16": "avx512_bf16", "AMX_INT8": "amx_int8",
+}  # fmt: skip
 """llama.cpp's word for a CPU feature -> the kernel's word in /proc/cpuinfo."""
 
 

@@ -82,7 +82,6 @@ class SpecialIds:
     bos: int | None
     sep: int | None
     eos: int | None
-    pad: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +152,11 @@ class Header:
     def special(self) -> SpecialIds:
         """Special ids from the metadata: ``llama_vocab_*`` answers -1 for files without a vocabulary."""
         limit = self.vocab_size or 0
-        names = ("bos", "cls", "seperator", "eos", "padding")
+        names = ("bos", "cls", "seperator", "eos")
         ids = [self.integer(f"tokenizer.ggml.{name}_token_id") for name in names]
-        bos, cls, sep, eos, pad = (id_ if id_ is not None and id_ < limit else None for id_ in ids)
+        bos, cls, sep, eos = (id_ if id_ is not None and id_ < limit else None for id_ in ids)
         # Converters name BERT's first token either way.
-        return SpecialIds(bos=cls if bos is None else bos, sep=sep, eos=eos, pad=pad)
+        return SpecialIds(bos=cls if bos is None else bos, sep=sep, eos=eos)
 
     @property
     def end_ids(self) -> frozenset[int]:

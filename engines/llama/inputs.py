@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Pooling
+from engines.runtime.batch import TokenBatch
 
 if TYPE_CHECKING:
     from engines.llama.gguf import Header, SpecialIds
-    from engines.runtime.batch import FloatArray, IntArray, RerankPairs, TokenBatch
+    from engines.runtime.batch import FloatArray, IntArray, RerankPairs
 
 MAX_SEQUENCES: Final = 64
 """Sequences in one native call. A power of two that divides every n_ubatch we use (U4)."""
@@ -108,10 +111,6 @@ def compose_pairs(
     *passage_shift* is added to every id after the first SEP (the document and its END: token type 1 in a split
     vocabulary). Raises ``model_unsupported`` without BOS or SEP, ``invalid_request`` for an empty segment.
     """
-    import numpy as np
-
-    from engines.runtime.batch import TokenBatch
-
     bos, sep = special.bos, special.sep
     if bos is None or sep is None:
         missing = "BOS" if bos is None else "SEP"
@@ -148,10 +147,6 @@ def trim(ids: list[int], special: SpecialIds) -> list[int]:
 
 def gather(batch: TokenBatch, rows: Sequence[int]) -> TokenBatch:
     """Return the named rows laid end to end (a view where they already are neighbours)."""
-    import numpy as np
-
-    from engines.runtime.batch import TokenBatch
-
     bounds = batch.cu_seqlens
     first, last = rows[0], rows[-1]
     if list(rows) == list(range(first, last + 1)):
@@ -164,8 +159,6 @@ def gather(batch: TokenBatch, rows: Sequence[int]) -> TokenBatch:
 
 def pool(states: FloatArray, bounds: IntArray, pooling: Pooling) -> FloatArray:
     """Reduce token states, float32 (tokens, dims), to one vector a row, float32 (rows, dims), in float32."""
-    import numpy as np
-
     starts, ends = bounds[:-1], bounds[1:]
     if pooling is Pooling.CLS:
         return np.ascontiguousarray(states[starts])
@@ -178,8 +171,6 @@ def pool(states: FloatArray, bounds: IntArray, pooling: Pooling) -> FloatArray:
 
 def normalize_rows(vectors: FloatArray) -> FloatArray:
     """Divide each row by its L2 norm; the epsilon is added after the square root, so a zero row stays zero."""
-    import numpy as np
-
     norms = np.sqrt(np.einsum("ij,ij->i", vectors, vectors, dtype=np.float32)) + np.float32(EPSILON)
     scaled: FloatArray = vectors / norms[:, None]
     return scaled
@@ -187,8 +178,6 @@ def normalize_rows(vectors: FloatArray) -> FloatArray:
 
 def require_finite(values: FloatArray, what: str) -> None:
     """Raise ``nonfinite_output`` for NaN or infinity."""
-    import numpy as np
-
     if not np.isfinite(values).all():
         rows = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(axis=1))
         raise EngineError(ErrorCode.NONFINITE_OUTPUT, f"{what} {int(rows[0])} came out as NaN or infinity")

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from engines.llama import inputs
 from engines.llama.binding import (
     POOLING_CLS,
@@ -25,13 +27,14 @@ from engines.llama.binding import (
 from engines.llama.contexts import ContextPool, logits_bytes
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import FinishReason, Pooling
+from engines.runtime.batch import Generation
 from engines.runtime.engine import Model
 
 if TYPE_CHECKING:
     from engines.llama.config import LlamaConfig
     from engines.llama.gguf import Header
     from engines.llama.inputs import Chunk
-    from engines.runtime.batch import FloatArray, Generation, IntArray, RerankPairs, TokenBatch
+    from engines.runtime.batch import FloatArray, IntArray, RerankPairs, TokenBatch
     from engines.runtime.progress import ProgressReporter
 
 SMALL_MODEL: Final = 200_000_000
@@ -100,8 +103,6 @@ class LlamaModel(Model):
         progress: ProgressReporter,
     ) -> FloatArray:
         """Return float32 (rows, n_embd), pooled over token states in float32. Unit of progress: a finished layer."""
-        import numpy as np
-
         if self._header.pooling_type == POOLING_RANK:
             raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model reranks, it does not embed")
         self._check(batch, "item")
@@ -121,8 +122,6 @@ class LlamaModel(Model):
 
     def rerank(self, pairs: RerankPairs, *, progress: ProgressReporter) -> FloatArray:
         """Return raw logits, float32 (candidates,). Unit of progress: a finished layer."""
-        import numpy as np
-
         if self._qwen3:
             raise EngineError(
                 ErrorCode.OPERATION_MISMATCH,
@@ -166,8 +165,6 @@ class LlamaModel(Model):
 
     def generate(self, input_ids: IntArray, *, max_tokens: int, progress: ProgressReporter) -> Generation:
         """Generate greedily, the first of equal logits wins. Unit of progress: a prompt slice, a token decoded."""
-        from engines.runtime.batch import Generation
-
         n_prompt = len(input_ids)
         self._check_generate(input_ids, max_tokens)
         if max_tokens == 0:
@@ -235,8 +232,6 @@ class LlamaModel(Model):
             )
 
     def _choose(self, context: NativeContext) -> int:
-        import numpy as np
-
         logits = context.logits()
         best = int(logits.argmax())  # NaN counts as the greatest, so it can't hide
         if not np.isfinite(logits[best]):

@@ -22,7 +22,7 @@ from msgspec import UNSET
 
 from engines.bundle import digest, manifest
 from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Manifest
-from engines.bundle.materialize import sweep
+from engines.bundle.preparation import sweep
 from engines.checkpoint import facts
 from engines.checkpoint.package import profile_of
 from engines.checkpoint.read import Checkpoint, plain_numbers
@@ -284,16 +284,8 @@ def _artifact(
     elif name == "safetensors-package":
         dtype = dtype or checkpoint.stored_dtype
         out = folder / f"model-{dtype}.safetensors"
-        argv = [
-            "engines.checkpoint.package",
-            source,
-            str(out),
-            "--profile",
-            profile_of(model_id),
-            "--dtype",
-            dtype,
-            *task,
-        ]
+        argv = ["engines.checkpoint.package", source, str(out)]
+        argv += ["--profile", profile_of(model_id), "--dtype", dtype, *task]
     else:
         out = folder / "model.mlpackage"
         argv = ["engines.ane", "build", source, str(out), *task]
@@ -345,7 +337,7 @@ def verify(bundle: Bundle, progress: Progress = silent) -> list[str]:
             progress(stage, done, total)
 
         try:
-            if tree is None or path.is_file():  # a zipped package has its archive's digest
+            if tree is None:
                 digest.verify_file(path, stated, report)
             else:
                 found = digest.tree_digest(path, report)

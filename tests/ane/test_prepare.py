@@ -17,13 +17,12 @@ from engines.ane.backend import Source
 from engines.ane.build import prepare as tool
 from engines.ane.package import FunctionSpec, PackageSpec, read_spec
 from engines.bundle import manifest, preparation
-from engines.bundle.digest import file_digest, tree_digest
+from engines.bundle.digest import tree_digest
 from engines.bundle.manifest import Bundle, BundleError
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Load
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
-from synapse_host.models import builder
 from tests.support.ane_worker import ReferenceEngine
 from tests.support.mil_reference import ReferenceBackend, ReferenceProgram
 
@@ -96,41 +95,15 @@ def test_prepared_bundles_lie_at_a_stable_path_and_load_from_there(name: str, bu
     assert not list(path.parent.glob(".*.tmp"))
 
 
-def zipped(bundle: Bundle, out: Path) -> Bundle:
-    """The same bundle with its package in an archive, as a download brings it."""
-    (artifact,) = bundle.artifacts("coreml")
-    out.mkdir()
-    made = shutil.make_archive(str(out / "model"), "zip", bundle.root, artifact.path)
-    entry = msgspec.structs.replace(artifact, path=Path(made).name, digest=f"sha256:{file_digest(Path(made))}")
-    manifest.write(out, msgspec.structs.replace(bundle.manifest, artifacts=[entry]))
-    return manifest.read(out)
-
-
-def test_a_zipped_package_is_unpacked_beside_what_is_compiled_from_it(bundles: Bundles, tmp_path: Path) -> None:
-    bundle = zipped(bundles("bert"), tmp_path / "bundle")
-    (artifact,) = bundle.artifacts("coreml")
-    cache = tmp_path / "cache"
-    backend = prepare(bundle, cache)
-    home = preparation.folder(cache, artifact.digest)
-    assert sorted(path.name for path in home.iterdir()) == [
-        "compiled", "materialization.json", "preparation.json", "tree",
-    ]  # fmt: skip
-    load_prepared(bundle, cache, backend)
-    assert builder.verify(bundle) == []
-    engine = ReferenceEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json")))
-    engine._backend = backend
-    request = Load("x", str(bundle.path(artifact.path)), artifact.digest, "coreml", {})
-    assert refusal(lambda: engine.load(request, progress=silent())) is ErrorCode.SPECIALIZATION_MISSING
-
-
-def test_a_zipped_package_that_is_not_the_manifest_s_is_not_compiled(bundles: Bundles, tmp_path: Path) -> None:
-    """Its archive's digest is right, the tree inside is another one."""
-    bundle = zipped(bundles("bert"), tmp_path / "bundle")
-    (artifact,) = bundle.artifacts("coreml")
-    other = msgspec.structs.replace(artifact, tree="sha256:" + "0" * 64)
-    manifest.write(bundle.root, msgspec.structs.replace(bundle.manifest, artifacts=[other]))
-    with pytest.raises(BundleError, match="tree"):
-        prepare(manifest.read(bundle.root), tmp_path / "cache")
+@pytest.mark.parametrize("key", ["digest", "tree"])
+def test_a_package_that_is_not_the_manifest_s_is_not_compiled(key: str, bundles: Bundles, tmp_path: Path) -> None:
+    source = bundles("bert")
+    (artifact,) = source.artifacts("coreml")
+    shutil.copytree(source.root, tmp_path / "bundle")
+    other = msgspec.structs.replace(artifact, **{key: "sha256:" + "0" * 64})
+    manifest.write(tmp_path / "bundle", msgspec.structs.replace(source.manifest, artifacts=[other]))
+    with pytest.raises(BundleError, match=key):
+        prepare(manifest.read(tmp_path / "bundle"), tmp_path / "cache")
     assert not list((tmp_path / "cache").rglob("compiled"))
 
 

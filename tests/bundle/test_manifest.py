@@ -80,10 +80,6 @@ def test_the_digest_ignores_layout_and_key_order() -> None:
     assert manifest.manifest_digest(encode(obj)) == hashlib.sha256(manifest.canonical_bytes(obj)).hexdigest()
 
 
-def test_the_digest_changes_with_every_value() -> None:
-    assert manifest.manifest_digest(encode(toy(max_tokens=255))) != manifest.manifest_digest(encode(toy()))
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(st.characters(exclude_categories=("Cs",))),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("abÄ€\0", max_size=3), inner, max_size=4),
@@ -126,11 +122,6 @@ def test_canonical_bytes_survive_a_round_trip(obj: dict[str, Any]) -> None:
 def test_anything_but_one_strict_object_is_refused(data: bytes, part: str) -> None:
     with pytest.raises(BundleError, match=part):
         manifest.parse_strict(data)
-
-
-def test_a_huge_file_is_refused_before_it_is_parsed() -> None:
-    with pytest.raises(BundleError, match="at most"):
-        manifest.parse_strict(b" " * (manifest.MAX_BYTES + 1))
 
 
 @pytest.mark.parametrize(

@@ -27,17 +27,21 @@ def test_a_bert_embedder(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_bert_cross_encoder(tmp_path: Path) -> None:
-    known = of(toy_models.write_bert(tmp_path / "m", cross_encoder=True))
-    assert (known.dims, known.pooling, known.normalize, known.token_types) == (1, None, None, True)
-    assert known.head == {"kind": "pooler"}
-
-
-def test_a_modernbert_reranker(tmp_path: Path) -> None:
-    known = of(toy_models.write_modernbert(tmp_path / "m", rerank=True, classifier_pooling="mean"))
-    assert known.head == {"kind": "dense", "pooling": "mean"}
-    assert known.special_ids == BERT_IDS
-    assert known.token_types is None
+@pytest.mark.parametrize(
+    ("toy", "task", "expected"),
+    [
+        ("bert-rerank", None, {"dims": 1, "pooling": None, "normalize": None, "token_types": True,
+                               "head": {"kind": "pooler"}}),
+        ("modernbert-rerank", None, {"head": {"kind": "dense", "pooling": "mean"}, "special_ids": BERT_IDS,
+                                     "token_types": None}),
+        ("qwen3", None, {"pooling": "last", "normalize": True, "dims": 64,
+                         "special_ids": {"bos": 0, "eos": 0, "pad": 0}}),
+        ("qwen3-generate", "embed", {"pooling": "last"}),
+    ],
+)  # fmt: skip
+def test_each_family_and_task(tmp_path: Path, toy: str, task: str | None, expected: dict[str, Any]) -> None:
+    known = of(toy_models.TOYS[toy](tmp_path / "m"), task=task)
+    assert {key: getattr(known, key) for key in expected} == expected
 
 
 def test_qwen3_answers_come_from_the_score_module_then_the_vocabulary(tmp_path: Path) -> None:
@@ -52,17 +56,6 @@ def test_qwen3_answers_come_from_the_score_module_then_the_vocabulary(tmp_path: 
     (folder / "1_LogitScore" / "config.json").write_text('{"true_token_id": 7, "false_token_id": 320}')
     with pytest.raises(CheckpointError, match="'no'"):
         of(folder)
-
-
-def test_a_qwen3_embedder_pools_the_last_token(tmp_path: Path) -> None:
-    known = of(toy_models.write_qwen3(tmp_path / "m"))
-    assert (known.pooling, known.normalize, known.dims) == ("last", True, 64)
-    assert known.special_ids["eos"] == 0
-
-
-def test_the_task_can_be_said(tmp_path: Path) -> None:
-    known = of(toy_models.write_qwen3(tmp_path / "m", generate=True), task="embed")
-    assert known.pooling == "last"
 
 
 def test_without_sentence_files_the_family_decides(tmp_path: Path) -> None:
@@ -80,21 +73,6 @@ def test_the_length_limit_never_exceeds_the_position_table(tmp_path: Path) -> No
         assert of(folder).max_tokens == served
 
 
-@pytest.mark.parametrize(
-    "modes",
-    [
-        {"pooling_mode_max_tokens": True},
-        {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
-        {"pooling_mode_mean_tokens": False},
-    ],
-)
-def test_a_pooling_that_is_not_served_is_refused(tmp_path: Path, modes: dict[str, bool]) -> None:
-    folder = toy_models.write_bert(tmp_path / "m")
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(modes))
-    with pytest.raises(CheckpointError, match="1_Pooling"):
-        of(folder)
-
-
 def test_a_special_id_outside_the_vocabulary(tmp_path: Path) -> None:
     folder = toy_models.write_bert(tmp_path / "m")
     conf = json.loads((folder / "tokenizer.json").read_text())
@@ -103,12 +81,3 @@ def test_a_special_id_outside_the_vocabulary(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"cls_token": {"content": "[FAR]"}}))
     with pytest.raises(CheckpointError, match="cls token id 500"):
         of(folder)
-
-
-def test_chat_template_from_either_file(tmp_path: Path) -> None:
-    folder = toy_models.write_llama(tmp_path / "m")
-    assert of(folder).chat_template is None
-    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ one }}"}')
-    assert of(folder).chat_template == "{{ one }}"
-    (folder / "chat_template.jinja").write_text("{{ two }}")
-    assert of(folder).chat_template == "{{ two }}"

@@ -55,6 +55,8 @@ Write = Callable[..., Path]
         (EMBEDDER, "modules.json", {"0": TRANSFORMER}, "list of objects"),
         (EMBEDDER, "1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"),
         (EMBEDDER, "1_Pooling/config.json", {"pooling_mode_mean_sqrt_len_tokens": True}, "mean_sqrt_len"),
+        (EMBEDDER, "1_Pooling/config.json", {"pooling_mode_cls_token": True}, "mean_tokens.*cls_token"),
+        (EMBEDDER, "1_Pooling/config.json", {"pooling_mode_mean_tokens": False}, "pooling none"),
         (EMBEDDER, "1_Pooling/config.json", {"layer_weights": [1, 2]}, "layer_weights"),
         (toy_models.write_modernbert, "sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
         (EMBEDDER, "sentence_bert_config.json", {"truncate_dim": 32}, "truncate_dim"),
@@ -122,6 +124,8 @@ def test_a_tokenizer_in_another_form_is_refused_with_the_way_to_convert_it(tmp_p
             {"score": "identity"},
         ),
         (GENERATOR, "generation_config.json", {"eos_token_id": [3, 1]}, {"end_ids": (1, 2, 3)}),
+        (GENERATOR, "tokenizer_config.json", {"chat_template": "{{ t }}"}, {"chat_template": "{{ t }}"}),
+        (GENERATOR, "config.json", {}, {"chat_template": None}),
         (GENERATOR, "chat_template.json", {"chat_template": "{{ j }}"}, {"chat_template": "{{ j }}"}),
         (
             GENERATOR,
@@ -138,6 +142,13 @@ def test_what_the_files_say_is_followed(
     merged(folder / file, value)
     found = known(folder)
     assert {key: getattr(found, key) for key in expected} == expected
+
+
+def test_a_template_file_of_its_own_comes_first(tmp_path: Path) -> None:
+    folder = toy_models.write_llama(tmp_path / "m")
+    merged(folder / "tokenizer_config.json", {"chat_template": "{{ t }}"})
+    (folder / "chat_template.jinja").write_text("{{ j }}")
+    assert known(folder).chat_template == "{{ j }}"
 
 
 def test_a_pooling_lies_where_its_module_says(tmp_path: Path) -> None:

@@ -64,20 +64,6 @@ def test_every_toy_opens_under_canonical_names(tmp_path: Path, name: str) -> Non
     assert checkpoint.nbytes == sum(array.nbytes for array in weights.values())
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_narrow_dtypes_are_read_as_their_own_values(tmp_path: Path, dtype: str) -> None:
-    wide = Checkpoint.open(toy_models.write_bert(tmp_path / "wide", seed=3))
-    narrow = Checkpoint.open(toy_models.write_bert(tmp_path / "narrow", seed=3, dtype=dtype))
-    assert narrow.stored_dtype == {"float16": "f16", "bfloat16": "bf16"}[dtype]
-    for name in wide.tensors:
-        expected = wide.f32(name)
-        if dtype == "float16":
-            expected = expected.astype(np.float16).astype(np.float32)
-        else:
-            expected = safetensors.widen_bf16(safetensors.narrow_bf16(expected))
-        np.testing.assert_array_equal(narrow.f32(name), expected)
-
-
 def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
     whole = Checkpoint.open(toy_models.write_qwen3(tmp_path / "whole", seed=5))
     parts = Checkpoint.open(toy_models.write_qwen3(tmp_path / "parts", seed=5, shards=3))
@@ -155,13 +141,6 @@ def test_a_wrong_tensor_is_named_with_its_file(
         assert word in str(caught.value)
 
 
-def test_a_headless_cross_encoder_is_refused(tmp_path: Path) -> None:
-    folder = toy_models.write_bert(tmp_path / "m", cross_encoder=True)
-    rewrite(folder, lambda tensors: tensors.pop("bert.pooler.dense.weight"))
-    with pytest.raises(CheckpointError, match=r"pooler\.dense\.weight.*missing"):
-        Checkpoint.open(folder)
-
-
 def test_a_head_with_unexpected_parts_is_refused(tmp_path: Path) -> None:
     folder = toy_models.write_modernbert(tmp_path / "m", rerank=True)
     rewrite(folder, lambda tensors: tensors.update({"head.dense.bias": np.ones(64, np.float32)}))
@@ -169,65 +148,84 @@ def test_a_head_with_unexpected_parts_is_refused(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
+BERT, QWEN3 = toy_models.write_bert, toy_models.write_qwen3
+
+
 @pytest.mark.parametrize(
-    ("change", "key"),
+    ("write", "change", "key"),
     [
-        ({"hidden_size": 0}, "hidden_size"),
-        ({"hidden_size": "64"}, "hidden_size"),
-        ({"hidden_size": True}, "hidden_size"),
-        ({"num_hidden_layers": 100000}, "num_hidden_layers"),
-        ({"vocab_size": -5}, "vocab_size"),
-        ({"num_attention_heads": 5}, "num_attention_heads"),
-        ({"layer_norm_eps": "x"}, "layer_norm_eps"),
-        ({"layer_norm_eps": float("inf")}, "layer_norm_eps"),
-        ({"hidden_act": "relu"}, "hidden_act"),
-        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
-        ({"model_type": "t5"}, "model_type"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_type"),
+        (BERT, {"hidden_size": 0}, "hidden_size"),
+        (BERT, {"hidden_size": "64"}, "hidden_size"),
+        (BERT, {"hidden_size": True}, "hidden_size"),
+        (BERT, {"num_hidden_layers": 100000}, "num_hidden_layers"),
+        (BERT, {"vocab_size": -5}, "vocab_size"),
+        (BERT, {"num_attention_heads": 5}, "num_attention_heads"),
+        (BERT, {"num_attention_heads": 65}, "head_dim"),
+        (BERT, {"layer_norm_eps": "x"}, "layer_norm_eps"),
+        (BERT, {"layer_norm_eps": float("inf")}, "layer_norm_eps"),
+        (BERT, {"hidden_act": "relu"}, "hidden_act"),
+        (BERT, {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        (BERT, {"model_type": "t5"}, "model_type"),
+        (BERT, {"rope_scaling": {"type": "yarn"}}, "rope_type"),
+        (QWEN3, {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN3, {"num_key_value_heads": 3}, "num_key_value_heads"),
+        (QWEN3, {"attention_bias": "no"}, "attention_bias"),
+        (QWEN3, {"hidden_act": "gelu"}, "hidden_act"),
+        (QWEN3, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type"),
     ],
 )
-def test_a_config_that_is_not_served_is_refused_by_key(tmp_path: Path, change: dict[str, Any], key: str) -> None:
-    folder = toy_models.write_bert(tmp_path / "m")
+def test_a_config_that_is_not_served_is_refused_by_key(
+    tmp_path: Path, write: Callable[..., Path], change: dict[str, Any], key: str
+) -> None:
+    folder = write(tmp_path / "m")
     edit(folder / "config.json", lambda conf: conf.update(change))
     with pytest.raises(CheckpointError, match=key):
         Checkpoint.open(folder)
 
 
+BASE = {
+    "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "max_position_embeddings": 16,
+}  # fmt: skip
+DECODER = {
+    "head_dim": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "attention_bias": False,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("change", "key"),
+    ("family", "expected"),
     [
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type"),
+        ("bert", {"head_dim": 4, "type_vocab_size": 2, "layer_norm_eps": 1e-12}),
+        ("modernbert", {
+            "head_dim": 4, "norm_eps": 1e-5, "norm_bias": False, "attention_bias": False, "mlp_bias": False,
+            "classifier_bias": False, "classifier_pooling": "cls", "local_attention": 128,
+            "global_rope_theta": 160000.0, "local_rope_theta": 10000.0,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        }),
+        ("qwen3", DECODER | {"tie_word_embeddings": True}),
+        ("llama", DECODER | {"tie_word_embeddings": False}),
     ],
-)
-def test_a_decoder_config_that_is_not_served(tmp_path: Path, change: dict[str, Any], key: str) -> None:
-    folder = toy_models.write_qwen3(tmp_path / "m")
-    edit(folder / "config.json", lambda conf: conf.update(change))
-    with pytest.raises(CheckpointError, match=key):
-        Checkpoint.open(folder)
+)  # fmt: skip
+def test_what_a_config_leaves_out_has_the_family_s_default(family: Any, expected: dict[str, Any]) -> None:
+    config = complete_config({**BASE, "num_key_value_heads": None}, family, where="x")
+    assert {key: config[key] for key in expected} == expected
 
 
 def test_both_spellings_of_rope_settings_mean_the_same() -> None:
-    base = {
-        "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4,
-        "num_attention_heads": 2, "max_position_embeddings": 16,
-    }  # fmt: skip
     old = complete_config(
-        {**base, "global_rope_theta": 5e5, "local_rope_theta": 2e4, "global_attn_every_n_layers": 2},
+        {**BASE, "global_rope_theta": 5e5, "local_rope_theta": 2e4, "global_attn_every_n_layers": 2},
         "modernbert",
         where="x",
     )
     kinds = ["full_attention", "sliding_attention"] * 2
     rope = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4, "rope_type": "default"}}
-    new = complete_config({**base, "layer_types": kinds, "rope_parameters": rope}, "modernbert", where="x")
+    new = complete_config({**BASE, "layer_types": kinds, "rope_parameters": rope}, "modernbert", where="x")
     for key in ("global_rope_theta", "local_rope_theta", "layer_types"):
         assert old[key] == new[key]
-    qwen = complete_config({**base, "rope_parameters": {"rope_theta": 1e6}}, "qwen3", where="x")
+    qwen = complete_config({**BASE, "rope_parameters": {"rope_theta": 1e6}}, "qwen3", where="x")
     assert qwen["rope_theta"] == 1e6
     with pytest.raises(CheckpointError, match="layer_types"):
-        complete_config({**base, "layer_types": ["full_attention"]}, "modernbert", where="x")
+        complete_config({**BASE, "layer_types": ["full_attention"]}, "modernbert", where="x")
 
 
 def test_files_that_are_missing_or_alien(tmp_path: Path) -> None:
@@ -329,40 +327,20 @@ def test_numbers_in_a_manifest_and_back() -> None:
         restore_numbers({"rope_theta": "fast"})
 
 
-STRANGE = [
-    None,
-    True,
-    -1,
-    0,
-    0.5,
-    10**400,
-    2**63,
-    float("nan"),
-    float("inf"),
-    "x",
-    [],
-    [1],
-    [[]],
-    {},
-    {"a": 1},
-    {"a": []},
-]
+NAN, INF = float("nan"), float("inf")
+STRANGE = [None, True, -1, 0, 0.5, 10**400, 2**63, NAN, INF, "x", [], [1], [[]], {}, {"a": 1}, {"a": []}]
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3", "llama"])
 def test_whatever_stands_in_a_config_is_served_or_refused_by_key(family: Any) -> None:
     """What a manifest's config holds reaches a worker: any other exception there ends it."""
-    base = {
-        "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4,
-        "num_attention_heads": 2, "max_position_embeddings": 16,
-    }  # fmt: skip
-    keys = [*complete_config(base, family, where="x"), "rope_parameters", "rope_scaling", "use_sliding_window"]
+    keys = [*complete_config(BASE, family, where="x"), "rope_parameters", "rope_scaling", "use_sliding_window"]
     changes = [{key: value} for key in [*keys, "architectures"] for value in STRANGE]
     changes += [{"rope_parameters": {"full_attention": value}} for value in STRANGE]
     served = 0
     for change in changes:
         try:
-            config = complete_config({**base, **change}, family, where="x")
+            config = complete_config({**BASE, **change}, family, where="x")
         except CheckpointError:
             continue
         served += 1

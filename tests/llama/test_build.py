@@ -15,7 +15,7 @@ from engines.bundle.digest import file_digest
 from engines.bundle.manifest import BundleError
 from engines.checkpoint.read import Checkpoint
 from engines.checkpoint.safetensors import widen_bf16
-from engines.llama import build as builder
+from engines.llama.build import convert as builder
 from engines.llama.gguf import Header, read_header
 from engines.protocol.messages import Pooling
 from engines.runtime.progress import silent

@@ -150,28 +150,6 @@ def test_probe_here() -> None:
     assert (probe.status, probe.code) == ("ok", "ok"), probe
 
 
-def test_configuration_is_refused_before_the_file_is_touched(tmp_path: Path) -> None:
-    engine = LlamaEngine(WorkerOptions(device="cpu"))
-
-    def code(**changes: Any) -> ErrorCode:
-        fields: dict[str, Any] = {
-            "req_id": "1",
-            "artifact_path": str(tmp_path / "missing.gguf"),
-            "artifact_digest": "0" * 64,
-            "format": "gguf",
-        }
-        with pytest.raises(EngineError) as caught:
-            engine.load(Load(**{**fields, **changes}), progress=silent())
-        return caught.value.code
-
-    assert code(format="onnx", runtime_config={"threads": "x"}) is ErrorCode.ARTIFACT_INVALID, "the format comes first"
-    assert code(runtime_config={"threads": "x"}) is ErrorCode.CONFIG_INVALID
-    assert code(runtime_config={"backend": "cuda"}) is ErrorCode.BACKEND_MISSING
-    assert code(artifact_digest="") is ErrorCode.ARTIFACT_INVALID
-    assert code(artifact_digest="xyz") is ErrorCode.ARTIFACT_INVALID
-    assert code() is ErrorCode.ARTIFACT_INVALID
-
-
 @pytest.mark.llama
 def test_a_malformed_header_is_refused_before_hashing(tmp_path: Path) -> None:
     path = tmp_path / "big.gguf"

@@ -87,7 +87,7 @@ def test_facts_of_a_sound_file(parse: Parse, version: int) -> None:
     header = parse(data)
     assert (header.version, header.architecture, header.context_length, header.pooling_type) == (version, "bert", 5, 1)
     assert (header.embedding_rows, header.position_rows, header.vocab_size) == (6, 5, 6)
-    assert header.special == gguf.SpecialIds(bos=2, sep=3, eos=None, pad=None), "an id beyond the vocabulary is none"
+    assert header.special == gguf.SpecialIds(bos=2, sep=3, eos=None), "an id beyond the vocabulary is none"
     assert header.metadata["some.numbers"] == gguf.Array(3, (1.0, 2.0, 3.0))
     assert header.metadata["some.flag"] is True
     assert header.tensors["position_embd.weight"].offset == header.data_offset + 96

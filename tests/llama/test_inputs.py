@@ -13,9 +13,9 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Pooling
 from engines.runtime.batch import RerankPairs, TokenBatch
 
-BERT = SpecialIds(bos=2, sep=3, eos=3, pad=0)
-XLM = SpecialIds(bos=0, sep=2, eos=5, pad=1)
-NO_EOS = SpecialIds(bos=2, sep=3, eos=None, pad=0)
+BERT = SpecialIds(bos=2, sep=3, eos=3)
+XLM = SpecialIds(bos=0, sep=2, eos=5)
+NO_EOS = SpecialIds(bos=2, sep=3, eos=None)
 
 
 def batch(rows: list[list[int]]) -> TokenBatch:
@@ -87,8 +87,8 @@ def test_a_split_vocabulary_shifts_the_passage_and_its_end() -> None:
         ([10], [2, 3, 3], BERT, ErrorCode.INVALID_REQUEST),
         ([10], [2], BERT, ErrorCode.INVALID_REQUEST),
         ([10], [3], BERT, ErrorCode.INVALID_REQUEST),
-        ([10], [20], SpecialIds(bos=None, sep=3, eos=3, pad=0), ErrorCode.MODEL_UNSUPPORTED),
-        ([10], [20], SpecialIds(bos=2, sep=None, eos=3, pad=0), ErrorCode.MODEL_UNSUPPORTED),
+        ([10], [20], SpecialIds(bos=None, sep=3, eos=3), ErrorCode.MODEL_UNSUPPORTED),
+        ([10], [20], SpecialIds(bos=2, sep=None, eos=3), ErrorCode.MODEL_UNSUPPORTED),
     ],
 )
 def test_pairs_that_cannot_be_built(

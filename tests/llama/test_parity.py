@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines.bundle import fixtures
 from engines.checkpoint.read import Checkpoint
-from engines.llama.build import build
-from engines.protocol.messages import FinishReason, Pooling
+from engines.llama.build.convert import build
+from engines.protocol.messages import Pooling
 from engines.runtime.batch import RerankPairs, TokenBatch
 from engines.runtime.progress import silent
 from tests.llama import reference
@@ -26,6 +27,7 @@ from tests.support.toy_gguf import ToyGguf, sha256
 pytestmark = [pytest.mark.llama, pytest.mark.numerics]
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
+SHIPPED = Path(__file__).parents[2] / "synapse_host" / "fixtures"
 DTYPES = ("f32", "f16", "bf16", "q8_0")
 COSINE = {"f32": 0.9999, "f16": 0.9999, "bf16": 0.9999, "q8_0": 0.997}
 BATCH_COSINE = {"f32": 0.99999, "f16": 0.99999, "bf16": 0.9999, "q8_0": 0.997}
@@ -133,61 +135,6 @@ def _assert_order(ours: np.ndarray, theirs: np.ndarray, *, closer_than: float) -
                 assert ours[a] > ours[b], f"{a} and {b}: {theirs[a]} {theirs[b]} became {ours[a]} {ours[b]}"
 
 
-class GgufWeights(reference.Weights):
-    """A llama GGUF, dequantised by the gguf package, under the reference's names; float32: 500 MB already."""
-
-    NAMES: Mapping[str, str] = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-
-    def __init__(self, path: Path) -> None:
-        import gguf
-
-        reader = gguf.GGUFReader(path)
-        number = lambda key: reader.fields[f"llama.{key}"].contents()  # noqa: E731
-        heads = number("attention.head_count")
-        self.config = {
-            "num_attention_heads": heads,
-            "num_key_value_heads": number("attention.head_count_kv"),
-            "head_dim": number("embedding_length") // heads,
-            "num_hidden_layers": number("block_count"),
-            "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
-            "rope_theta": number("rope.freq_base"),
-        }
-        self._tensors = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
-        self._turned: set[str] = set()
-
-    def _stored(self, name: str) -> str:
-        whole = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
-        whole["lm_head.weight"] = "output.weight"
-        if name in whole:
-            return whole[name]
-        _, layer, rest = name.split(".", 2)
-        part, _, kind = rest.rpartition(".")
-        return f"blk.{layer}.{self.NAMES.get(part, part)}.{kind}"
-
-    def __contains__(self, name: str) -> bool:
-        return self._stored(name) in self._tensors
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        stored = self._stored(name)
-        if (".q_proj" in name or ".k_proj" in name) and stored not in self._turned:  # neighbours back to halves
-            heads = self.config["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"]
-            value = self._tensors[stored]
-            halves = value.reshape(heads, len(value) // heads // 2, 2, -1).swapaxes(1, 2)
-            self._tensors[stored] = np.ascontiguousarray(halves.reshape(value.shape))
-            self._turned.add(stored)
-        return self._tensors[stored]
-
-
 @pytest.fixture(scope="module")
 def smollm2() -> ToyGguf:
     path = bundle("smollm2") / "model-q4_1.gguf"
@@ -205,21 +152,13 @@ def test_smollm2_knows_its_capitals(load: Any, smollm2: ToyGguf) -> None:
 
 
 def test_smollm2_follows_the_reference(load: Any, smollm2: ToyGguf) -> None:
-    """llama.cpp rounds activations to 8 bits beside Q4_1 weights, so only clear winners have to agree."""
-    model, known = load(smollm2, threads=1), GgufWeights(smollm2.path)
-    clear = 0
-    for prompt in ([504, 3575, 282, 4649, 314], [1, 2, 3, 4, 5, 6]):
-        ours = model.generate(np.array(prompt, dtype=np.int32), max_tokens=2, progress=silent())
-        tokens: list[int] = []
-        for step in range(2):
-            logits = reference.decoder_logits(known, [*prompt, *tokens])
-            best, second = np.sort(logits)[-1], np.sort(logits)[-2]
-            if best - second < 1.0:
-                break
-            clear += 1
-            tokens.append(int(logits.argmax()))
-            if len(ours.generated_token_ids) <= step:
-                assert ours.finish_reason is FinishReason.STOP
-                break
-            assert ours.generated_token_ids[step] == tokens[-1], f"prompt {prompt[:6]}, step {step}"
-    assert clear >= 2, "enough clear winners to say something"
+    """llama.cpp rounds activations to 8 bits beside Q4_1 weights: the matrix asks for top1 0.95 of the clear tokens."""
+    model, known = load(smollm2, threads=1), fixtures.read(SHIPPED / "smollm2.npz")
+    asked = agreed = 0
+    for row, greedy, apart in list(zip(known.rows(), known.arrays["greedy"], known.arrays["clear"], strict=True))[::9]:
+        steps = len(apart) if apart.all() else int(apart.argmin())
+        found = model.generate(row, max_tokens=steps, progress=silent()).generated_token_ids
+        same = next((n for n, (a, b) in enumerate(zip(found, greedy, strict=False)) if a != b), len(found))
+        agreed += same
+        asked += min(same + 1, steps)  # behind a token that differs the two continue different texts
+    assert asked > 60 and agreed >= 0.95 * asked, f"{agreed} of {asked}"

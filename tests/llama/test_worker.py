@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,14 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from engines.checkpoint.read import Checkpoint
-from engines.protocol.messages import Err, Generate, Phase, Pooling, RerankSequences, Segment, Text, encode
-from tests.llama import reference
+from engines.protocol.messages import Err, Generate, Text
 from tests.support.toy_gguf import ToyGguf, rewrite, sha256
-from tests.support.toy_models import toy_rows
 from tests.support.worker_client import (
     ROOT,
     Exchange,
@@ -58,7 +53,7 @@ def test_every_refusal_leaves_the_same_process_answering(worker: WorkerClient, t
     bert, bert512 = load(worker, toys("bert")), load(worker, toys("bert512"))
     qwen, llama = load(worker, toys("qwen3-generate")), load(worker, toys("llama"))
     cross, bare, typeless = load(worker, toys("cross")), load(worker, headless), load(worker, lost)
-    pid = worker.hello.pid
+    qwen3, pid = load(worker, toys("qwen3")), worker.hello.pid
     expected = worker.embed(bert, [[5, 6, 7]]).raw
 
     refusals: dict[str, tuple[Callable[[], Exchange], str]] = {
@@ -77,6 +72,14 @@ def test_every_refusal_leaves_the_same_process_answering(worker: WorkerClient, t
         "rerank on qwen3": (lambda: worker.rerank(qwen, [10], [[11]]), "operation_mismatch"),
         "pair too long": (lambda: worker.rerank(cross, [10] * 30, [[11] * 60]), "invalid_request"),
         "nothing left of the query": (lambda: worker.rerank(cross, [2, 3], [[11]]), "invalid_request"),
+        "513 tokens into a decoder's 512": (lambda: worker.embed(qwen3, [[5] * 513]), "invalid_request"),
+        "id beyond a decoder's vocabulary": (lambda: worker.embed(qwen3, [[320]]), "invalid_request"),
+        "id of the doubled half": (lambda: worker.rerank(cross, [10], [[128]]), "invalid_request"),
+        "query id of the doubled half": (lambda: worker.rerank(cross, [128], [[10]]), "invalid_request"),
+        "generate on a reranker": (lambda: generate(worker, cross, [5]), "operation_mismatch"),
+        "generate on a decoder that embeds": (lambda: generate(worker, qwen3, [5]), "operation_mismatch"),
+        "a prompt over the context": (lambda: generate(worker, llama, [5] * 257, 0), "invalid_request"),
+        "negative prompt id": (lambda: generate(worker, llama, [-1]), "invalid_request"),
         "embed on a reranker": (lambda: worker.embed(cross, [[5]]), "operation_mismatch"),
         "generate on an encoder": (lambda: generate(worker, bert, [5]), "operation_mismatch"),
         "grammar": (lambda: generate(worker, llama, [5], grammar="root ::= [a-z]"), "invalid_request"),
@@ -98,45 +101,11 @@ def test_every_refusal_leaves_the_same_process_answering(worker: WorkerClient, t
         assert answer.code == code, f"{name}: {answer.reply}"
         assert worker.embed(bert, [[5, 6, 7]]).raw == expected, name
         assert worker.process.pid == pid and worker.process.poll() is None
-    assert worker.ping().models_loaded == 7
+    assert "Qwen3" in str(worker.rerank(qwen, [10], [[11]]).reply), "the message says which models these are"
+    assert "token type" in str(worker.rerank(typeless, [10], [[11]]).reply)
+    assert worker.ping().models_loaded == 8
     assert worker.stderr() == "", "a refusal is no event for the log"
     assert worker.shutdown() == 0
-
-
-def test_1100_tokens_and_mean_on_a_decoder_through_the_wire(worker: WorkerClient, toys: Toys) -> None:
-    for toy, lengths, states in (
-        ("bert512", [512, 512, 76], reference.bert_states),
-        ("qwen3", [500, 300, 300], reference.decoder_states),
-    ):
-        ref = load(worker, toys(toy))
-        rows = toy_rows(3, lengths)
-        ours = worker.embed(ref, rows, pooling=Pooling.MEAN).floats
-        known = reference.Weights(Checkpoint.open(toys(toy).checkpoint))
-        theirs = np.stack([reference.pooled(states(known, row), "mean") for row in rows])
-        assert reference.cosine(ours, theirs).min() >= 0.9999
-
-
-def test_generation_on_the_wire(worker: WorkerClient, toys: Toys) -> None:
-    ref = load(worker, toys("llama"))
-    answer = generate(worker, ref, [5, 6, 7, 80], max_tokens=5)
-    assert isinstance(answer.reply, Text)
-    assert (answer.reply.n_prompt, answer.reply.n_gen, len(answer.reply.generated_token_ids)) == (4, 5, 5)
-    assert generate(worker, ref, [5, 6, 7, 80], max_tokens=5).reply.text == answer.reply.text
-
-
-def test_composed_sequences_are_not_served(worker: WorkerClient, toys: Toys) -> None:
-    ref = load(worker, toys("cross"))
-    request = RerankSequences(req_id="s", model_ref=ref, sequences=[Segment(n_tokens=2)])
-    assert worker.call(request, ids_bytes([[5, 6]])).code == "unsupported_request"
-    assert worker.ping().models_loaded == 1
-
-
-def test_several_models_and_refs_that_are_never_reused(worker: WorkerClient, toys: Toys) -> None:
-    first, second = load(worker, toys("bert")), load(worker, toys("bert"))
-    assert (first, second) == ("llama:0", "llama:1")
-    worker.unload(first)
-    assert load(worker, toys("bert")) == "llama:2"
-    assert worker.embed(second, [[5]]).floats.shape == (1, 64)
 
 
 def test_a_truncated_or_swapped_file_is_refused_before_native_code(
@@ -221,48 +190,6 @@ def test_hello_comes_without_numpy_or_the_native_library() -> None:
     assert "llama.cpp-worker llama-cpp-python-" in out
     assert "'risk_class': 'abort_capable'" in out and "'device': 'cpu'" in out and "'compiled_backend': " in out
     assert "numpy" not in out and "'llama_cpp'" not in out and "gguf" not in out and "psutil" not in out
-
-
-def test_metal_on_a_cpu_build_is_not_promised() -> None:
-    with module_worker("engines.llama", device="metal") as client:
-        flags = client.hello.engine.build_flags
-        assert flags["device"] == flags["backend"] == "cpu", "the host compares this with the matrix and refuses"
-
-
-def test_probe_floor_and_version() -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "engines.llama", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
-
-    probe = run("--probe-floor")
-    document = json.loads(probe.stdout)
-    assert probe.returncode == 0 and probe.stdout.count("\n") == 1
-    assert set(document) == {"status", "code", "required", "observed"} and document["code"] == "ok"
-    version = run("--version")
-    assert version.returncode == 0 and version.stdout.count("\n") == 1 and "llama-cpp-python-" in version.stdout
-
-
-def test_a_worker_ends_with_its_host_in_mid_call(toys: Toys) -> None:
-    with module_worker("engines.llama") as client:
-        ref = load(client, toys("bert2048"), encode_chunk_tokens="2048")
-        request_rows = toy_rows(1, [2048] * 256)
-        client.embed(ref, [[5]])  # contexts are warm
-        from engines.protocol.messages import EmbedBatch, Item
-
-        items = [Item(id=str(n), n_tokens=2048) for n in range(256)]
-        request = EmbedBatch(req_id="long", model_ref=ref, pooling=Pooling.MEAN, normalize=True, items=items)
-        client.write_frame(encode(request))
-        client.write_frame(ids_bytes(request_rows))
-        assert client.read_frame().startswith(b'{"type":"PROGRESS"'), "it is computing"
-        assert client.hang_up() == 0
-
-
-def test_progress_on_the_wire(worker: WorkerClient, toys: Toys) -> None:
-    ref = load(worker, toys("bert2048"))
-    answer = worker.embed(ref, toy_rows(1, [500] * 200))
-    assert answer.floats.shape == (200, 64)
-    assert answer.progress and all(frame.phase is Phase.INFERENCE for frame in answer.progress)
-    assert answer.progress[-1].completed <= 200 * 2
 
 
 def test_builder_verbs_are_dispatched() -> None:

@@ -36,7 +36,7 @@ def build_toy(
 ) -> ToyGguf:
     """Write a toy checkpoint with *write* and build ``<name>.gguf`` beside it."""
     from engines.checkpoint.read import Checkpoint
-    from engines.llama.build import build
+    from engines.llama.build.convert import build
 
     checkpoint = write(folder / name, **config)
     path = folder / f"{name}-{dtype}.gguf"

@@ -25,8 +25,7 @@ from engines.ane.package import MAIN, SPEC, SUFFIX, PackageSpec, read_spec
 from engines.bundle import manifest, preparation
 from engines.bundle.digest import same, tree_digest
 from engines.bundle.manifest import BundleError
-from engines.bundle.materialize import materialize, sweep
-from engines.bundle.preparation import FunctionRecord, Preparation, TensorRecord
+from engines.bundle.preparation import FunctionRecord, Preparation, TensorRecord, sweep
 
 if TYPE_CHECKING:
     from engines.ane.backend import Backend
@@ -71,9 +70,9 @@ def _prepare(
     compiler: Callable[[Path], Path],
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Any]:
-    # An archive is unpacked beside what is compiled from it; a folder is used as it lies.
-    source = materialize(source, artifact.digest, cache, progress=partial(progress, "digest"))
-    found = tree_digest(source)
+    found = tree_digest(source, partial(progress, "digest"))
+    if not same(artifact.digest, found.compatible):
+        raise BundleError(f"{source}: digest is sha256:{found.compatible}, expected {artifact.digest}; build it again")
     if not same(str(artifact.tree), found.injective):
         raise BundleError(f"{source}: tree is sha256:{found.injective}, expected {artifact.tree}; build it again")
     root = preparation.folder(cache, artifact.digest)

@@ -15,13 +15,8 @@ from typing import Any, Final
 from engines.bundle.manifest import BundleError
 from engines.checkpoint.read import read_json
 
-#: llama.cpp's token types.
-NORMAL: Final = 1
-UNKNOWN: Final = 2
-CONTROL: Final = 3
-USER_DEFINED: Final = 4
-UNUSED: Final = 5
-BYTE: Final = 6
+# llama.cpp's token types.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 #: Pre-tokenizers of the GGUF family whose Hugging Face form is the recipe above.
 _KNOWN_PRE: Final = ("smollm",)
@@ -151,21 +146,13 @@ def write_tokenizer(source: Path, out: Path, *, progress: Callable[[int, int], N
 
 def tokenizer_document(tokens: list[str], merges: list[str], special: list[int]) -> dict[str, Any]:
     """Return the tokenizer.json object for a byte-level BPE vocabulary with single-digit splitting."""
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {
-                "id": n,
-                "content": tokens[n],
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for n in special
+            {"id": n, "content": tokens[n], **dict.fromkeys(flags, False), "special": True} for n in special
         ],
         "normalizer": None,
         "pre_tokenizer": {
@@ -180,12 +167,8 @@ def tokenizer_document(tokens: list[str], merges: list[str], special: list[int])
         "model": {
             "type": "BPE",
             "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
+            **dict.fromkeys(("unk_token", "continuing_subword_prefix", "end_of_word_suffix"), None),
+            **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
             "vocab": {token: n for n, token in enumerate(tokens)},
             "merges": [merge.split(" ", 1) for merge in merges],
         },

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import BundleError
 from engines.checkpoint import facts, program
@@ -71,31 +73,16 @@ def build(
         raise BundleError(
             "a Qwen3 reranker is not served from GGUF (its template isn't faithful there); use another format"
         )
-    known = facts.of_checkpoint(checkpoint)
-    architecture = checkpoint.family
-    writer = gguf.GGUFWriter(None, architecture, use_temp_file=False)
+    writer = gguf.GGUFWriter(None, checkpoint.family, use_temp_file=False)
     writer.add_name(name or checkpoint.folder.name)
-    c = checkpoint.config
-    writer.add_vocab_size(c["vocab_size"] * (2 if known.token_types is True else 1))
-    writer.add_context_length(c["max_position_embeddings"])
-    writer.add_embedding_length(c["hidden_size"])
-    writer.add_feed_forward_length(c["intermediate_size"])
-    writer.add_block_count(c["num_hidden_layers"])
-    writer.add_head_count(c["num_attention_heads"])
-    tensors = list(_bert_tensors(checkpoint) if checkpoint.family == "bert" else _decoder_tensors(checkpoint))
-    if checkpoint.family == "bert":
-        _bert_metadata(writer, checkpoint, known, pooling)
-    else:
-        _decoder_metadata(writer, checkpoint, known, pooling)
-    _vocabulary(writer, checkpoint, known)
+    _metadata(writer, checkpoint, pooling)
     writer.add_file_type(_FILE_TYPES[dtype])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    tensors = list(_bert_tensors(checkpoint) if checkpoint.family == "bert" else _decoder_tensors(checkpoint))
     kinds = [_kind(tensor, dtype) for tensor in tensors]
     sizes = [_stored_bytes(tensor.shape, kind) for tensor, kind in zip(tensors, kinds, strict=True)]
     for tensor, kind, size in zip(tensors, kinds, sizes, strict=True):
         ggml = gguf.GGMLQuantizationType[kind.upper()]
-        import numpy as np
-
         # The shape is the logical one in every case: only uint8 input would make the writer derive it.
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=ggml)
     temporary = out.with_name(out.name + ".part")
@@ -132,7 +119,6 @@ def _stored_bytes(shape: tuple[int, ...], kind: str) -> int:
 
 def _encode(array: FloatArray, kind: str) -> Array:
     import gguf
-    import numpy as np
 
     if kind == "f32":
         return np.ascontiguousarray(array, np.float32)
@@ -148,6 +134,18 @@ def _encode(array: FloatArray, kind: str) -> Array:
     return quantised
 
 
+def _metadata(writer: Any, checkpoint: Checkpoint, pooling: str | None) -> None:
+    known, c = facts.of_checkpoint(checkpoint), checkpoint.config
+    writer.add_vocab_size(c["vocab_size"] * (2 if known.token_types is True else 1))
+    writer.add_context_length(c["max_position_embeddings"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_head_count(c["num_attention_heads"])
+    (_bert_metadata if checkpoint.family == "bert" else _decoder_metadata)(writer, checkpoint, known, pooling)
+    _vocabulary(writer, checkpoint, known)
+
+
 def _bert_metadata(writer: Any, checkpoint: Checkpoint, known: facts.Facts, pooling: str | None) -> None:
     c = checkpoint.config
     writer.add_layer_norm_eps(float(c["layer_norm_eps"]))
@@ -161,8 +159,6 @@ def _bert_metadata(writer: Any, checkpoint: Checkpoint, known: facts.Facts, pool
 
 
 def _bert_tensors(checkpoint: Checkpoint) -> Iterator[GgufTensor]:
-    import numpy as np
-
     c = checkpoint.config
     split = checkpoint.task == "rerank" and c["type_vocab_size"] > 1
     words, types = "embeddings.word_embeddings.weight", "embeddings.token_type_embeddings.weight"
@@ -265,7 +261,7 @@ def _rotated(checkpoint: Checkpoint, name: str, source: str, heads: int, *, matr
 def _vocabulary(writer: Any, checkpoint: Checkpoint, known: facts.Facts) -> None:
     """Encoders and embedders take ids only; a generator turns ids into text, so its file carries the tokens."""
     if checkpoint.task == "generate":
-        from engines.llama.vocabulary import write_bpe
+        from engines.llama.build.vocabulary import write_bpe
 
         write_bpe(writer, checkpoint.folder / "tokenizer.json", checkpoint.config["vocab_size"])
     else:
@@ -305,24 +301,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     def make() -> dict[str, Any]:
         made: dict[str, Any]
         if args.verb == "build":
+            options = {"dtype": args.dtype, "name": args.name, "pooling": args.pooling}
             build(
-                Checkpoint.open(args.checkpoint, task=args.task),
-                args.out,
-                dtype=args.dtype,
-                name=args.name,
-                pooling=args.pooling,
-                progress=program.report("build"),
+                Checkpoint.open(args.checkpoint, task=args.task), args.out, **options, progress=program.report("build")
             )
             made = {"dtype": args.dtype}
         else:
-            from engines.llama.vocabulary import write_tokenizer
+            from engines.llama.build.vocabulary import write_tokenizer
 
             made = {"facts": write_tokenizer(args.gguf, args.out, progress=program.report("tokenizer"))}
-        return {
-            "path": args.out.name,
-            "bytes": args.out.stat().st_size,
-            "digest": PREFIX + file_digest(args.out),
-        } | made
+        found = {"path": args.out.name, "bytes": args.out.stat().st_size, "digest": PREFIX + file_digest(args.out)}
+        return found | made
 
     return program.run("build", make, missing="install the extra 'llama'")
 
