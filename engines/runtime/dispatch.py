@@ -153,8 +153,6 @@ class Dispatcher:
             raise EngineError(
                 ErrorCode.CONFIG_INVALID, f"this worker holds {limit} model(s) at most; UNLOAD before another LOAD"
             )
-        if not request.artifact_digest:
-            raise EngineError(ErrorCode.ARTIFACT_INVALID, "artifact_digest is empty; LOAD must name the file's SHA-256")
         started = self._clock()
         model = self._engine.load(request, progress=progress)
         assert 1 <= model.dims <= U32_MAX, f"a model of {model.dims} dims"

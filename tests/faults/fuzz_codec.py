@@ -143,7 +143,7 @@ def _end(aim: str, payload: bytes) -> Connection:
         return worker
     host = Connection(Role.HOST, engine=m.CUDA_ENGINE)
     named = _TYPE.search(payload)
-    host._open(_REQUESTS.get(named[1] if named else b"", _EMBED), PROMPT_BYTES)
+    host.expectation.open(_REQUESTS.get(named[1] if named else b"", _EMBED), PROMPT_BYTES, m.CUDA_ENGINE)
     host.state = State.BUSY
     return host
 

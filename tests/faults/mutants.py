@@ -38,9 +38,10 @@ OPERATORS: Final = (
 TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "engines.protocol.framing": ("tests/protocol/test_framing.py", "tests/protocol/test_vectors.py"),
     "engines.protocol.connection": ("tests/protocol/test_connection.py", "tests/protocol/test_vectors.py"),
-    "engines.protocol.messages": ("tests/protocol",),
+    "engines.protocol.expectation": ("tests/protocol/test_vectors.py", "tests/protocol/test_model.py"),
+    "engines.protocol.decoding": ("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py"),
+    "engines.protocol.messages": ("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py"),
     "engines.protocol.states": ("tests/protocol/test_document.py", "tests/protocol/test_vectors.py"),
-    "engines.protocol.errors": ("tests/protocol/test_errors.py", "tests/protocol/test_vectors.py"),
     "synapse_host.quarantine": ("tests/host/test_quarantine.py",),
     "synapse_host.watchdog": ("tests/host/test_watchdog.py",),
     "synapse_host.handshake": ("tests/host/test_handshake.py",),

@@ -16,7 +16,7 @@ import pytest
 
 from engines.runtime import main as runtime_main
 from engines.runtime.engine import EngineIdentity
-from tests.support.peer import WorkerProcess
+from tests.support.peer import IDS, WorkerProcess, embed, ready
 from tests.support.scripted import command
 
 pytestmark = pytest.mark.process
@@ -213,3 +213,21 @@ def test_interrupting_a_worker_by_hand_is_quiet(runtime_dir: Path) -> None:
         os.kill(worker.pid, signal.SIGINT)
         assert worker.wait() == 130
         assert "Traceback" not in worker.stderr()
+
+
+def ends(action: dict[str, object], directory: Path) -> tuple[int, str]:
+    """Return the exit status and stderr of a worker that does *action* in a request."""
+    with ready({"rules": [{"on": "EMBED_BATCH", "do": [action]}]}, directory) as worker:
+        worker.end.send(embed(), IDS)
+        return worker.wait(), worker.stderr()
+
+
+def test_a_bug_in_an_engine_leaves_a_traceback_and_status_1(runtime_dir: Path) -> None:
+    status, text = ends({"raise": "boom"}, runtime_dir)
+    assert status == 1 and "Traceback" in text and "RuntimeError: boom" in text
+
+
+@pytest.mark.parametrize("name", ["SIGABRT", "SIGSEGV"])
+def test_a_fatal_signal_leaves_a_stack_and_its_own_status(runtime_dir: Path, name: str) -> None:
+    status, text = ends({"signal": name}, runtime_dir)
+    assert status == -getattr(signal, name) and "Fatal Python error" in text

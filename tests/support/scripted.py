@@ -463,7 +463,7 @@ class ScriptedWorker(Actions, Worker):
         if self._progress is not None:
             self._progress.close()
         self.channel.connection.state = State.IDLE
-        self.channel.connection.request = None
+        self.channel.connection.expectation.request = None
 
     def do_progress(self, spec: dict[str, Any]) -> None:
         completed = spec.get("completed", range(spec.get("from", 1), spec.get("to", 1) + 1))

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.protocol.decoding import decode_from_worker, decode_hello
 from engines.protocol.messages import (
     DEFAULT_MAX_FRAME,
     VERSION,
@@ -46,8 +47,6 @@ from engines.protocol.messages import (
     Shutdown,
     Unload,
     Vectors,
-    decode_from_worker,
-    decode_hello,
     encode,
     phases,
 )

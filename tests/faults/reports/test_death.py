@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from engines.protocol.errors import EngineError, ErrorCode
-from engines.protocol.messages import EmbedBatch, Err, Item, Load, Loaded, Pooling, decode_from_worker, encode
+from engines.protocol.decoding import decode_from_worker
+from engines.protocol.messages import EmbedBatch, Err, Item, Load, Loaded, Pooling, encode
 from engines.runtime.dispatch import Dispatcher
 from engines.runtime.progress import silent
 from synapse_host import process as process_module
