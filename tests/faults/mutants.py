@@ -40,7 +40,9 @@ TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "engines.protocol.connection": ("tests/protocol/test_connection.py", "tests/protocol/test_vectors.py"),
     "engines.protocol.expectation": ("tests/protocol/test_vectors.py", "tests/protocol/test_model.py"),
     "engines.protocol.decoding": ("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py"),
-    "engines.protocol.messages": ("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py"),
+    "engines.protocol.messages": (
+        *("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py", "tests/protocol/test_document.py"),
+    ),
     "engines.protocol.states": ("tests/protocol/test_document.py", "tests/protocol/test_vectors.py"),
     "synapse_host.quarantine": ("tests/host/test_quarantine.py",),
     "synapse_host.watchdog": ("tests/host/test_watchdog.py",),

@@ -54,6 +54,7 @@ BOUND = Binding(
         ({"engine_version": None, "kernel_revision": None, "engine": None}, None),
     ],
 )
+@pytest.mark.report("ollama/ollama#15582")
 def test_what_voids_a_certificate_is_named(change: dict[str, Any], reason: str | None) -> None:
     reasons = certificates.void_because(BOUND, msgspec.structs.replace(BOUND, **change))
     if reason is None:

@@ -75,6 +75,7 @@ def test_every_size_arrives_whatever_the_reads(size: int, raw: bool, step: int) 
 
 
 @pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.report("python/cpython#10305")
 def test_a_length_above_the_limit_allocates_nothing(raw: bool) -> None:
     spy = Spy()
     reader = FrameReader(max_frame=1000, allocate=spy)

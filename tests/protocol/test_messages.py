@@ -86,6 +86,24 @@ def test_ids_are_measured_in_bytes_however_they_are_spelt(body: str, text: str) 
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        '{"type":"PONG","req_id":"p","rss_mb":%d,"models_loaded":0}',
+        '{"type":"PONG","req_id":"p","rss_mb":0,"models_loaded":%d}',
+        '{"type":"LOADED","req_id":"l","model_ref":"x","dims":1,"cold_load_ms":%d}',
+        '{"type":"VECTORS","req_id":"e","dims":1,"n":%d}',
+        '{"type":"PROGRESS","req_id":"e","completed":%d,"phase":"setup"}',
+    ],
+)
+def test_a_u64_is_one(body: str) -> None:
+    for value in (0, 2**64 - 1):
+        decode_from_worker((body % value).encode())
+    for value in (-1, 2**64):
+        with pytest.raises(msgspec.ValidationError):
+            decode_from_worker((body % value).encode())
+
+
+@pytest.mark.parametrize(
     "data",
     [
         b"",
