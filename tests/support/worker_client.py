@@ -89,7 +89,10 @@ def ids_bytes(rows: Sequence[Sequence[int]]) -> bytes:
 
 
 class WorkerClient:
-    """Spawns a worker, shakes hands, and talks to it. A context manager; nothing survives it."""
+    """Spawns a worker, shakes hands, and talks to it. A context manager; nothing survives it.
+
+    Without *handshake* HELLO is still to be read.
+    """
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class WorkerClient:
         arguments: Sequence[str] = (),
         env: dict[str, str] | None = None,
         max_frame: int = DEFAULT_MAX_FRAME,
+        handshake: bool = True,
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="sw-"))
         self._max_frame = max_frame
@@ -127,8 +131,9 @@ class WorkerClient:
                 except TimeoutError:
                     raise AssertionError(f"no connection: {self.stderr()}") from None
             self.socket.settimeout(TIMEOUT_S)
-            self.hello: Hello = decode_hello(self.read_frame())
-            self.write_frame(encode(HelloAck(v=VERSION, accept=True, max_frame=max_frame)))
+            if handshake:
+                self.hello: Hello = decode_hello(self.read_frame())
+                self.write_frame(encode(HelloAck(v=VERSION, accept=True, max_frame=max_frame)))
         except BaseException:
             self.close()
             raise
