@@ -1,4 +1,4 @@
-"""Where a connection stands and what may come next: one table for both ends."""
+"""The states of a connection and what may come next: one table for both ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Role(Enum):
 
 
 class State(Enum):
-    """Where a connection stands."""
+    """What a connection waits for."""
 
     __hash__ = object.__hash__
 

@@ -38,6 +38,7 @@ from engines.protocol.messages import (
     Unload,
     Unloaded,
     encode,
+    type_name,
 )
 from engines.runtime.engine import DeviceLost, Engine, EngineIdentity, Model, refusal
 
@@ -109,10 +110,9 @@ class Dispatcher:
 
     def _answer(self, request: AnyRequest, payload: memoryview | None, progress: ProgressReporter) -> Answer:
         kind = type(request)
-        if kind not in ALWAYS_SERVED and kind not in self._engine.serves:
-            raise refusal(request)
-        if kind in PACKED_REQUESTS and not self._packed:
-            raise refusal(request)
+        served = kind in ALWAYS_SERVED or kind in self._engine.serves
+        if not served or (kind in PACKED_REQUESTS and not self._packed):
+            raise refusal(type_name(request))
         match request:
             case EmbedBatch() | Rerank() | RerankSequences() | Generate():
                 assert payload is not None, "the connection delivers the raw frame with its request"

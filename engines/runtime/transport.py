@@ -1,6 +1,6 @@
 """Bytes between a worker and its host: one blocking connection (Unix socket here, Windows named pipe in ``pipe``).
 
-A transport moves bytes and tells when the peer is gone; :class:`Channel` joins it to the protocol under one lock. The
+A transport moves bytes and notices when the peer is gone; :class:`Channel` joins it to the protocol under one lock. The
 end of the stream may show as a read of nothing, or as a reset where the host left data unread: both are EOF here, and
 the connection decides whether a frame was torn. Nothing here is imported that only one platform has.
 """
