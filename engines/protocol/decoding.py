@@ -93,7 +93,7 @@ def decode_ack(data: Buffer) -> HelloAck:
 
 
 DECODE_ERRORS: Final = (msgspec.DecodeError, ValueError, RecursionError)
-"""What decoding a stranger's bytes may raise: malformed or mistyped JSON, bad UTF-8, absurd numbers, deep nesting."""
+"""What decoding a peer's bytes may raise: malformed or mistyped JSON, bad UTF-8, absurd numbers, deep nesting."""
 
 _U64_FIELDS: Final[dict[type[Struct], tuple[str, ...]]] = {
     Progress: ("completed",),

@@ -76,9 +76,9 @@ def raw_view(payload: Buffer, dtype: Dtype) -> Buffer:
 
 
 class FrameReader:
-    """Cuts the peer's byte stream into frame payloads. It knows lengths, not meanings.
+    """Cuts the peer's byte stream into frame payloads. It looks at lengths only.
 
-    Fill :meth:`get_buffer`, tell :meth:`buffer_updated` how much arrived, then ask for the frame that the rules expect
+    Fill :meth:`get_buffer`, pass how much arrived to :meth:`buffer_updated`, then ask for the frame that the rules expect
     next, :meth:`next_control` or :meth:`next_raw`, until it returns None.
     """
 

@@ -42,7 +42,7 @@ class State(Enum):
 
 
 class Kind(Enum):
-    """Classes of frames that the rules tell apart."""
+    """Classes of frames that the rules distinguish."""
 
     __hash__ = object.__hash__
 

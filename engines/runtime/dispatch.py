@@ -190,7 +190,7 @@ class Dispatcher:
             req_id=request.req_id,
             rss_mb=resident_bytes() // 2**20,
             models_loaded=len(self._models),
-            # The gate asks whether everything runs where it should, so the worst model speaks for the worker.
+            # The gate asks whether everything runs where it should, so the worker reports its worst model.
             placement_share=min(shares) if shares else UNSET,
             buckets=buckets or UNSET,
             ane_resident_shapes=shapes or UNSET,

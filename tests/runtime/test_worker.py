@@ -142,17 +142,6 @@ def test_shutdown_closes_models_and_engine() -> None:
     assert worker.exits == []
 
 
-def test_shutdown_during_a_request_waits_for_its_reply() -> None:
-    hook = Pause()
-    with WorkerThread(engine(hook)).ready() as worker:
-        worker.end.send(embed(), raw())
-        assert hook.entered.wait(10)
-        worker.end.send(Shutdown())
-        hook.leave.set()
-        assert isinstance(worker.end.finish().reply, Vectors)
-        assert worker.join() == 0
-
-
 BROKEN = {
     "malformed JSON": frame(b"{"),
     "an oversize frame": LENGTH.pack(64 * 2**20 + 1),
@@ -170,14 +159,6 @@ def test_an_untrusted_stream_ends_with_one_line_and_status_1(name: str, capfd: p
     assert "fatal:" in lines[0]
 
 
-@pytest.mark.parametrize("cut", [1, 30])
-def test_a_torn_frame_ends_with_status_1(cut: int) -> None:
-    with WorkerThread(engine()).ready() as worker:
-        worker.end.socket.sendall(frame(msgspec.json.encode(embed()))[:cut])
-        worker.end.close()
-        assert worker.join() == 1
-
-
 @pytest.mark.parametrize("size", [0, 6])
 def test_a_request_without_its_whole_payload_is_torn(size: int) -> None:
     with WorkerThread(engine()).ready() as worker:
@@ -187,14 +168,6 @@ def test_a_request_without_its_whole_payload_is_torn(size: int) -> None:
         assert worker.join() == (1 if size else 0)
 
 
-def test_a_bug_gets_out_and_closes_the_connection() -> None:
-    with WorkerThread(engine(raising(RuntimeError("boom")))).ready() as worker:
-        worker.end.send(embed(), raw())
-        worker.join()
-        assert isinstance(worker.bug, RuntimeError)
-        assert worker.end.socket.recv(1) == b""
-
-
 def test_a_lost_device_is_answered_then_ends_the_worker() -> None:
     with WorkerThread(engine(raising(DeviceLost(ErrorCode.INFERENCE_FAILED, "CUDA error 700")))).ready() as worker:
         assert isinstance(worker.end.call(embed(), raw()).reply, Err)
@@ -202,29 +175,16 @@ def test_a_lost_device_is_answered_then_ends_the_worker() -> None:
 
 
 def test_the_host_leaving_during_a_request_ends_the_process_while_the_call_runs() -> None:
-    hook, gone = Pause(), threading.Event()
-    with WorkerThread(engine(hook)).ready() as worker:
-        exits = worker.exits
-        worker.worker._watcher._exit = lambda status: (exits.append(status), gone.set())
-        worker.end.send(embed(), raw())
-        assert hook.entered.wait(10)
-        worker.end.close()
-        assert gone.wait(10)  # while the model still computes
-        assert exits == [0]
-        hook.leave.set()
-
-
-def test_the_watcher_ignores_waiting_bytes_and_consumes_none() -> None:
     hook = Pause()
     with WorkerThread(engine(hook)).ready() as worker:
         worker.end.send(embed(), raw())
         assert hook.entered.wait(10)
-        ping = frame(msgspec.json.encode(Ping("p")))
-        worker.end.socket.sendall(ping)
-        assert worker.worker_socket.recv(100, socket.MSG_PEEK) == ping
-        assert worker.exits == []
+        worker.end.close()
+        deadline = time.monotonic() + 10
+        while not worker.exits and time.monotonic() < deadline:  # while the model still computes
+            time.sleep(0.001)
+        assert worker.exits == [0]
         hook.leave.set()
-        worker.end.finish()
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
