@@ -31,7 +31,7 @@ def cpu_quota(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) -> fl
 
 
 def free_memory(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP, meminfo: Path = MEMINFO) -> int | None:
-    """Return the bytes that can still be taken (machine, cgroup, address space), or None where none of these is known."""
+    """Return the bytes that can still be taken (machine, cgroup, address space), or None if none is known."""
     sources = (_available(meminfo), _cgroup_free(root, membership), _address_space())
     known = [value for value in sources if value is not None]
     return min(known) if known else None

@@ -78,8 +78,8 @@ def raw_view(payload: Buffer, dtype: Dtype) -> Buffer:
 class FrameReader:
     """Cuts the peer's byte stream into frame payloads. It looks at lengths only.
 
-    Fill :meth:`get_buffer`, pass how much arrived to :meth:`buffer_updated`, then ask for the frame that the rules expect
-    next, :meth:`next_control` or :meth:`next_raw`, until it returns None.
+    Fill :meth:`get_buffer`, report the count to :meth:`buffer_updated`, then call :meth:`next_control` or
+    :meth:`next_raw`, whichever the rules expect, until it returns None.
     """
 
     def __init__(self, *, max_frame: int, allocate: Allocate = allocate_fresh) -> None:

@@ -153,14 +153,7 @@ def spoil(frame: bytes, plan: Plan) -> tuple[list[bytes], str]:
             other = _framed(rng.choice(SEEDS))
             data = bytearray(other + frame if rng.random() < 0.5 else frame + other)
         case "progress":
-            counts = (0, 1, 2, 3, 100, 2**64 - 1, 2**64)
-            fields = {
-                "type": "PROGRESS",
-                "req_id": rng.choice(("1-1", "1-2", "1-3", "2-1")),
-                "completed": rng.choice(counts),
-                "phase": rng.choice(("setup", "inference", "control")),
-            }
-            extra = _framed(json.dumps(fields).encode())
+            extra = _progress(rng)
             data = bytearray(extra + frame if rng.random() < 0.3 else frame + extra)
         case "resize":
             size = max(0, len(payload) + rng.choice((-len(payload), -4, -1, 1, 4, 4096)))
@@ -174,6 +167,16 @@ def spoil(frame: bytes, plan: Plan) -> tuple[list[bytes], str]:
         case "trickle":
             return [bytes((byte,)) for byte in frame], "go on"
     return [bytes(data)], "go on"
+
+
+def _progress(rng: random.Random) -> bytes:
+    fields = {
+        "type": "PROGRESS",
+        "req_id": rng.choice(("1-1", "1-2", "1-3", "2-1")),
+        "completed": rng.choice((0, 1, 2, 3, 100, 2**64 - 1, 2**64)),
+        "phase": rng.choice(("setup", "inference", "control")),
+    }
+    return _framed(json.dumps(fields).encode())
 
 
 def _framed(payload: bytes) -> bytes:

@@ -235,6 +235,14 @@ async def spoiled_session(ground: Arena, factory: type[ThreadProcess], plan: Pla
             break
         if (observed := lane.health()["strikes"]) > max(1, strikes):
             verdict.findings.append(f"{observed} strikes after {verdict.outcomes}")
+    await _ends(ground, factory, lane, first_wire[0] if first_wire else None, verdict)
+    return verdict
+
+
+async def _ends(
+    ground: Arena, factory: type[ThreadProcess], lane: Any, wire: SpoiledWire | None, verdict: Verdict
+) -> None:
+    """Close the lane and look at what is left of its workers."""
     closing = asyncio.ensure_future(lane.aclose())
     await _patiently(closing, factory, verdict)
     ground.lanes.made.remove(lane)
@@ -246,12 +254,11 @@ async def spoiled_session(ground: Arena, factory: type[ThreadProcess], plan: Pla
         if process.bug is not None:
             verdict.findings.append(f"uncaught in the worker: {process.bug!r}")
     crashed = any(kind.startswith("engine_crashed") for kind in verdict.outcomes)
-    verdict.size = first_wire[0].size if first_wire else 0
-    struck_at = first_wire[0].struck_at if first_wire else None
+    verdict.size = wire.size if wire else 0
+    struck_at = wire.struck_at if wire else None
     killed_at = factory.made[0].killed_at if factory.made else None
     if crashed and struck_at is not None and killed_at is not None and not verdict.stepped:
         verdict.kill_s = killed_at - struck_at
-    return verdict
 
 
 def _struck(wires: list[SpoiledWire]) -> bool:
