@@ -107,15 +107,13 @@ class Connection:
     Not thread-safe: a worker guards it, together with the socket's send, by one lock.
     """
 
-    def __init__(
-        self, role: Role, *, max_frame: int = DEFAULT_MAX_FRAME, allocate: Allocate = allocate_fresh, engine: str = ""
-    ) -> None:
+    def __init__(self, role: Role, *, max_frame: int = DEFAULT_MAX_FRAME, allocate: Allocate = allocate_fresh) -> None:
         if not 1 <= max_frame <= DEFAULT_MAX_FRAME:
             raise ValueError(f"max_frame must be 1 to {DEFAULT_MAX_FRAME}, not {max_frame}")
         self.role = role
         self.state = State.HELLO
         self.max_frame = max_frame
-        self.engine = engine
+        self.engine = ""  # HELLO names it
         self._peer = role.peer
         self._sending = _STEPS[role]
         self._receiving = _STEPS[role.peer]

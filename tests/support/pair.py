@@ -89,7 +89,7 @@ class ConnectionPair:
         self.cut = cut
         self.engine = engine
         self.host = Connection(Role.HOST, max_frame=host_max_frame)
-        self.worker = Connection(Role.WORKER, max_frame=worker_max_frame, allocate=worker_allocate, engine=engine)
+        self.worker = Connection(Role.WORKER, max_frame=worker_max_frame, allocate=worker_allocate)
         self.host_events: list[Event] = []
         self.worker_events: list[Event] = []
 
