@@ -28,7 +28,7 @@ from engines.protocol.events import (
     ShutdownReceived,
 )
 from engines.protocol.expectation import Expectation, check_request
-from engines.protocol.framing import LENGTH, Allocate, FrameReader, SpentReader, allocate_fresh, encode_frame, raw_view
+from engines.protocol.framing import LENGTH, Allocate, FrameReader, SpentReader, allocate_fresh, raw_view
 from engines.protocol.messages import (
     DEFAULT_MAX_FRAME,
     HELLO_MAX_FRAME,
@@ -338,7 +338,7 @@ class Connection:
             raise LocalProtocolError(f"{type_name(message)} {'takes no' if dtype is None else 'needs its'} raw frame")
         try:
             body = encode(message)
-        except ValueError as exc:  # an artifact's path that isn't UTF-8
+        except (ValueError, TypeError, OverflowError) as exc:  # such as an artifact's path that isn't UTF-8
             raise LocalProtocolError(f"{type_name(message)}: {exc}") from exc
         raw: Buffer | None = None
         size = index = 0
@@ -346,8 +346,6 @@ class Connection:
         if payload is not None and dtype is not None:
             raw = payload if type(payload) is bytes else raw_view(payload, dtype)
             size = len(raw)
-            if size > limit:
-                raise LocalProtocolError(f"frame length {size} exceeds max {limit}")
         request = kind in REPLY_TO
         answers = False
         if request:
@@ -362,7 +360,9 @@ class Connection:
                 raise LocalProtocolError(f"raw frame of {size} bytes where {type_name(message)} promises {expected}")
         elif kind is not Shutdown:
             limit = self._check_handshake(message)
-        head = encode_frame(body, max_frame=limit)
+        if (longest := max(len(body), size)) > limit:
+            raise LocalProtocolError(f"frame length {longest} exceeds max {limit}")
+        head = _pack(len(body)) + body
         if raw is not None:
             following = _PAYLOAD_STEPS[following]  # both frames leave together
             head += _pack(size)

@@ -40,14 +40,6 @@ class ReusedBuffer:
         return memoryview(self._buffer)[:size]
 
 
-def encode_frame(payload: Buffer, *, max_frame: int) -> bytes:
-    """Return length prefix and payload of one control frame; LocalProtocolError above *max_frame*."""
-    size = len(payload)
-    if size > max_frame:
-        raise LocalProtocolError(f"frame length {size} exceeds max {max_frame}")
-    return LENGTH.pack(size) + payload
-
-
 _FORMATS: Final[dict[Dtype, str]] = {"<i4": "Bbcil", "<f4": "Bbcf"}
 """Buffer formats a raw frame may be made of: plain bytes, or elements of the frame's own dtype."""
 

@@ -17,7 +17,6 @@ from engines.protocol.framing import (
     ReusedBuffer,
     SpentReader,
     allocate_fresh,
-    encode_frame,
     raw_view,
 )
 
@@ -47,12 +46,6 @@ class Spy:
     def __call__(self, size: int) -> memoryview:
         self.sizes.append(size)
         return allocate_fresh(size)
-
-
-def test_encode_frame_refuses_before_the_first_byte() -> None:
-    assert encode_frame(b"abc", max_frame=3) == b"\x03\0\0\0abc"
-    with pytest.raises(LocalProtocolError, match="frame length 4 exceeds max 3"):
-        encode_frame(b"abcd", max_frame=3)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, STAGING_BYTES - 5, STAGING_BYTES - 4, STAGING_BYTES - 3, 200_000])
