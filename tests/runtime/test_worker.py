@@ -166,6 +166,7 @@ def test_a_request_without_its_whole_payload_is_torn(size: int) -> None:
         worker.end.close()
         # protocol-v3, 1 calls an EOF between two frames orderly; a header without its payload ends on such a boundary.
         assert worker.join() == (1 if size else 0)
+    assert size or set(worker.exits) == {0}
 
 
 def test_a_lost_device_is_answered_then_ends_the_worker() -> None:
@@ -200,6 +201,17 @@ def test_progress_precedes_the_reply_and_rises() -> None:
         outcome = worker.end.call(embed(), raw())
         assert [frame.completed for frame in outcome.progress] == [2, 4, 6, 8, 10]
         assert {frame.phase.value for frame in outcome.progress} == {"inference"}
+
+
+def test_progress_to_a_host_that_has_left_ends_the_worker_with_0() -> None:
+    def hook(*, progress: ProgressReporter, **details: Any) -> None:
+        worker.end.close()
+        progress.advance()
+
+    with WorkerThread(engine(hook), clock=ticking()).ready() as worker:
+        worker.end.send(embed(), raw())
+        assert worker.join() == 0
+    assert set(worker.exits) == {0}
 
 
 def test_progress_after_the_reply_is_swallowed() -> None:
