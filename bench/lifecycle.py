@@ -20,7 +20,7 @@ from synapse_host.config import HostConfig
 from synapse_host.errors import EngineCrashed
 from synapse_host.supervision.supervisor import Supervisor
 from synapse_host.worker.listener import RuntimeDirectory
-from tests.support.peer import WorkerProcess
+from tests.support.worker_client import WorkerClient
 
 if TYPE_CHECKING:
     from bench.plan import Plan
@@ -37,8 +37,6 @@ async def rows(plan: Plan) -> list[Row]:
 
 async def spawn(plan: Plan) -> list[Row]:
     """Spawn to HELLO of our workers, beside an empty interpreter."""
-    folder = plan.folder / "spawn"
-    folder.mkdir()
 
     def bare() -> float:
         begun = time.perf_counter()
@@ -47,8 +45,8 @@ async def spawn(plan: Plan) -> list[Row]:
 
     def hello(arguments: list[str]) -> float:
         begun = time.perf_counter()
-        with WorkerProcess([sys.executable, *arguments], folder) as worker:
-            worker.end.event()
+        with WorkerClient([sys.executable, *arguments], handshake=False) as worker:
+            worker.read_frame()
             return time.perf_counter() - begun
 
     contestants: dict[str, Any] = {name: lambda a=arguments: hello(a) for name, arguments in WORKERS.items()}

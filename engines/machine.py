@@ -31,7 +31,7 @@ def cpu_quota(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) -> fl
 
 
 def free_memory(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP, meminfo: Path = MEMINFO) -> int | None:
-    """Return the bytes that can still be taken (machine, cgroup, address space), or None where nothing tells."""
+    """Return the bytes that can still be taken (machine, cgroup, address space), or None if none is known."""
     sources = (_available(meminfo), _cgroup_free(root, membership), _address_space())
     known = [value for value in sources if value is not None]
     return min(known) if known else None
@@ -69,7 +69,7 @@ def bound_to(cpu: int | None) -> Iterator[None]:
         yield
     finally:
         if before is not None and sys.platform == "linux":
-            with suppress(OSError):  # the machine took the CPUs away meanwhile, and with them the wish
+            with suppress(OSError):  # the CPUs were taken away meanwhile
                 os.sched_setaffinity(0, before)
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Any, Final, NoReturn, cast
 
-import msgspec
-from msgspec import UNSET, Struct
+from msgspec import Struct
 
-from engines.protocol.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, VersionMismatch
+from engines.protocol.decoding import DECODE_ERRORS, decode_ack, decode_from_host, decode_from_worker, decode_hello
+from engines.protocol.errors import LocalProtocolError, RemoteProtocolError, VersionMismatch
 from engines.protocol.events import (
     AckReceived,
     Event,
@@ -27,23 +27,12 @@ from engines.protocol.events import (
     RequestReceived,
     ShutdownReceived,
 )
-from engines.protocol.framing import (
-    LENGTH,
-    Allocate,
-    FrameReader,
-    SpentReader,
-    allocate_fresh,
-    encode_frame,
-    raw_view,
-)
+from engines.protocol.expectation import Expectation, check_request
+from engines.protocol.framing import LENGTH, Allocate, FrameReader, SpentReader, allocate_fresh, raw_view
 from engines.protocol.messages import (
-    DECODE_ERRORS,
     DEFAULT_MAX_FRAME,
     HELLO_MAX_FRAME,
-    ITEM_BYTES,
-    MAX_ITEMS,
     REPLY_TO,
-    U32_MAX,
     VERSION,
     AnyReply,
     AnyRequest,
@@ -52,25 +41,13 @@ from engines.protocol.messages import (
     Err,
     Hello,
     HelloAck,
-    Loaded,
     Message,
     Phase,
     Progress,
-    Reply,
-    Request,
     Scores,
     Shutdown,
-    Text,
-    Unload,
     Vectors,
-    decode_ack,
-    decode_from_host,
-    decode_from_worker,
-    decode_hello,
-    encode_checked,
-    n_rows,
-    n_tokens,
-    phases,
+    encode,
     type_name,
 )
 from engines.protocol.states import KINDS, TRANSITIONS, Kind, Role, State
@@ -130,31 +107,22 @@ class Connection:
     Not thread-safe: a worker guards it, together with the socket's send, by one lock.
     """
 
-    def __init__(
-        self, role: Role, *, max_frame: int = DEFAULT_MAX_FRAME, allocate: Allocate = allocate_fresh, engine: str = ""
-    ) -> None:
+    def __init__(self, role: Role, *, max_frame: int = DEFAULT_MAX_FRAME, allocate: Allocate = allocate_fresh) -> None:
         if not 1 <= max_frame <= DEFAULT_MAX_FRAME:
             raise ValueError(f"max_frame must be 1 to {DEFAULT_MAX_FRAME}, not {max_frame}")
         self.role = role
         self.state = State.HELLO
         self.max_frame = max_frame
-        self.engine = engine
-        self.request: AnyRequest | None = None
-        self.completed = 0
+        self.engine = ""  # HELLO names it
         self._peer = role.peer
         self._sending = _STEPS[role]
         self._receiving = _STEPS[role.peer]
         self._is_host = role is Role.HOST
-        self._phases: tuple[Phase, ...] = ()
-        self._phases_of: dict[type[Struct], tuple[Phase, ...]] = {}
-        self._rows = 0
-        self._ids = 0
-        self._phase_index = 0
+        self.expectation = Expectation()
         self._header: Vectors | Scores | None = None
-        self._expected = 0
+        self._raw_size = 0
         self._started = False
         self._pending: AnyRequest | None = None
-        self._dims: dict[str, int] = {}
         # Spec (protocol-v3, 1): HELLO is read under min(64 KiB, own maximum). The ACK is no larger.
         self._reader: FrameReader = FrameReader(max_frame=min(HELLO_MAX_FRAME, max_frame), allocate=allocate)
 
@@ -169,9 +137,19 @@ class Connection:
         self._reader.buffer_updated(count)
 
     @property
+    def request(self) -> AnyRequest | None:
+        """The request of the running exchange, None when idle."""
+        return self.expectation.request
+
+    @property
+    def completed(self) -> int:
+        """The last progress counter of the running exchange."""
+        return self.expectation.completed
+
+    @property
     def phase(self) -> Phase | None:
         """The phase of the running exchange, None when idle."""
-        return self._phases[self._phase_index] if self.request is not None else None
+        return self.expectation.phase
 
     @property
     def mid_frame(self) -> bool:
@@ -265,7 +243,6 @@ class Connection:
         if hello.max_frame == 0:
             raise RemoteProtocolError("HELLO offers a max_frame of 0")
         self._advance(Hello)
-        self._phases_of.clear()
         self.engine = hello.engine.engine
         self.max_frame = min(self.max_frame, hello.max_frame)
         return HelloReceived(hello)
@@ -290,7 +267,7 @@ class Connection:
             return ShutdownReceived()
         request: Any = message
         if request.payload is None:
-            self._open(request, 0)
+            self.expectation.open(request, 0, self.engine)
             return RequestReceived(request, None)
         self._pending = request
         return self._request_payload()
@@ -303,7 +280,7 @@ class Connection:
         request: Any = self._pending
         self._pending = None
         self.state = _PAYLOAD_STEPS[self.state]
-        self._open(request, len(payload))
+        self.expectation.open(request, len(payload), self.engine)
         return RequestReceived(request, payload)
 
     def _from_worker(self, frame: memoryview) -> Event | None:
@@ -312,24 +289,23 @@ class Connection:
         self._advance(kind)
         if kind is Progress:
             progress: Any = message
-            index = self._check_progress(progress, RemoteProtocolError)
-            self._phase_index, self.completed = index, progress.completed
+            self.expectation.advance(progress, self.expectation.check_progress(progress, RemoteProtocolError))
             return ProgressReceived(progress)
         reply: Any = message
-        expected = self._check_reply(reply, RemoteProtocolError)
+        expected = self.expectation.check_reply(reply, RemoteProtocolError)
         if reply.payload is None:
             return self._answered(reply, None)
         if expected > self.max_frame:
             text = f"{type_name(reply)} promises {expected} bytes, max_frame is {self.max_frame}"
             raise RemoteProtocolError(text, reason="oversize")
         self._header = reply
-        self._expected = expected
+        self._raw_size = expected
         self._started = False
         return self._reply_payload()
 
     def _reply_payload(self) -> Event | None:
         header: Any = self._header
-        payload = self._reader.next_raw(self._expected)
+        payload = self._reader.next_raw(self._raw_size)
         if payload is None:
             if self._started:
                 return None
@@ -340,9 +316,7 @@ class Connection:
         return self._answered(header, payload)
 
     def _answered(self, reply: AnyReply, payload: memoryview | None) -> Event:
-        request: Any = self.request
-        self._close_exchange(request, reply)
-        return ReplyReceived(request, reply, payload)
+        return ReplyReceived(self.expectation.close(reply), reply, payload)
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
@@ -363,8 +337,8 @@ class Connection:
         if (dtype is None) != (payload is None):
             raise LocalProtocolError(f"{type_name(message)} {'takes no' if dtype is None else 'needs its'} raw frame")
         try:
-            body = encode_checked(message)
-        except msgspec.ValidationError as exc:
+            body = encode(message)
+        except (ValueError, TypeError, OverflowError) as exc:  # such as an artifact's path that isn't UTF-8
             raise LocalProtocolError(f"{type_name(message)}: {exc}") from exc
         raw: Buffer | None = None
         size = index = 0
@@ -372,34 +346,34 @@ class Connection:
         if payload is not None and dtype is not None:
             raw = payload if type(payload) is bytes else raw_view(payload, dtype)
             size = len(raw)
-            if size > limit:
-                raise LocalProtocolError(f"frame length {size} exceeds max {limit}")
         request = kind in REPLY_TO
         answers = False
         if request:
             if raw is not None:
-                self._check_request(known, size)
+                check_request(known, size)
         elif kind is Progress:
-            index = self._check_progress(known, LocalProtocolError)
+            index = self.expectation.check_progress(known, LocalProtocolError)
         elif kind in _REPLIES:
             answers = True
-            expected = self._check_reply(known, LocalProtocolError)
+            expected = self.expectation.check_reply(known, LocalProtocolError)
             if size != expected:
                 raise LocalProtocolError(f"raw frame of {size} bytes where {type_name(message)} promises {expected}")
         elif kind is not Shutdown:
             limit = self._check_handshake(message)
-        head = encode_frame(body, max_frame=limit)
+        if (longest := max(len(body), size)) > limit:
+            raise LocalProtocolError(f"frame length {longest} exceeds max {limit}")
+        head = _pack(len(body)) + body
         if raw is not None:
             following = _PAYLOAD_STEPS[following]  # both frames leave together
             head += _pack(size)
         # Nothing can fail any more: from here on the state moves.
         self.state = following
         if request:
-            self._open(known, size)
+            self.expectation.open(known, size, self.engine)
         elif answers:
-            self._close_exchange(self.request, known)
+            self.expectation.close(known)
         elif kind is Progress:
-            self._phase_index, self.completed = index, known.completed
+            self.expectation.advance(known, index)
         elif kind is not Shutdown:
             self._greeted(message)
         return [head] if raw is None or not size else [head, raw]
@@ -424,102 +398,7 @@ class Connection:
 
     def _greeted(self, message: Struct) -> None:
         if isinstance(message, Hello):
-            self._phases_of.clear()
             self.engine = message.engine.engine
             self.max_frame = message.max_frame
         else:
             self._reader.max_frame = self.max_frame
-
-    @staticmethod
-    def _check_request(request: Request, size: int) -> None:
-        if size % ITEM_BYTES:
-            raise LocalProtocolError(f"i32 frame length {size} is not divisible by {ITEM_BYTES}")
-        rows = n_rows(request)
-        if rows > MAX_ITEMS:
-            raise LocalProtocolError(f"{rows} items in one exchange, at most {MAX_ITEMS}")
-        expected = n_tokens(request)
-        if expected is not None and size != expected * ITEM_BYTES:
-            raise LocalProtocolError(f"raw frame of {size} bytes where the header counts {expected} ids")
-
-    # --- rules of an exchange, the same for both ends -----------------------------------------------------------------
-
-    def _open(self, request: AnyRequest, size: int) -> None:
-        """Start the exchange of *request*, whose raw frame has *size* bytes."""
-        self.request = request
-        self.completed = 0
-        kind = type(request)
-        phases_of = self._phases_of
-        found = phases_of.get(kind)
-        if found is None:
-            found = phases_of[kind] = phases(kind, self.engine)
-        self._phases = found
-        self._phase_index = 0
-        self._rows = n_rows(request)
-        self._ids = size // ITEM_BYTES
-
-    def _close_exchange(self, request: AnyRequest | None, reply: AnyReply) -> None:
-        self.request = None
-        kind = type(reply)
-        if kind is Vectors or kind is Scores:
-            return
-        if kind is Loaded:
-            loaded = cast(Loaded, reply)
-            self._dims[loaded.model_ref] = loaded.dims
-        elif type(request) is Unload and (kind is not Err or cast(Err, reply).code == ErrorCode.MODEL_NOT_LOADED):
-            # protocol-v3, 3: an UNLOAD answered with model_not_loaded counts as done.
-            self._dims.pop(request.model_ref, None)
-
-    def _check_progress(self, progress: Progress, error: type[Exception]) -> int:
-        """Return the index of the phase that *progress* moves to."""
-        request = cast(AnyRequest, self.request)
-        if progress.req_id != request.req_id:
-            raise error(f"PROGRESS for {progress.req_id!r} while {request.req_id!r} runs")
-        # Spec: "counters strictly increase for completed work", so equal is wrong too.
-        if progress.completed <= self.completed:
-            raise error(f"progress {progress.completed} after {self.completed}")
-        for index in range(self._phase_index, len(self._phases)):
-            if progress.phase == self._phases[index]:
-                return index
-        accepted = ", ".join(phase.value for phase in self._phases[self._phase_index :])
-        raise error(f"phase {progress.phase} in {type_name(request)}, accepted now: {accepted}")
-
-    def _check_reply(self, reply: Reply, error: type[Exception]) -> int:
-        """Return how many bytes the raw frame behind *reply* must have."""
-        request: Any = self.request
-        known: Any = reply
-        kind = type(reply)
-        if kind is Err:
-            req_id = known.req_id
-            if req_id is not UNSET and req_id != request.req_id:
-                raise error(f"ERR for {req_id!r} while {request.req_id!r} runs")
-            return 0
-        if kind is not REPLY_TO[type(request)]:
-            raise error(f"{type_name(reply)} in answer to {type_name(request)}")
-        if known.req_id != request.req_id:
-            raise error(f"{type_name(reply)} for {known.req_id!r} while {request.req_id!r} runs")
-        if kind is Vectors:
-            rows = self._rows
-            dims: int = known.dims
-            if known.n != rows:
-                raise error(f"VECTORS names {known.n} rows for {rows} items")
-            loaded = self._dims.get(request.model_ref)
-            if not 1 <= dims <= U32_MAX or (loaded is not None and dims != loaded):
-                raise error(f"VECTORS names {dims} dims, the model has {loaded}")
-            return rows * dims * ITEM_BYTES
-        if kind is Scores:
-            return self._rows * ITEM_BYTES
-        if kind is Loaded:
-            if known.dims == 0:
-                raise error("LOADED names 0 dims")
-            # Spec (protocol-v3, 3): "Duplicate model_refs never occur"; two models of one name would mix their answers.
-            if known.model_ref in self._dims:
-                raise error(f"LOADED names {known.model_ref[:80]!r}, which is loaded already")
-        elif kind is Text:
-            if known.n_prompt != self._ids:
-                raise error(f"TEXT counts {known.n_prompt} prompt ids, {self._ids} were sent")
-            if known.n_gen > request.max_tokens:
-                raise error(f"TEXT counts {known.n_gen} generated tokens, at most {request.max_tokens} were asked for")
-            generated = known.generated_token_ids
-            if generated is not UNSET and len(generated) != known.n_gen:
-                raise error(f"TEXT counts {known.n_gen} generated tokens and names {len(generated)}")
-        return 0

@@ -1,4 +1,4 @@
-"""What a connection tells its owner about the bytes that arrived."""
+"""The events of a connection: what the bytes that arrived mean."""
 
 from __future__ import annotations
 

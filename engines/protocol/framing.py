@@ -40,14 +40,6 @@ class ReusedBuffer:
         return memoryview(self._buffer)[:size]
 
 
-def encode_frame(payload: Buffer, *, max_frame: int) -> bytes:
-    """Return length prefix and payload of one control frame; LocalProtocolError above *max_frame*."""
-    size = len(payload)
-    if size > max_frame:
-        raise LocalProtocolError(f"frame length {size} exceeds max {max_frame}")
-    return LENGTH.pack(size) + payload
-
-
 _FORMATS: Final[dict[Dtype, str]] = {"<i4": "Bbcil", "<f4": "Bbcf"}
 """Buffer formats a raw frame may be made of: plain bytes, or elements of the frame's own dtype."""
 
@@ -76,10 +68,10 @@ def raw_view(payload: Buffer, dtype: Dtype) -> Buffer:
 
 
 class FrameReader:
-    """Cuts the peer's byte stream into frame payloads. It knows lengths, not meanings.
+    """Cuts the peer's byte stream into frame payloads. It looks at lengths only.
 
-    Fill :meth:`get_buffer`, tell :meth:`buffer_updated` how much arrived, then ask for the frame that the rules expect
-    next, :meth:`next_control` or :meth:`next_raw`, until it returns None.
+    Fill :meth:`get_buffer`, report the count to :meth:`buffer_updated`, then call :meth:`next_control` or
+    :meth:`next_raw`, whichever the rules expect, until it returns None.
     """
 
     def __init__(self, *, max_frame: int, allocate: Allocate = allocate_fresh) -> None:

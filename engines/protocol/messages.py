@@ -1,15 +1,14 @@
 """One frozen Struct per control frame of protocol v3, and the few tables that describe an exchange.
 
 Field names, tags and types are those of the seed and of protocol-v3 section 3. Optional fields are omitted, never
-null (``UNSET``). Unknown fields are refused everywhere but in HELLO. msgspec's own bounds stop at int64, so the u64
-ceilings and the limits in bytes are checked by hand, when decoding and by :func:`encode_checked`.
+null (``UNSET``). Unknown fields are refused everywhere but in HELLO. msgspec's own bounds stop at int64 and count
+characters; :mod:`engines.protocol.decoding` adds the u64 ceilings and the limits in bytes.
 """
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, cast
+from typing import Annotated, ClassVar, Final, Literal, TypeAlias, cast
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -17,10 +16,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from engines.protocol.errors import ErrorCode
 
 VERSION: Final = 3
+# In bytes of payload: default and ceiling of a frame. HELLO is read under the smaller of the second and the maximum.
 DEFAULT_MAX_FRAME: Final = 64 * 1024 * 1024
-"""Default and ceiling of a frame's payload in bytes."""
 HELLO_MAX_FRAME: Final = 64 * 1024
-"""HELLO is read under the smaller of this and the host's own maximum."""
 MAX_NESTING: Final = 32
 """Levels of objects and arrays in HELLO, the one frame whose unknown fields are skipped, however deep they are.
 
@@ -29,7 +27,6 @@ Everywhere else the types are the limit: the decoder refuses the first value tha
 MAX_ITEMS: Final = 256
 """Items, candidates or sequences an exchange may carry."""
 MAX_IDENTIFIER_BYTES: Final = 64
-"""Length of a req_id or an item id; at least 1."""
 U32_MAX: Final = 2**32 - 1
 U64_MAX: Final = 2**64 - 1
 
@@ -430,139 +427,16 @@ def n_rows(request: Request) -> int:
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-_NOT_BRACKETS: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[^\[\]{}"]+', re.DOTALL)
-"""What lies between the brackets of a JSON text: strings whole (the last one perhaps unfinished), and all else."""
 _encoder = msgspec.json.Encoder()
-_from_host: msgspec.json.Decoder[FromHost] = msgspec.json.Decoder(FromHost)
-_from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
-_hello: msgspec.json.Decoder[Hello] = msgspec.json.Decoder(Hello)
-_ack: msgspec.json.Decoder[HelloAck] = msgspec.json.Decoder(HelloAck)
 
 
 def encode(message: Hello | HelloAck | Message) -> bytes:
-    """Return the JSON bytes of a control frame: fields in the order of the type, the tag first, no spaces."""
-    return _encoder.encode(message)
+    """Return the JSON bytes of a control frame: fields in the order of the type, the tag first, no spaces.
 
-
-def _too_long(text: str) -> bool:
-    return len(text.encode("utf-8")) > MAX_IDENTIFIER_BYTES
-
-
-def decode_from_host(data: Buffer) -> FromHost:
-    """Decode what a worker reads after the handshake; raise one of :data:`DECODE_ERRORS`."""
-    message = _from_host.decode(data)
-    if type(message) is Shutdown:
-        return message
-    # The types count characters, the rule counts bytes; for ASCII both are the same.
-    request: Any = message
-    if not request.req_id.isascii() and _too_long(request.req_id):
-        raise msgspec.ValidationError("req_id must have 1 to 64 bytes")
-    if type(message) is EmbedBatch:
-        text = bytes(data)
-        # 256 ids one by one would cost more than the decoding; a plain frame has only plain ids.
-        if not text.isascii() or b"\\" in text:
-            for item in message.items:
-                if _too_long(item.id):
-                    raise msgspec.ValidationError("item id must have 1 to 64 bytes")
-    return message
-
-
-def decode_from_worker(data: Buffer) -> FromWorker:
-    """Decode what a host reads after the handshake; raise one of :data:`DECODE_ERRORS`."""
-    message = _from_worker.decode(data)
-    req_id = message.req_id
-    if req_id is not UNSET and not req_id.isascii() and _too_long(req_id):
-        raise msgspec.ValidationError("req_id must have 1 to 64 bytes")
-    kind = type(message)
-    if isinstance(message, Vectors):  # the hot one, without the loop
-        if message.n > U64_MAX:
-            raise msgspec.ValidationError("n is above the u64 range")
-    elif kind in _U64_FIELDS:
-        for name in _U64_FIELDS[kind]:
-            if getattr(message, name) > U64_MAX:
-                raise msgspec.ValidationError(f"{name} is above the u64 range")
-    return message
-
-
-def decode_hello(data: Buffer) -> Hello:
-    """Decode HELLO. ``v`` must be a JSON integer in a byte: ``3.0``, ``"3"``, ``true`` and 256 are refused."""
-    # The decoder skips what it doesn't know without looking at its encoding; JSON text is UTF-8 as a whole. How deep it
-    # can follow differs between versions of Python, so depth is limited before.
-    text = bytes(data)
-    text.decode("utf-8")
-    depth = 0
-    for bracket in _NOT_BRACKETS.sub(b"", text):
-        depth += 1 if bracket in b"[{" else -1
-        if depth > MAX_NESTING:
-            raise msgspec.ValidationError(f"HELLO nests deeper than {MAX_NESTING} levels")
-    return _hello.decode(text)
-
-
-def decode_ack(data: Buffer) -> HelloAck:
-    """Decode HELLO_ACK."""
-    return _ack.decode(data)
-
-
-DECODE_ERRORS: Final = (msgspec.DecodeError, ValueError, RecursionError)
-"""What decoding a stranger's bytes may raise: malformed or mistyped JSON, bad UTF-8, absurd numbers, deep nesting."""
-
-_U64_FIELDS: Final[dict[type[Struct], tuple[str, ...]]] = {
-    Progress: ("completed",),
-    Loaded: ("cold_load_ms",),
-    Pong: ("rss_mb", "models_loaded"),
-}
-_BATCHES: Final = frozenset({EmbedBatch, Rerank, RerankSequences})
-_ANSWERS: Final = frozenset({Vectors, Scores, Progress})
-
-
-def encode_checked(message: Hello | HelloAck | Message) -> bytes:
-    """Return the JSON bytes of a frame that the peer's decoder accepts; raise :class:`msgspec.ValidationError`.
-
-    Structs don't validate what they are built with, so a rare frame is decoded again. Frames of the hot path would pay
-    more for that than for their encoding: the connection compares their fields with the exchange instead.
+    Nothing is checked, since what we build is typed. Raises ValueError for text that JSON can't hold, such as the path
+    of a file whose name isn't UTF-8.
     """
-    kind = type(message)
-    try:
-        data = _encoder.encode(message)
-        if kind in _ANSWERS:
-            if isinstance(message, Progress) and not 0 <= message.completed <= U64_MAX:
-                raise msgspec.ValidationError(f"completed {message.completed} is outside the u64 range")
-            return data
-        if kind in _BATCHES:
-            batch: Any = message
-            _check_batch(batch, data)
-        elif kind is Hello:
-            decode_hello(data)
-        elif kind is HelloAck:
-            decode_ack(data)
-        elif isinstance(message, Request | Shutdown):
-            decode_from_host(data)
-        else:
-            decode_from_worker(data)
-    except (*DECODE_ERRORS, TypeError, AttributeError, OverflowError) as exc:
-        raise msgspec.ValidationError(str(exc)) from exc
-    return data
-
-
-def _check_batch(request: EmbedBatch | Rerank | RerankSequences, data: bytes) -> None:
-    """Refuse what the worker's decoder would refuse, without decoding: wrong ids, negative counts, unknown pooling."""
-    # Without other than ASCII characters a length in characters is one in bytes. A minus sign behind the first bracket
-    # may be a negative count. (Searches for one byte: for two they cost as much as the encoding.)
-    suspicious = (
-        not data.isascii()
-        or not 1 <= len(request.req_id) <= MAX_IDENTIFIER_BYTES
-        or data.find(b"-", data.find(b"[")) >= 0
-    )
-    if isinstance(request, EmbedBatch):
-        suspicious = suspicious or request.packed_width is not UNSET or type(request.pooling) is not Pooling
-        if not suspicious:
-            lengths = [len(item.id) for item in request.items]
-            # An empty list is the connection's to refuse: it counts items.
-            suspicious = bool(lengths) and (min(lengths) < 1 or max(lengths) > MAX_IDENTIFIER_BYTES)
-    elif isinstance(request, Rerank) and request.query_n_tokens < 0:
-        suspicious = True
-    if suspicious:
-        decode_from_host(data)
+    return _encoder.encode(message)
 
 
 def type_name(message: type[Struct] | Struct) -> str:

@@ -1,4 +1,4 @@
-"""Where a connection stands and what may come next: one table for both ends."""
+"""The states of a connection and what may come next: one table for both ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Role(Enum):
 
 
 class State(Enum):
-    """Where a connection stands."""
+    """What a connection waits for."""
 
     __hash__ = object.__hash__
 
@@ -42,7 +42,7 @@ class State(Enum):
 
 
 class Kind(Enum):
-    """Classes of frames that the rules tell apart."""
+    """Classes of frames that the rules distinguish."""
 
     __hash__ = object.__hash__
 

@@ -38,6 +38,7 @@ from engines.protocol.messages import (
     Unload,
     Unloaded,
     encode,
+    type_name,
 )
 from engines.runtime.engine import DeviceLost, Engine, EngineIdentity, Model, refusal
 
@@ -109,10 +110,9 @@ class Dispatcher:
 
     def _answer(self, request: AnyRequest, payload: memoryview | None, progress: ProgressReporter) -> Answer:
         kind = type(request)
-        if kind not in ALWAYS_SERVED and kind not in self._engine.serves:
-            raise refusal(request)
-        if kind in PACKED_REQUESTS and not self._packed:
-            raise refusal(request)
+        served = kind in ALWAYS_SERVED or kind in self._engine.serves
+        if not served or (kind in PACKED_REQUESTS and not self._packed):
+            raise refusal(type_name(request))
         match request:
             case EmbedBatch() | Rerank() | RerankSequences() | Generate():
                 assert payload is not None, "the connection delivers the raw frame with its request"
@@ -153,8 +153,6 @@ class Dispatcher:
             raise EngineError(
                 ErrorCode.CONFIG_INVALID, f"this worker holds {limit} model(s) at most; UNLOAD before another LOAD"
             )
-        if not request.artifact_digest:
-            raise EngineError(ErrorCode.ARTIFACT_INVALID, "artifact_digest is empty; LOAD must name the file's SHA-256")
         started = self._clock()
         model = self._engine.load(request, progress=progress)
         assert 1 <= model.dims <= U32_MAX, f"a model of {model.dims} dims"
@@ -192,7 +190,7 @@ class Dispatcher:
             req_id=request.req_id,
             rss_mb=resident_bytes() // 2**20,
             models_loaded=len(self._models),
-            # The gate asks whether everything runs where it should, so the worst model speaks for the worker.
+            # The gate asks whether everything runs where it should, so the worker reports its worst model.
             placement_share=min(shares) if shares else UNSET,
             buckets=buckets or UNSET,
             ane_resident_shapes=shapes or UNSET,

@@ -22,7 +22,6 @@ from engines.protocol.messages import (
     Request,
     Rerank,
     RerankSequences,
-    type_name,
 )
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class WorkerOptions(Struct, frozen=True):
-    """What the command line tells an engine."""
+    """The options of the command line that an engine gets."""
 
     device: str = "cpu"
     """``cpu``, ``cuda[:N]``, ``metal`` or ``ane``; echoed as ``build_flags.device``."""
@@ -119,19 +118,19 @@ class Model(ABC):
 
     def admit_shape(self, shape: int, *, progress: ProgressReporter) -> Inventory:
         """Make one bucket resident; idempotent."""
-        self._unsupported("ANE_ADMIT_SHAPE")
+        raise refusal("ANE_ADMIT_SHAPE")
 
     def evict_shape(self, shape: int, *, progress: ProgressReporter) -> None:
         """Release one bucket; a bucket that isn't resident is fine."""
-        self._unsupported("ANE_EVICT_SHAPE")
+        raise refusal("ANE_EVICT_SHAPE")
 
     def admit_packed(self, width: int, *, progress: ProgressReporter) -> Inventory:
         """Make one packed width resident; idempotent."""
-        self._unsupported("ANE_ADMIT_PACKED")
+        raise refusal("ANE_ADMIT_PACKED")
 
     def evict_packed(self, width: int, *, progress: ProgressReporter) -> None:
         """Release one packed width."""
-        self._unsupported("ANE_EVICT_PACKED")
+        raise refusal("ANE_EVICT_PACKED")
 
     def status(self) -> ModelStatus:
         """Return the cached part of PONG; never touches the device."""
@@ -143,9 +142,6 @@ class Model(ABC):
 
     def _mismatch(self, operation: str) -> NoReturn:
         raise EngineError(ErrorCode.OPERATION_MISMATCH, f"this model does not {operation}")
-
-    def _unsupported(self, name: str) -> NoReturn:
-        raise EngineError(ErrorCode.UNSUPPORTED_REQUEST, f"{name} is not supported by this worker")
 
 
 class Engine(ABC):
@@ -192,6 +188,6 @@ OWNED_SERVING: frozenset[type[Request]] = frozenset({EmbedBatch, RerankSequences
 """What owned workers serve, before shapes and packing."""
 
 
-def refusal(request: Request) -> EngineError:
-    """Return the answer to a request type that a worker does not serve."""
-    return EngineError(ErrorCode.UNSUPPORTED_REQUEST, f"{type_name(request)} is not supported by this worker")
+def refusal(name: str) -> EngineError:
+    """Return the answer to a request, by its wire name, that a worker does not serve."""
+    return EngineError(ErrorCode.UNSUPPORTED_REQUEST, f"{name} is not supported by this worker")

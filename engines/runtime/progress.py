@@ -63,7 +63,7 @@ class ProgressReporter:
         """CUDA's switch frame: the inputs are *prepared* in all, and the opaque forward comes next.
 
         Sent at once. The counter becomes *prepared*, which must be above what was sent, so setup frames may report at
-        most ``prepared - 1`` (llama-cuda.md, 1.1); ValueError otherwise, since the switch could not be told.
+        most ``prepared - 1`` (llama-cuda.md, 1.1); ValueError otherwise, since the counter has to rise.
         """
         with self._lock:
             if self._closed:
@@ -87,5 +87,5 @@ class ProgressReporter:
 
 
 def silent() -> ProgressReporter:
-    """Return a reporter that tells nobody (tools and tests)."""
+    """Return a reporter that emits nothing (tools and tests)."""
     return ProgressReporter(lambda completed, phase: None, phase=Phase.SETUP)

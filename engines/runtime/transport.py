@@ -1,6 +1,6 @@
 """Bytes between a worker and its host: one blocking connection (Unix socket here, Windows named pipe in ``pipe``).
 
-A transport moves bytes and tells when the peer is gone; :class:`Channel` joins it to the protocol under one lock. The
+A transport moves bytes and notices when the peer is gone; :class:`Channel` joins it to the protocol under one lock. The
 end of the stream may show as a read of nothing, or as a reset where the host left data unread: both are EOF here, and
 the connection decides whether a frame was torn. Nothing here is imported that only one platform has.
 """
@@ -70,21 +70,19 @@ class SocketTransport:
 
     def recv_into(self, view: memoryview) -> int:
         """Fill a part of *view*; 0 at the end of the stream, which a reset is too."""
-        while True:
-            if self._deadline is not None:
-                self._limit(self._deadline)
-            try:
-                return self._socket.recv_into(view)
-            except InterruptedError:
-                continue
-            except BlockingIOError:
-                _wait(self._socket, writing=False)
-            except ConnectionError:
-                return 0
-            except TimeoutError:
-                raise
-            except OSError as exc:
-                raise TransportFailed(f"reading from the host failed: {exc}") from exc
+        if self._deadline is not None:
+            remaining = self._deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError
+            self._socket.settimeout(remaining)
+        try:
+            return self._socket.recv_into(view)
+        except ConnectionError:
+            return 0
+        except TimeoutError:
+            raise
+        except OSError as exc:
+            raise TransportFailed(f"reading from the host failed: {exc}") from exc
 
     def send(self, buffers: list[Buffer]) -> None:
         """Write *buffers* with gathered sends, whatever the kernel takes at a time."""
@@ -92,11 +90,6 @@ class SocketTransport:
         while views:
             try:
                 count = self._socket.sendmsg(views) if len(views) > 1 else self._socket.send(views[0])
-            except InterruptedError:
-                continue
-            except BlockingIOError:
-                _wait(self._socket, writing=True)
-                continue
             except ConnectionError as exc:
                 raise PeerGone(str(exc)) from exc
             except OSError as exc:
@@ -111,12 +104,6 @@ class SocketTransport:
         self._deadline = deadline
         if deadline is None:
             self._socket.settimeout(None)
-
-    def _limit(self, deadline: float) -> None:
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            raise TimeoutError
-        self._socket.settimeout(remaining)
 
     def wait_gone(self, busy: threading.Event) -> None:
         """Sleep until the host's end is closed. Data that is waiting doesn't wake us, and nothing is consumed."""
@@ -162,15 +149,6 @@ class SocketTransport:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
-
-
-def _wait(sock: socket.socket, *, writing: bool) -> None:
-    """Sleep until *sock* can move bytes again, after a spurious EAGAIN of a blocking socket."""
-    import select
-
-    poller = select.poll()
-    poller.register(sock, select.POLLOUT if writing else select.POLLIN)
-    poller.poll(1000)
 
 
 def connect_socket(path: str) -> SocketTransport:

@@ -90,7 +90,6 @@ class Worker:
         self._exit = exit
         self._watcher = PeerWatcher(transport.wait_gone, exit, wakes=not isinstance(transport, SocketTransport))
         self._fault: BaseException | None = None
-        self._first: dict[type[AnyRequest], Phase] = {}
 
     def greet(self, nonce: str) -> None:
         """Send HELLO. Raises PeerGone."""
@@ -153,9 +152,7 @@ class Worker:
         def emit(completed: int, phase: Phase) -> None:
             self._emit(request.req_id, completed, phase)
 
-        first = self._first.get(type(request))
-        if first is None:
-            first = self._first[type(request)] = phases(type(request), self.identity.engine)[0]
+        first = phases(type(request), self.identity.engine)[0]
         progress = ProgressReporter(emit, phase=first, clock=self._clock, lock=self.channel.lock)
         # The watcher covers the computing alone: once the host has the reply it may send and close as it likes, and a
         # frame torn by that must still be seen by the next read. A send finds out by itself that the host is gone.

@@ -174,6 +174,8 @@ PLACEMENTS = [
 
 
 @pytest.mark.parametrize(("kind", "change", "names"), MEASUREMENTS)
+@pytest.mark.report("microsoft/onnxruntime#32569")
+@pytest.mark.report("microsoft/onnxruntime#9799")
 def test_faults_of_what_was_measured(kind: str, change: dict[str, Any], names: set[str]) -> None:
     document = bent(kind, change)
     assert failed(document) == names

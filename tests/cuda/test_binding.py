@@ -138,6 +138,7 @@ def test_no_driver_is_a_fact_not_an_exception() -> None:
 
 
 @pytest.mark.skipif(gpu_here(), reason="this machine has a driver")
+@pytest.mark.report("microsoft/onnxruntime#23372")
 def test_never_a_cpu_session_in_place_of_a_gpu_one(
     checkpoints: Callable[[str], Checkpoint], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,9 +69,9 @@ PLANS: dict[str, Plan] = {
     "R4": Plan(hangs.r4, {}, {}, {"repeats": 10}),
     "R5": Plan(
         mutations.r5,
-        {"sessions": 100, "headers": 2000, "real": 4},
-        {"sessions": 20_000, "headers": 1_000_000, "real": 200},
-        {"sessions": 1_000_000, "headers": 20_000_000, "real": 5000},
+        {"sessions": 200, "header_count": 20_000},
+        {"sessions": 20_000, "header_count": 1_000_000},
+        {"sessions": 1_000_000, "header_count": 20_000_000},
     ),
     "R6": Plan(mutations.r6, {"step": 40}, {}, {}, loop=SteppedLoop),
     "R7": Plan(kills.r7, {"count": 30}, {"count": 1000}, {"count": 100_000}),

@@ -38,7 +38,11 @@ OPERATORS: Final = (
 TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "engines.protocol.framing": ("tests/protocol/test_framing.py", "tests/protocol/test_vectors.py"),
     "engines.protocol.connection": ("tests/protocol/test_connection.py", "tests/protocol/test_vectors.py"),
-    "engines.protocol.messages": ("tests/protocol",),
+    "engines.protocol.expectation": ("tests/protocol/test_vectors.py", "tests/protocol/test_model.py"),
+    "engines.protocol.decoding": ("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py"),
+    "engines.protocol.messages": (
+        *("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py", "tests/protocol/test_document.py"),
+    ),
     "engines.protocol.states": ("tests/protocol/test_document.py", "tests/protocol/test_vectors.py"),
     "engines.protocol.errors": ("tests/protocol/test_errors.py", "tests/protocol/test_vectors.py"),
     "engines.bundle.manifest": ("tests/bundle/test_manifest.py",),
@@ -58,6 +62,12 @@ TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "synapse_host.supervision.queueing": ("tests/supervision/test_turns.py", "tests/supervision/test_permits.py"),
     "synapse_host.residency.core": ("tests/residency/test_core.py", "tests/residency/test_machine.py"),
     "synapse_host.certificates.verdict": ("tests/certificates/test_verdict.py",),
+    "engines.runtime.artifact": ("tests/runtime/test_artifact.py",),
+    "engines.runtime.dispatch": ("tests/runtime/test_dispatch.py",),
+    "engines.runtime.inference": ("tests/runtime/test_inference.py", "tests/runtime/test_dispatch.py"),
+    "engines.runtime.progress": ("tests/runtime/test_progress.py",),
+    "engines.runtime.transport": ("tests/runtime/test_transport.py", "tests/runtime/test_faults.py"),
+    "engines.runtime.worker": ("tests/runtime/test_worker.py",),
 }
 """Module -> its own tests."""
 

@@ -1,31 +1,37 @@
-"""R5 mutated live sessions, R6 every byte split, over the real session and the real worker loop in one process."""
+"""R5 mutated headers and mutated live sessions, R6 every byte split, over the real session and worker loop.
+
+A header goes to one end of a connection in memory. A session runs over sockets in one process (``inprocess``); one of
+its frames is spoiled on the way, in either direction (``frames``).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import json
-import os
 import random
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engines.protocol import messages as m
+from engines.protocol.connection import Connection, Role, State
+from engines.protocol.errors import RemoteProtocolError
 from synapse_host.config import Windows
 from synapse_host.errors import EngineCrashed, LaneRefused, WorkerError
-from tests.faults import fuzz_codec
-from tests.faults.arena import Arena, arena
+from tests.faults.arena import Arena, arena, run
+from tests.faults.frames import HARMLESS, LENGTH, Plan, draw, mutate, seeds, spoil
 from tests.faults.history import History
 from tests.faults.inprocess import SteppedLoop, ThreadProcess, Wire, threads_for_processes
 from tests.faults.ledger import Row
-from tests.faults.spoil import HARMLESS, Plan, SpoiledWire, draw
 from tests.support.lanes import FAST
 
 ROOT = Path(__file__).parents[2]
-CORPUS = Path(__file__).parent / "corpus" / "sessions.json"
 SCRIPT: dict[str, Any] = {"rules": [{"on": "EMBED_BATCH", "do": [{"progress": {"completed": [1, 2]}}]}]}
 PATIENCE = dataclasses.replace(
     FAST, windows=Windows(setup=2.0, control=2.0, ping=2.0, inference=2.0), handshake=2.0, shutdown_grace=1.0
@@ -41,6 +47,137 @@ STEP_S = 0.9
 """Below the watchdog's idea of a jump: these are seconds of silence, not of a suspended machine."""
 
 
+# --- mutated headers --------------------------------------------------------------------------------------------------
+
+EMBED = m.EmbedBatch("embed-1", "llama:0", m.Pooling.MEAN, True, [m.Item("0", 3), m.Item("1", 2)])
+REQUESTS: dict[str, m.AnyRequest] = {
+    "LOADED": m.Load(req_id="load-0", artifact_path="", artifact_digest="", format=""),
+    "SCORES": m.RerankSequences(req_id="rerank-7", model_ref="owned:0", sequences=[m.Segment(n_tokens=1)] * 3),
+    "TEXT": m.Generate(req_id="generate-1", model_ref="llama:0", max_tokens=8),
+    "PONG": m.Ping(req_id="ping-1"),
+}
+
+
+def waiting_end(aim: str, payload: bytes) -> Connection:
+    """Return a connection that waits for a frame like *payload*."""
+    end = Connection(Role.HOST if aim in ("hello", "host") else Role.WORKER)
+    if aim == "host":
+        kind = next((name for name in REQUESTS if name.encode() in payload), "")
+        end.expectation.open(REQUESTS.get(kind, EMBED), 12, m.CUDA_ENGINE)  # three ids, as the vectors of GENERATE
+    end.state = {"hello": State.HELLO, "ack": State.ACK, "worker": State.IDLE, "host": State.BUSY}[aim]
+    return end
+
+
+def headers(count: int, seed: int) -> tuple[Counter[str], list[str]]:
+    """Send *count* mutated headers; return how they ended (fault, event, waiting for a raw frame) and the findings."""
+    rng = random.Random(seed)
+    legal, every = seeds(legal=True), seeds()
+    outcomes: Counter[str] = Counter()
+    findings: list[str] = []
+    for index in range(count):
+        # Most start from a legal frame: what is wrong already gets no further than its first fault.
+        aim, original = legal[index % len(legal)] if index % 5 else every[index // 5 % len(every)]
+        payload = mutate(original, rng)
+        end = waiting_end(aim, payload)
+        before = end.state
+        try:
+            events = end.receive(LENGTH.pack(len(payload)) + payload)
+            outcomes["event" if events else "waiting"] += 1
+            if end.state is before and not events:
+                findings.append(f"{aim} {payload.hex()}: a whole control frame moved nothing")
+        except RemoteProtocolError:
+            outcomes["fault"] += 1
+            if end.state is not State.CLOSED or end.next_event() is not None or end.mid_frame:
+                findings.append(f"{aim} {payload.hex()}: a fault that did not close")
+        except Exception as exc:  # whatever arrives here is a finding
+            findings.append(f"{aim} {payload.hex()}: {exc!r}")
+    return outcomes, findings
+
+
+# --- mutated sessions -------------------------------------------------------------------------------------------------
+
+
+class SpoiledWire(Wire):
+    """A worker's socket that carries out a plan, once."""
+
+    def __init__(self, sock: socket.socket, plan: Plan | None) -> None:
+        super().__init__(sock)
+        self.plan = plan
+        self.struck = False
+        """True from just before the first spoiled byte."""
+        self.struck_at: float | None = None
+        """time.monotonic() of the last byte of the spoiled frame."""
+        self.size = 0
+        """Bytes of the spoiled frame."""
+        self._seen = 0
+        self._partial = bytearray()
+        self._ready: list[bytes] = []
+        self._swallows = False
+
+    def _pass(self, data: bytes | bytearray) -> list[bytes]:
+        """Return the pieces that get through, frame by frame."""
+        assert self.plan is not None
+        self._partial += data
+        through: list[bytes] = []
+        while len(self._partial) >= LENGTH.size:
+            size = LENGTH.size + LENGTH.unpack_from(self._partial)[0]
+            if len(self._partial) < size:
+                break
+            frame = bytes(self._partial[:size])
+            del self._partial[:size]
+            if self._seen == self.plan.frame:
+                self.struck, self.size = True, size
+                pieces, then = spoil(frame, self.plan)
+                through += [piece for piece in pieces if piece]
+                self._swallows = then != "go on"
+                self.struck_at = time.monotonic()
+            elif not self._swallows:
+                through.append(frame)
+            self._seen += 1
+        return through
+
+    def _close(self) -> None:
+        """Close after the spoiled frame where the plan says so."""
+        assert self.plan is not None
+        if self.plan.way == "cut" and self._swallows:
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def send(self, view: memoryview) -> int:
+        return self.sendmsg([view])
+
+    def sendmsg(self, views: Sequence[memoryview]) -> int:
+        data = b"".join(views)
+        if self.plan is None or self.plan.sender != "worker":
+            self.socket.sendall(data)
+            return len(data)
+        before = self.struck
+        for piece in self._pass(data):
+            self.socket.sendall(piece)
+        if self.struck and not before:
+            self.struck_at = time.monotonic()
+            self._close()
+        return len(data)
+
+    def recv_into(self, view: memoryview) -> int:
+        if self.plan is None or self.plan.sender != "host":
+            return super().recv_into(view)
+        while not self._ready:
+            piece = bytearray(65536)
+            count = super().recv_into(memoryview(piece))
+            if count == 0:
+                return 0
+            before = self.struck
+            self._ready += self._pass(piece[:count])
+            if self.struck and not before:
+                self._close()
+        data = self._ready.pop(0)
+        count = min(len(view), len(data))
+        view[:count] = data[:count]
+        if data[count:]:
+            self._ready.insert(0, data[count:])
+        return count
+
+
 class Verdict:
     """What became of one spoiled session."""
 
@@ -49,9 +186,7 @@ class Verdict:
         self.findings: list[str] = []
         self.stepped = False
         self.kill_s: float | None = None
-
-    def key(self, plan: Plan) -> tuple[str, ...]:
-        return (plan.sender, str(plan.frame), plan.way, *self.outcomes)
+        self.size = 0
 
 
 async def spoiled_session(ground: Arena, factory: type[ThreadProcess], plan: Plan | None, number: int) -> Verdict:
@@ -100,6 +235,14 @@ async def spoiled_session(ground: Arena, factory: type[ThreadProcess], plan: Pla
             break
         if (observed := lane.health()["strikes"]) > max(1, strikes):
             verdict.findings.append(f"{observed} strikes after {verdict.outcomes}")
+    await _ends(ground, factory, lane, first_wire[0] if first_wire else None, verdict)
+    return verdict
+
+
+async def _ends(
+    ground: Arena, factory: type[ThreadProcess], lane: Any, wire: SpoiledWire | None, verdict: Verdict
+) -> None:
+    """Close the lane and look at what is left of its workers."""
     closing = asyncio.ensure_future(lane.aclose())
     await _patiently(closing, factory, verdict)
     ground.lanes.made.remove(lane)
@@ -111,11 +254,11 @@ async def spoiled_session(ground: Arena, factory: type[ThreadProcess], plan: Pla
         if process.bug is not None:
             verdict.findings.append(f"uncaught in the worker: {process.bug!r}")
     crashed = any(kind.startswith("engine_crashed") for kind in verdict.outcomes)
-    struck_at = first_wire[0].struck_at if first_wire else None
+    verdict.size = wire.size if wire else 0
+    struck_at = wire.struck_at if wire else None
     killed_at = factory.made[0].killed_at if factory.made else None
     if crashed and struck_at is not None and killed_at is not None and not verdict.stepped:
         verdict.kill_s = killed_at - struck_at
-    return verdict
 
 
 def _struck(wires: list[SpoiledWire]) -> bool:
@@ -154,81 +297,48 @@ async def _patiently(task: asyncio.Future[Any], factory: type[ThreadProcess], ve
     return task.exception() or task.result() if not task.cancelled() else asyncio.CancelledError()
 
 
-def r5(sessions: int, headers: int, *, seed: int = 5, real: int = 0, workers: int = 2) -> Any:
+def r5(sessions: int, header_count: int, *, seed: int = 5, workers: int = 2) -> Any:
     """Every mutation ends in a typed fault, close and kill within 100 ms, or is harmless; nothing is uncaught."""
-    row = Row("R5", f"{headers:,} mutated headers, {sessions:,} mutated sessions, {real} with processes", limit=KILL_S)
+    row = Row("R5", f"{header_count:,} mutated headers, {sessions:,} mutated sessions", limit=KILL_S)
 
     def body() -> None:
-        share, rest = divmod(sessions, workers)
-        jobs = []
-        for n in range(workers):
-            command = [sys.executable, "-m", "tests.faults.mutations", str(share + (n < rest)), str(headers // workers)]
-            jobs.append(
-                subprocess.Popen(
-                    [*command, str(seed + n), str(real // workers)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-                )
-            )
+        shares = [[str(sessions // workers), str(header_count // workers), str(seed + n)] for n in range(workers)]
+        command = [sys.executable, "-m", "tests.faults.mutations"]
+        jobs = [subprocess.Popen([*command, *share], cwd=ROOT, stdout=subprocess.PIPE, text=True) for share in shares]
         outcomes: Counter[str] = Counter()
-        again = 0
         for job in jobs:
             text, _ = job.communicate()
             if job.returncode != 0:
                 row.problems.append(f"a fuzzing process ended with {job.returncode}: {text[-500:]}")
                 continue
             part = json.loads(text)
-            row.injected += part["injected"]
-            row.survived += part["survived"]
-            row.times += part["times"]
-            row.waited = max(row.waited, part["waited"])
-            row.lost += part["lost"]
-            row.mismatched += part["mismatched"]
-            row.leaked += part["leaked"]
-            again += part["again"]
+            for name in ("injected", "survived", "times", "lost", "mismatched", "leaked", "problems"):
+                setattr(row, name, getattr(row, name) + part[name])
             row.notes.setdefault("slow_plans", []).extend(part["slow"][:10])
-            row.problems += part["problems"]
             outcomes.update(part["outcomes"])
-        row.notes |= {"outcomes": dict(outcomes.most_common(30)), "times_measured_again": again}
+        row.notes["outcomes"] = dict(outcomes.most_common(30))
 
     return row, body
 
 
-def share(sessions: int, headers: int, seed: int, real: int) -> dict[str, Any]:
+def share(sessions: int, header_count: int, seed: int) -> dict[str, Any]:
     """One process's part of R5."""
-    from tests.faults.arena import run
-
     row = Row("R5", "part", limit=KILL_S)
-    outcomes: Counter[str] = Counter()
-    if headers:
-        report = fuzz_codec.run(headers, seed)
-        row.injected += headers
-        row.survived += headers - len(report["findings"])
-        row.problems += [str(finding)[:300] for finding in report["findings"][:5]]
-    if sessions:
-        run(row, lambda: _sessions(row, sessions, seed, outcomes), loop_factory=SteppedLoop)
-    if real:
-        from tests.faults.real_mutations import real_sessions
+    outcomes, findings = headers(header_count, seed)
+    row.injected += header_count
+    row.survived += header_count - len(findings)
+    row.problems += [finding[:300] for finding in findings[:5]]
 
-        run(row, lambda: real_sessions(row, real, seed, outcomes))
-    row.problems = [problem for problem in row.problems if not problem.startswith("nothing was injected")]
-    return {
-        **{
-            name: getattr(row, name)
-            for name in ("injected", "survived", "lost", "mismatched", "leaked", "problems", "waited")
-        },
-        "times": sorted(row.times)[-200:],
-        "slow": row.notes.get("slow", []),
-        "again": row.notes.get("times_measured_again", 0),
-        "outcomes": dict(outcomes),
-    }
+    async def body() -> None:
+        rng = random.Random(seed)
+        with threads_for_processes(dict(SCRIPT)) as factory:
+            async with arena(row) as ground:
+                for number in range(sessions):
+                    await judge(row, ground, factory, draw(rng, frames=FRAMES), number, outcomes)
 
-
-async def _sessions(row: Row, count: int, seed: int, outcomes: Counter[str]) -> None:
-    rng = random.Random(seed)
-    with threads_for_processes(dict(SCRIPT)) as factory:
-        async with arena(row) as ground:
-            for number in range(count):
-                plan = draw(rng, frames=FRAMES)
-                await judge(row, ground, factory, plan, number, outcomes)
+    run(row, body, loop_factory=SteppedLoop)
+    counts = {name: getattr(row, name) for name in ("injected", "survived", "lost", "mismatched", "leaked", "problems")}
+    return {**counts, "times": sorted(row.times)[-200:], "slow": row.notes.get("slow", []), "outcomes": dict(outcomes)}
 
 
 async def judge(
@@ -269,88 +379,21 @@ def r6(step: int = 1) -> Any:
     async def body() -> None:
         with threads_for_processes(dict(SCRIPT)) as factory:
             async with arena(row) as ground:
-                sizes = await _frame_sizes(ground, factory)
-                row.check({sender: len(found) for sender, found in sizes.items()} == FRAMES, f"frames: {sizes}")
                 number = 0
-                for sender, frames in sizes.items():
-                    for frame, size in enumerate(frames):
-                        plans = [Plan(sender, frame, "trickle", 0)]
-                        plans += [_cut_at(sender, frame, size, at) for at in range(1 + frame % step, size, step)]
-                        for plan in plans:
+                for sender, count in FRAMES.items():
+                    for frame in range(count):
+                        trickle = await judge(
+                            row, ground, factory, Plan(sender, frame, "trickle", 0), number, Counter()
+                        )
+                        row.check(trickle.size > 4, f"{sender} has no frame {frame}")
+                        for at in range(1 + frame % step, trickle.size, step):
                             number += 1
+                            plan = Plan(sender, frame, "split", 0, at)
                             await judge(row, ground, factory, plan, number, Counter())
-                row.notes["bytes"] = {sender: sum(found) for sender, found in sizes.items()}
 
     return row, body
 
 
-def _cut_at(sender: str, frame: int, size: int, at: int) -> Plan:
-    """Return the plan that splits exactly at *at*: the seed is searched, so that a plan stays four plain fields."""
-    for seed in range(100_000):
-        if random.Random(seed).randrange(size) == at:
-            return Plan(sender, frame, "split", seed)
-    raise AssertionError("no seed")
-
-
-async def _frame_sizes(ground: Arena, factory: type[ThreadProcess]) -> dict[str, list[int]]:
-    """Return the sizes of the frames of a sound session."""
-    sizes: dict[str, list[int]] = {"worker": [], "host": []}
-    for sender, found in sizes.items():
-
-        class Measuring(SpoiledWire):
-            def _send_frame(self, frame: bytes, found: list[int] = found) -> None:
-                found.append(len(frame))
-                super()._send_frame(frame)
-
-            def _read_frame(self, frame: bytes, found: list[int] = found) -> None:
-                found.append(len(frame))
-                super()._read_frame(frame)
-
-        original = factory.wrap
-        factory.wrap = staticmethod(lambda sock, sender=sender: Measuring(sock, Plan(sender, 10**6, "split", 0)))
-        lane = ground.lanes(dict(SCRIPT))
-        for ask in (ground.history.embed, ground.history.generate, ground.history.rerank):
-            await ask(lane)
-        # Before SHUTDOWN, which is no part of the requests.
-        found[:] = found[: FRAMES[sender]] if sender == "host" else found
-        await lane.aclose()
-        ground.lanes.made.remove(lane)
-        if sender == "host":
-            found[:] = found[: FRAMES["host"]]
-        factory.wrap = original
-    return sizes
-
-
-def write_corpus(count: int, seed: int) -> int:
-    """Run *count* plans and keep one for each sender, way and outcome; return how many."""
-    kept: dict[tuple[str, ...], dict[str, Any]] = {}
-    row = Row("corpus", "kept sessions")
-
-    async def body() -> None:
-        rng = random.Random(seed)
-        with threads_for_processes(dict(SCRIPT)) as factory:
-            async with arena(row) as ground:
-                for number in range(count):
-                    plan = draw(rng, frames=FRAMES)
-                    verdict = await judge(row, ground, factory, plan, number, Counter())
-                    key = (plan.sender, plan.way, *verdict.outcomes)
-                    kept.setdefault(key, {"plan": plan.to_dict(), "outcome": verdict.outcomes})
-
-    from tests.faults.arena import run
-
-    run(row, body, loop_factory=SteppedLoop)
-    if row.problems:
-        raise SystemExit("\n".join(row.problems))
-    rows = [kept[key] for key in sorted(kept)]
-    CORPUS.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in rows) + "\n]\n")
-    return len(rows)
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "corpus":
-        print(write_corpus(int(sys.argv[2]), int(sys.argv[3])))
-        sys.exit()
     # Warnings and tracebacks of the product would be noise here; findings are in the document.
-    json.dump(share(*map(int, sys.argv[1:5])), sys.stdout)
-    sys.stdout.flush()
-    os._exit(0)
+    print(json.dumps(share(*map(int, sys.argv[1:4]))), flush=True)

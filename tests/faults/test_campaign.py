@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
-from collections import Counter
+import socket
 
 import pytest
 
-from tests.faults import campaign, ledger, mutants, quarantine_model
-from tests.faults.arena import arena, run
+from engines.protocol.connection import Connection
+from tests.faults import campaign, ledger, mutations, quarantine_model
+from tests.faults.arena import run
 from tests.faults.history import History
-from tests.faults.inprocess import SteppedLoop, threads_for_processes
 from tests.faults.ledger import Row
-from tests.faults.mutations import CORPUS, SCRIPT, judge
-from tests.faults.spoil import Plan
 
 pytestmark = [pytest.mark.fault, pytest.mark.process]
 SLICES = [name for name, plan in campaign.PLANS.items() if plan.sizes["slice"] is not None]
+REPORTS = {
+    "R1": (
+        *("triton-inference-server/server#8448", "vllm-project/vllm#2050", "noxdafox/pebble#97"),
+        "Lightning-AI/LitServe#532",
+    ),
+    "R2": ("vllm-project/vllm#41530",),
+    "R7": ("redis/redis-py#2624", "huggingface/sentence-transformers#2955"),
+    "R8": ("triton-inference-server/server#7230", "MagicStack/uvloop#185"),
+    "R11": ("vllm-project/vllm#55510", "joblib/loky#360"),
+    "R12": ("bytedance/SandboxFusion#53",),
+    "R13": ("ray-project/ray#64181", "NVIDIA/TensorRT-LLM#15612"),
+    "R16": ("quintel/pyetm#205",),
+    "R17": ("sgl-project/sglang#3836",),
+}
+"""Public reports whose fault a row keeps away."""
 
 
-@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.report(report) for report in REPORTS.get(name, ())]) for name in SLICES],
+)
 def test_a_slice_of_every_row(name: str) -> None:
     row = campaign.PLANS[name].run("slice")
     assert row is not None
@@ -30,26 +45,11 @@ def test_a_slice_of_every_row(name: str) -> None:
 
 
 def test_every_requirement_has_a_row() -> None:
-    assert [f"R{n}" for n in range(1, 18)] == [name for name in campaign.PLANS if name.startswith("R")]
+    # R15, the mutation score, is `make mutants`.
+    assert [f"R{n}" for n in range(1, 18) if n != 15] == [name for name in campaign.PLANS if name.startswith("R")]
     assert all(plan.sizes["nightly"] is not None for plan in campaign.PLANS.values())
     # The soak is nightly.
     assert [name for name, plan in campaign.PLANS.items() if plan.sizes["ci"] is None] == ["R9"]
-
-
-def test_the_kept_sessions_still_end_well() -> None:
-    kept = json.loads(CORPUS.read_text())
-    assert len(kept) >= 60
-    row = Row("corpus", "kept sessions")
-
-    async def body() -> None:
-        with threads_for_processes(dict(SCRIPT)) as factory:
-            async with arena(row) as ground:
-                for number, entry in enumerate(kept):
-                    await judge(row, ground, factory, Plan(**entry["plan"]), number, Counter())
-
-    run(row, body, loop_factory=SteppedLoop)
-    assert row.problems == []
-    assert row.injected == len(kept)
 
 
 # --- the campaign would notice ---------------------------------------------------------------------------------------
@@ -93,8 +93,6 @@ def test_a_row_counts_what_its_body_leaves_behind() -> None:
     sockets = []
 
     async def body() -> None:
-        import socket
-
         sockets.append(socket.socket())
 
     row = Row("R0", "x", injected=1, survived=1)
@@ -137,27 +135,15 @@ def test_the_command_line(tmp_path, capsys) -> None:
         campaign.main(["--only", "R99"])
 
 
-def test_mutants_change_one_thing_each() -> None:
-    source = "\n".join(
-        [
-            '"""Doc."""',
-            "def f(a: int) -> bool:",
-            '    """Doc."""',
-            "    x = a + 1",
-            "    if not a:",
-            '        raise ValueError("no 7")',
-            "    return x > 2 and a is not None",
-        ]
-    )
-    found = [str(mutant) for mutant in mutants.mutants(source)]
-    assert len(found) == len(set(found)) == 12, found
-    assert not any("7 becomes" in text for text in found)
+def test_the_generator_of_headers_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes, findings = mutations.headers(2000, 1)
+    assert not findings and min(outcomes[kind] for kind in ("fault", "event", "waiting")) > 5
 
+    def fail(self: Connection, error: Exception, cause: object = None) -> None:
+        raise error
 
-def test_a_mutant_is_killed_and_an_unchanged_module_is_not() -> None:
-    name = "synapse_host.worker.watchdog"
-    tests = mutants.TARGETS[name]
-    mutant = next(mutant for mutant in mutants.sample(name, None, 0) if "Lt becomes LtE" in mutant.what)
-    assert mutants.killed(name, mutant, tests)
-    source = (mutants.ROOT / "synapse_host" / "watchdog.py").read_text()
-    assert not mutants.killed(name, mutants.Mutant(0, "nothing", ast.parse(source)), tests)
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "_fail", fail)
+        assert mutations.headers(100, 1)[1]
+    monkeypatch.setattr("engines.protocol.connection.DECODE_ERRORS", (RecursionError,))
+    assert mutations.headers(100, 1)[1]

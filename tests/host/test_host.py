@@ -92,6 +92,7 @@ def test_texts_become_vectors_in_input_order(bench: Bench) -> None:
     bench.model("toy").run(work)
 
 
+@pytest.mark.report("ollama/ollama#6187")
 def test_many_texts_are_split_and_keep_their_order(bench: Bench) -> None:
     rows = [[1 + number % 13, 1 + number // 13] for number in range(700)]
 
@@ -232,6 +233,8 @@ def test_generate(bench: Bench) -> None:
     bench.model("writer", task="generate", frame=False).run(work)
 
 
+@pytest.mark.report("ggml-org/llama.cpp#5733")
+@pytest.mark.report("ggml-org/llama.cpp#7277")
 def test_local_refusals_start_no_worker(bench: Bench) -> None:
     async def work(host: Host) -> None:
         refused: list[tuple[type[SynapseError], Awaitable[Any]]] = [

@@ -74,6 +74,7 @@ def test_without_normalisation_the_length_is_the_models(toys: Any, load: Any, to
     ("toy", "floor"),
     [("bert", 0.99999), ("qwen3", 0.99999), ("llama:f16", 0.99999), ("bert:bf16", 0.9999), ("bert:q8_0", 0.997)],
 )
+@pytest.mark.report("ollama/ollama#6262")
 def test_a_row_does_not_depend_on_its_neighbours(
     load: Any, token_batch: Batch, toy: str, floor: float, pooling: Pooling
 ) -> None:
@@ -98,6 +99,8 @@ def test_threads_and_contexts_do_not_change_the_bytes(
         assert embed(load("bert", **config), batch).tobytes() == expected, config
 
 
+@pytest.mark.report("ggml-org/llama.cpp#12836")
+@pytest.mark.report("abetlen/llama-cpp-python#2051")
 def test_more_tokens_than_a_batch_holds(toys: Any, load: Any, token_batch: Batch) -> None:
     """U1: 1100 tokens in one request, and rows longer than the chunk."""
     rows = toy_rows(5, [512, 512, 76])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Pick = Callable[[Sequence[Any]], Any]
-"""Chooses one of several: ``random.Random.choice``, or a draw that hypothesis can shrink."""
+"""Chooses one of several: ``random.Random.choice``."""
 
 LIMIT = 400
 RAW_REQUESTS = {"EMBED_BATCH": "VECTORS", "RERANK": "SCORES", "RERANK_SEQUENCES": "SCORES", "GENERATE": "TEXT"}

@@ -17,7 +17,6 @@ from engines.protocol.framing import (
     ReusedBuffer,
     SpentReader,
     allocate_fresh,
-    encode_frame,
     raw_view,
 )
 
@@ -49,12 +48,6 @@ class Spy:
         return allocate_fresh(size)
 
 
-def test_encode_frame_refuses_before_the_first_byte() -> None:
-    assert encode_frame(b"abc", max_frame=3) == b"\x03\0\0\0abc"
-    with pytest.raises(LocalProtocolError, match="frame length 4 exceeds max 3"):
-        encode_frame(b"abcd", max_frame=3)
-
-
 @pytest.mark.parametrize("size", [0, 1, 4096, STAGING_BYTES - 5, STAGING_BYTES - 4, STAGING_BYTES - 3, 200_000])
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("step", [1, 7, 4096, 1 << 20])
@@ -75,6 +68,7 @@ def test_every_size_arrives_whatever_the_reads(size: int, raw: bool, step: int) 
 
 
 @pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.report("python/cpython#10305")
 def test_a_length_above_the_limit_allocates_nothing(raw: bool) -> None:
     spy = Spy()
     reader = FrameReader(max_frame=1000, allocate=spy)
@@ -157,7 +151,6 @@ def test_a_spent_reader_swallows() -> None:
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
 READ_ONLY = ROWS.copy()
 READ_ONLY.flags.writeable = False
-PADDED = np.zeros((3, 8), np.float32)
 
 
 @pytest.mark.parametrize(
@@ -165,15 +158,12 @@ PADDED = np.zeros((3, 8), np.float32)
     [
         bytes(48),
         bytearray(48),
-        memoryview(bytes(48)),
         memoryview(bytearray(60))[4:52],
         ROWS,
         READ_ONLY,
         ROWS[1:],
-        ROWS.reshape(2, 2, 3),
         ROWS.view(np.uint8),
         memoryview(ROWS),
-        memoryview(ROWS).cast("B"),
         array.array("f", [1.0, 2.0]),
         np.asfortranarray(ROWS[:1]),
         np.float32(1.5).reshape(()),
@@ -208,28 +198,19 @@ def test_ids_are_int32() -> None:
     ("payload", "dtype", "complaint"),
     [
         (ROWS[:, 1:], "<f4", "C-contiguous"),
-        (ROWS[::2], "<f4", "C-contiguous"),
         (ROWS[::-1], "<f4", "C-contiguous"),
         (ROWS.T, "<f4", "C-contiguous"),
-        (np.asfortranarray(ROWS), "<f4", "C-contiguous"),
-        (PADDED[:, :4], "<f4", "C-contiguous"),
         (memoryview(bytes(48))[::2], "<f4", "C-contiguous"),
-        (np.broadcast_to(np.float32(1), (4,)), "<f4", "C-contiguous"),
         (ROWS.astype(">f4"), "<f4", "format '>f'"),
         (ROWS.astype(np.float64), "<f4", "format 'd'"),
-        (ROWS.astype(np.float16), "<f4", "format 'e'"),
         (ROWS.astype(np.int32), "<f4", "format 'i'"),
         (ROWS, "<i4", "format 'f'"),
         (ROWS.astype(np.int64), "<i4", "format"),
         (ROWS.astype(np.uint32), "<i4", "format 'I'"),
-        (ROWS.astype(bool), "<i4", "format '\\?'"),
-        (ROWS.astype(complex), "<f4", "format 'Zd'"),
-        (np.array(["a"]), "<f4", "format"),
         (np.array([object()]), "<f4", "format 'O'"),
         ((ctypes.c_float * 2)(1, 2), "<f4", "format '<f'"),
         ([1.0, 2.0], "<f4", "needs a buffer, not list"),
         ("text", "<f4", "needs a buffer, not str"),
-        (7, "<i4", "needs a buffer, not int"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else value,
 )

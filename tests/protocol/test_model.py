@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engines.protocol.connection import Connection, ReplyStarted, Role, State
 from engines.protocol.errors import LocalProtocolError, RemoteProtocolError
@@ -109,46 +105,9 @@ class Wire:
         assert (host.state is State.CLOSED) == self.model.closed
 
 
-class Scripts(RuleBasedStateMachine):
-    """The shrinkable form: hypothesis chooses every frame."""
-
-    @initialize(
-        engine=st.sampled_from(ENGINES),
-        cut=st.one_of(st.just(whole), st.just(byte_by_byte), st.integers(0, 99).map(random_cuts)),
-    )
-    def start(self, engine: str, cut: Cut) -> None:
-        self.wire = Wire(engine, cut)
-
-    @rule(data=st.data(), force=st.integers(0, 9))
-    def somebody_speaks(self, data: st.DataObject, force: int) -> None:
-        def pick(options: Sequence[Any]) -> Any:
-            return data.draw(st.sampled_from(options))
-
-        if self.wire.over:
-            self.wire = Wire(pick(ENGINES), random_cuts(pick(range(99))))
-        self.wire.step(*next_frame(self.wire.model, pick), force=force == 9)
-
-    @precondition(lambda self: not self.wire.over)
-    @rule(who=st.sampled_from(["host", "worker"]), torn=st.booleans(), dice=st.integers(0, 19))
-    def somebody_leaves(self, who: str, torn: bool, dice: int) -> None:
-        if dice == 19:
-            self.wire.leave(who, torn=torn)
-
-    @invariant()
-    def both_ends_agree_with_the_model(self) -> None:
-        if hasattr(self, "wire") and not self.wire.over:
-            self.wire.agree()
-
-
-TestScripts = Scripts.TestCase
-TestScripts.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_many_seeded_scripts(seed: int) -> None:
-    """The fast form: 6,000 frames a seed, every third illegal one forced onto the wire."""
+    """6,000 frames a seed, every third illegal one forced onto the wire."""
     rng = random.Random(seed)
     cuts = [whole, byte_by_byte, random_cuts(seed)]
     verdicts: Counter[str] = Counter()

@@ -168,23 +168,6 @@ def test_vectors(group: dict[str, Any], role: Role, cut: Cut) -> None:
             raise
 
 
-def test_legal_vectors_run_between_our_own_two_ends() -> None:
-    for name, vector in VECTORS:
-        steps = vector["steps"]
-        if any(step["sender"] != "ok" or step["receiver"] != "ok" for step in steps):
-            continue
-        ends = {
-            role.value: Connection(role, max_frame=vector.get(f"{role.value}_max_frame", DEFAULT_MAX_FRAME))
-            for role in Role
-        }
-        for step in steps:
-            payload = bytes.fromhex(step["raw"]) if "raw" in step else None
-            sent = joined(ends[step["from"]].send(build(step["json"]), payload))
-            other = ends["worker" if step["from"] == "host" else "host"]
-            check_events(step, feed(other, sent, whole))
-        assert ends["host"].state is ends["worker"].state, name
-
-
 def test_there_are_at_least_eighty_and_their_names_differ() -> None:
     names = [name for name, _ in VECTORS]
     assert len(names) == len(set(names)) >= 80

@@ -109,17 +109,6 @@ def test_a_hardware_run_that_runs_nothing_fails(tmp_path: Path) -> None:
     assert status == 1
 
 
-def test_without_the_demand_a_skip_is_a_skip(tmp_path: Path) -> None:
-    found, _, status = outcomes(tmp_path, "-m", "metal or cuda")
-    assert found == {"test_on_metal": "PASSED"}
-    assert status == 0
-
-
-def test_a_measurement_runs_when_asked_for(tmp_path: Path) -> None:
-    found, _, _ = outcomes(tmp_path, "-m", "bench")
-    assert found == {"test_speed": "PASSED"}
-
-
 @pytest.mark.parametrize(("code", "enough"), [("no_neural_engine", True), ("bindings_missing", False)])
 def test_mac_cpu_needs_a_mac_and_no_neural_engine(code: str, enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import tests.conftest as shared

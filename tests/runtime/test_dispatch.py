@@ -38,7 +38,7 @@ from engines.protocol.messages import (
     Vectors,
     encode,
 )
-from engines.runtime.dispatch import Answer, Dispatcher, resident_bytes
+from engines.runtime.dispatch import Answer, Dispatcher
 from engines.runtime.engine import DeviceLost, ModelStatus
 from engines.runtime.progress import silent
 from tests.support.clock import ManualClock
@@ -123,15 +123,6 @@ def test_generate(desk: Desk) -> None:
     reply = desk.ask(Generate("r", "toy:0", 3), ids(1, 2)).reply
     assert isinstance(reply, Text)
     assert (reply.text, reply.n_prompt, reply.n_gen, reply.generated_token_ids) == ("xxx", 2, 3, [1, 1, 1])
-
-
-def test_an_empty_generation_omits_its_ids(desk: Desk) -> None:
-    reply = desk.ask(Generate("r", "toy:0", 0), ids(1)).reply
-    assert b"generated_token_ids" not in encode(reply)
-
-
-def test_256_items_pass(desk: Desk) -> None:
-    assert len(floats(desk.ask(embed([1] * 256), ids(*range(256))))) == 1024
 
 
 def test_shapes_and_packed_widths() -> None:
@@ -232,11 +223,6 @@ def test_a_type_beyond_serves_is_unsupported(desk: Desk) -> None:
         assert error.msg == f"{request.__struct_config__.tag} is not supported by this worker"
 
 
-def test_unsupported_wins_over_bad_counts(desk: Desk) -> None:
-    desk.engine.serves = frozenset()  # type: ignore[misc]
-    assert desk.refusal(embed([9]), ids(1)).code is ErrorCode.UNSUPPORTED_REQUEST
-
-
 def test_packed_frames_to_a_worker_without_packed_are_unsupported(desk: Desk) -> None:
     assert desk.refusal(AneAdmitPacked("r", "toy:0", 256)).code is ErrorCode.UNSUPPORTED_REQUEST
     assert desk.refusal(AneEvictPacked("r", "toy:0", 256)).code is ErrorCode.UNSUPPORTED_REQUEST
@@ -273,11 +259,6 @@ def test_a_second_model_where_one_is_the_limit() -> None:
     assert isinstance(desk.ask(load()).reply, Loaded)
 
 
-def test_an_empty_digest_is_artifact_invalid_on_every_engine(desk: Desk) -> None:
-    assert desk.refusal(load(artifact_digest="")).code is ErrorCode.ARTIFACT_INVALID
-    assert len(desk.engine.models) == 1
-
-
 def test_cold_load_is_measured_around_the_engines_load(desk: Desk) -> None:
     def slow(request: Load, progress: object) -> None:
         desk.clock.advance(1.25)
@@ -304,14 +285,6 @@ def test_close_closes_every_model_once(desk: Desk) -> None:
 
 
 # --- PONG ------------------------------------------------------------------------------------------------------------
-
-
-def test_pong_reports_real_memory_and_the_number_of_models(desk: Desk) -> None:
-    reply = desk.ask(Ping("r")).reply
-    assert isinstance(reply, Pong)
-    assert reply.models_loaded == 1
-    assert 10 < reply.rss_mb < 4096
-    assert abs(reply.rss_mb - resident_bytes() / 2**20) < 50
 
 
 def test_resident_memory_grows_with_what_is_touched() -> None:
@@ -369,24 +342,10 @@ def hooked(result: Any) -> Desk:
     return desk
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_nonfinite_vectors_are_told_by_row(value: float) -> None:
-    out = np.zeros((3, 4), np.float32)
-    out[1, 2] = value
-    error = hooked(out).refusal(embed([1, 1, 1]), ids(1, 2, 3))
-    assert error.code is ErrorCode.NONFINITE_OUTPUT
-    assert "row 1 of 3" in error.msg
-
-
 def test_nonfinite_scores() -> None:
     out = np.array([0.5, np.nan], np.float32)
     assert hooked(out).refusal(rerank(1, [1, 1]), ids(1, 2, 3)).code is ErrorCode.NONFINITE_OUTPUT
     assert hooked(out).refusal(sequences([1, 1]), ids(1, 2)).code is ErrorCode.NONFINITE_OUTPUT
-
-
-def test_the_largest_floats_are_finite() -> None:
-    out = np.full((1, 4), np.finfo(np.float32).max)
-    assert len(floats(hooked(out).ask(embed([1]), ids(1)))) == 4
 
 
 @pytest.mark.parametrize(
@@ -438,6 +397,7 @@ def test_a_lost_device_is_remembered() -> None:
 
 @pytest.mark.parametrize("max_frame", [200, 1024, 2**20])
 @pytest.mark.parametrize("msg", ["\0" * 10_000, "é" * 10_000, "\udcff surrogate", "x" * 100_000])
+@pytest.mark.report("huggingface/sentence-transformers#3920")
 def test_an_error_message_is_cut_to_the_frame_and_valid(msg: str, max_frame: int) -> None:
     desk = Desk()
     desk.dispatcher.max_frame = max_frame

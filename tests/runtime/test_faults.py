@@ -1,7 +1,7 @@
 """A failure at every n-th socket call of handshake, request and stop: a right result or a typed end, never a hang.
 
-What must happen follows from the call. EINTR, EAGAIN, short reads and short writes lose nothing, so the session goes on
-as if nothing had been. A reset is the end of the stream: status 0 between two frames, 1 inside one; while sending it is
+What must happen follows from the call. Short reads and short writes lose nothing, so the session goes on as if nothing
+had been. A reset is the end of the stream: status 0 between two frames, 1 inside one; while sending it is
 the host's end, status 0. Any other errno is a refusal of the operating system: one line, status 1.
 """
 
@@ -32,7 +32,7 @@ READ_BYTES = 16 * 1024
 """Small reads, so that large frames take several whatever the timing."""
 FEWEST = {"recv_into": 8, "send": 3, "sendmsg": 1}
 """Calls that a session makes at least: 120 KB of ids in small reads; HELLO, LOADED, PONG; VECTORS with its payload."""
-HARMLESS = {"EINTR", "EAGAIN", "short"}
+HARMLESS = {"short"}
 
 
 class Faulty:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from engines.protocol.messages import Ping, encode
 from engines.runtime import main as runtime_main
 from engines.runtime.engine import EngineIdentity
-from tests.support.peer import WorkerProcess
 from tests.support.scripted import command
+from tests.support.worker_client import WorkerClient, WorkerEnded
 
 pytestmark = pytest.mark.process
-ENGINES = ["llama", "cuda", "ane"]
 HEAVY = {"numpy", "llama_cpp", "onnxruntime", "onnx", "coremltools", "cuda", "objc", "CoreML", "tokenizers", "psutil"}
 
 
@@ -124,92 +124,89 @@ def test_a_name_in_identity_that_is_not_the_engines_is_a_bug() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1", "metal", "ane"])
-def test_the_device_is_echoed(runtime_dir: Path, device: str) -> None:
-    with WorkerProcess(command(), runtime_dir, device=device) as worker:
-        hello = worker.end.shake_hands()
-        assert hello.engine.build_flags == {"device": device}
-        assert worker.stop() == 0
+def test_the_device_is_echoed(device: str) -> None:
+    with WorkerClient(command(), device=device) as worker:
+        assert worker.hello.engine.build_flags == {"device": device}
 
 
 @pytest.mark.parametrize(("flag", "widths"), [([], None), (["--packed", "256,384"], [256, 384])])
-def test_packed_widths_reach_hello(runtime_dir: Path, flag: list[str], widths: list[int] | None) -> None:
+def test_packed_widths_reach_hello(flag: list[str], widths: list[int] | None) -> None:
     script = {"engine": "ane-coreml-worker", "packed": True if flag else None}
-    with WorkerProcess(command(script), runtime_dir, extra=flag) as worker:
-        packed = worker.end.shake_hands().packed
+    with WorkerClient(command(script), arguments=flag) as worker:
+        packed = worker.hello.packed
         assert (packed.widths if hasattr(packed, "widths") else None) == widths
-        worker.stop()
 
 
-def test_the_manifest_is_hashed_by_the_worker_itself(runtime_dir: Path) -> None:
-    manifest = runtime_dir / "manifest.json"
+def test_the_manifest_is_hashed_by_the_worker_itself(tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.json"
     manifest.write_text('{"b": 1, "a": "x"}')
-    with WorkerProcess(command({"engine": "owned-cuda"}), runtime_dir, extra=["--manifest", str(manifest)]) as worker:
-        hello = worker.end.shake_hands()
-        import hashlib
-
-        assert hello.manifest_digest == hashlib.sha256(b'{"a":"x","b":1}').hexdigest()
-        worker.stop()
+    with WorkerClient(command({"engine": "owned-cuda"}), arguments=["--manifest", str(manifest)]) as worker:
+        assert worker.hello.manifest_digest == hashlib.sha256(b'{"a":"x","b":1}').hexdigest()
 
 
 # --- before HELLO ----------------------------------------------------------------------------------------------------
 
 
-def imported_before_hello(program: list[str], directory: Path) -> set[str]:
-    """Return the top-level modules that a worker imported before it sent HELLO, told by the interpreter itself."""
-    env = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    with WorkerProcess(program, directory, env=env) as worker:
-        worker.end.event()  # HELLO, and no ACK
-        worker.end.close()
-        worker.wait()
-        text = worker.stderr()
-    names = re.findall(r"^import time:\s+\d+ \|\s+\d+ \|\s*([\w.]+)$", text, re.MULTILINE)
+@pytest.mark.parametrize(
+    "program",
+    [command(), *([sys.executable, "-m", f"engines.{engine}"] for engine in ("llama", "cuda", "ane"))],
+    ids=["runtime", "llama", "cuda", "ane"],
+)
+def test_hello_comes_before_any_heavy_import(program: list[str]) -> None:
+    """The interpreter itself reports what a worker imported before it sent HELLO."""
+    with WorkerClient(program, env={"PYTHONPROFILEIMPORTTIME": "1"}, handshake=False) as worker:
+        worker.read_frame()  # HELLO, and no ACK
+        worker.hang_up()
+        names = re.findall(r"^import time:\s+\d+ \|\s+\d+ \|\s*([\w.]+)$", worker.stderr(), re.MULTILINE)
     assert "msgspec" in names
-    return {name.partition(".")[0] for name in names}
+    assert not {name.partition(".")[0] for name in names} & HEAVY
 
 
-def test_the_runtime_reaches_hello_without_heavy_imports(runtime_dir: Path) -> None:
-    assert not imported_before_hello(command(), runtime_dir) & HEAVY
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_reaches_hello_without_its_native_library(engine: str, runtime_dir: Path) -> None:
-    program = [sys.executable, "-m", f"engines.{engine}"]
-    assert not imported_before_hello(program, runtime_dir) & HEAVY
-
-
-# --- life and death --------------------------------------------------------------------------------------------------
+# --- how a worker ends ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
-def test_a_worker_dies_with_its_parent_even_while_the_socket_lives(runtime_dir: Path) -> None:
+def test_a_worker_dies_with_its_parent_even_while_the_socket_lives() -> None:
     launcher = f"""
         import subprocess, sys, time
         subprocess.Popen([*{command()!r}, *sys.argv[1:]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(60)
         """
-    with WorkerProcess([sys.executable, "-c", textwrap.dedent(launcher)], runtime_dir) as worker:
-        hello = worker.end.shake_hands()
-        assert hello.pid != worker.pid
-        worker.load("x", "sha256:" + "0" * 64)  # the signal is armed by now
-        os.kill(worker.pid, signal.SIGKILL)
-        assert worker.closed()
+    with WorkerClient([sys.executable, "-c", textwrap.dedent(launcher)]) as worker:
+        assert worker.hello.pid != worker.process.pid
+        worker.ping()  # the signal is armed by now
+        worker.process.kill()
+        with pytest.raises(WorkerEnded, match="after 0 of 4 bytes"):
+            worker.read_frame()
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no SIGUSR1")
-def test_sigusr1_dumps_all_threads_and_the_worker_goes_on(runtime_dir: Path) -> None:
-    with WorkerProcess(command(), runtime_dir) as worker:
-        worker.end.shake_hands()
-        worker.load("x", "sha256:" + "0" * 64)
-        os.kill(worker.pid, signal.SIGUSR1)
-        assert worker.stop() == 0
-        text = worker.stderr()
-    assert text.count("most recent call first") >= 2
+def test_sigusr1_dumps_all_threads_and_the_worker_goes_on() -> None:
+    with WorkerClient(command()) as worker:
+        worker.ping()
+        worker.process.send_signal(signal.SIGUSR1)
+        assert worker.shutdown() == 0
+        assert worker.stderr().count("most recent call first") >= 2
 
 
-def test_interrupting_a_worker_by_hand_is_quiet(runtime_dir: Path) -> None:
-    with WorkerProcess(command(), runtime_dir) as worker:
-        worker.end.shake_hands()
-        worker.load("x", "sha256:" + "0" * 64)
-        os.kill(worker.pid, signal.SIGINT)
-        assert worker.wait() == 130
+def test_interrupting_a_worker_by_hand_is_quiet() -> None:
+    with WorkerClient(command()) as worker:
+        worker.ping()
+        worker.process.send_signal(signal.SIGINT)
+        assert worker.process.wait(60) == 130
         assert "Traceback" not in worker.stderr()
+
+
+@pytest.mark.parametrize(
+    ("action", "status", "words"),
+    [
+        ({"raise": "boom"}, 1, "RuntimeError: boom"),
+        ({"signal": "SIGABRT"}, -signal.SIGABRT, "Fatal Python error"),
+        ({"signal": "SIGSEGV"}, -signal.SIGSEGV, "Fatal Python error"),
+    ],
+)
+def test_a_bug_or_a_fatal_signal_leaves_its_stack_and_status(action: dict[str, str], status: int, words: str) -> None:
+    with WorkerClient(command({"rules": [{"on": "PING", "do": [action]}]})) as worker:
+        worker.write_frame(encode(Ping("p")))
+        assert worker.process.wait(60) == status
+        assert words in worker.stderr()

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from engines.protocol.messages import Phase
-from engines.runtime.progress import COALESCE_S, ProgressReporter, silent
+from engines.runtime.progress import COALESCE_S, ProgressReporter
 from tests.support.clock import ManualClock
 
 Sent = list[tuple[int, Phase]]
@@ -100,9 +100,3 @@ def test_threads_reporting_at_once_never_send_a_count_twice_or_backwards() -> No
         thread.join()
     counts = [completed for completed, _ in sent]
     assert counts == list(range(1, 2001))
-
-
-def test_the_silent_reporter_counts() -> None:
-    progress = silent()
-    progress.advance(3)
-    assert progress.completed == 3

@@ -16,22 +16,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.protocol.connection import Connection
-from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.errors import ErrorCode
 from engines.protocol.messages import (
     CUDA_ENGINE,
-    AneAdmitShape,
-    AnyRequest,
     EmbedBatch,
     Err,
-    Generate,
     Item,
     Ping,
     Pong,
     Pooling,
-    Rerank,
-    RerankSequences,
-    Segment,
     Shutdown,
     Vectors,
 )
@@ -91,25 +84,10 @@ def engine(hook: Callable[..., Any] | None = None, **kwargs: Any) -> ToyEngine:
 # --- handshake -------------------------------------------------------------------------------------------------------
 
 
-def test_hello_carries_identity_and_nonce() -> None:
-    with WorkerThread(engine(packed=(256,))) as worker:
-        hello = worker.end.shake_hands()
-        assert (hello.v, hello.nonce, hello.engine.engine) == (3, "0123456789abcdef", "ane-coreml-worker")
-        assert hello.max_frame == 64 * 2**20
-        assert not isinstance(hello.packed, msgspec.UnsetType)
-        assert hello.packed.widths == [256]
-
-
 @pytest.mark.parametrize(
     "ack",
     [
         b'{"v":3,"accept":false,"max_frame":1024}',
-        b'{"v":2,"accept":true,"max_frame":1024}',
-        b'{"v":3,"accept":true,"max_frame":0}',
-        b'{"v":3,"accept":true,"max_frame":67108865}',
-        b'{"v":3,"accept":true}',
-        b"{",
-        b'{"type":"PING","req_id":"p"}',
     ],
 )
 def test_a_bad_ack_ends_the_worker(ack: bytes, capfd: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +98,14 @@ def test_a_bad_ack_ends_the_worker(ack: bytes, capfd: pytest.CaptureFixture[str]
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("sent", [b"", b"\x30\0"])
+def test_an_ack_that_never_comes_whole_ends_the_worker(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.runtime.worker.HANDSHAKE_S", 0.05)
+    with WorkerThread(engine()) as worker:
+        worker.end.socket.sendall(sent)
+        assert worker.join() == 1
+
+
 def test_a_host_that_leaves_before_the_ack_is_an_orderly_end() -> None:
     with WorkerThread(engine()) as worker:
         worker.end.event()
@@ -127,46 +113,7 @@ def test_a_host_that_leaves_before_the_ack_is_an_orderly_end() -> None:
         assert worker.join() == 0
 
 
-def test_an_ack_that_never_comes_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engines.runtime.worker.HANDSHAKE_S", 0.05)
-    with WorkerThread(engine()) as worker:
-        assert worker.join() == 1
-
-
-def test_half_an_ack_does_not_stop_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engines.runtime.worker.HANDSHAKE_S", 0.05)
-    with WorkerThread(engine()) as worker:
-        worker.end.socket.sendall(b"\x30\0")
-        assert worker.join() == 1
-
-
-def test_the_negotiated_frame_size_is_enforced() -> None:
-    with WorkerThread(engine(dims=100)) as worker:
-        worker.end.shake_hands(max_frame=2048)
-        worker.end.socket.sendall(LENGTH.pack(2049))
-        assert worker.join() == 1
-
-
 # --- refusals leave the connection in step ---------------------------------------------------------------------------
-
-REFUSED: dict[str, tuple[AnyRequest, bytes | None]] = {
-    "unserved EMBED_BATCH": (embed(), raw()),
-    "unserved RERANK": (Rerank("r", "toy:0", 1, [Segment(1)]), raw()),
-    "unserved RERANK_SEQUENCES": (RerankSequences("r", "toy:0", [Segment(2)]), raw()),
-    "unserved GENERATE": (Generate("r", "toy:0", 1), raw()),
-    "unserved ANE_ADMIT_SHAPE": (AneAdmitShape("r", "toy:0", 1), None),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_unserved_request_is_drained_and_ping_answers(name: str) -> None:
-    toy = engine()
-    toy.serves = frozenset()  # type: ignore[misc]
-    with WorkerThread(toy).ready() as worker:
-        reply = worker.end.call(*REFUSED[name]).reply
-        assert isinstance(reply, Err)
-        assert reply.code is ErrorCode.UNSUPPORTED_REQUEST
-        assert isinstance(worker.end.call(Ping("p")).reply, Pong)
 
 
 @pytest.mark.parametrize("size", [0, 3, 4, 12, 100_000])
@@ -175,18 +122,11 @@ def test_a_raw_frame_of_the_wrong_length_is_drained(size: int) -> None:
     with WorkerThread(engine()).ready() as worker:
         worker.end.socket.sendall(frame(msgspec.json.encode(embed())) + frame(bytes(size)))
         worker.end.connection.state = State.BUSY
-        worker.end.connection._open(embed())
+        worker.end.connection.expectation.open(embed(), size, "")
         reply = worker.end.finish().reply
         assert isinstance(reply, Err)
         assert reply.code is ErrorCode.INVALID_REQUEST
         assert isinstance(worker.end.call(embed(), raw()).reply, Vectors)
-
-
-def test_an_engine_error_leaves_the_worker_alive() -> None:
-    with WorkerThread(engine(raising(EngineError(ErrorCode.OOM, "no room")))).ready() as worker:
-        reply = worker.end.call(embed(), raw()).reply
-        assert isinstance(reply, Err)
-        assert isinstance(worker.end.call(Ping("p")).reply, Pong)
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------
@@ -202,53 +142,9 @@ def test_shutdown_closes_models_and_engine() -> None:
     assert worker.exits == []
 
 
-def test_shutdown_during_a_request_waits_for_its_reply() -> None:
-    hook = Pause()
-    with WorkerThread(engine(hook)).ready() as worker:
-        worker.end.send(embed(), raw())
-        assert hook.entered.wait(10)
-        worker.end.send(Shutdown())
-        hook.leave.set()
-        assert isinstance(worker.end.finish().reply, Vectors)
-        assert worker.join() == 0
-
-
-def test_a_second_request_before_the_reply_is_served_next() -> None:
-    hook = Pause()
-    with WorkerThread(engine(hook)).ready() as worker:
-        worker.end.send(embed(), raw())
-        assert hook.entered.wait(10)
-        worker.end.socket.sendall(frame(msgspec.json.encode(Ping("p"))))
-        hook.leave.set()
-        assert isinstance(worker.end.finish().reply, Vectors)
-        worker.end.connection.state = State.BUSY
-        worker.end.connection._open(Ping("p"))
-        assert isinstance(worker.end.finish().reply, Pong)
-
-
-def test_the_end_of_the_stream_between_frames_is_orderly() -> None:
-    toy = engine()
-    with WorkerThread(toy).ready() as worker:
-        worker.end.close()
-        assert worker.join() == 0
-    assert set(worker.exits) == {0}
-    assert toy.closed == 0
-
-
 BROKEN = {
     "malformed JSON": frame(b"{"),
-    "not an object": frame(b"[]"),
-    "an empty frame": frame(b""),
-    "an unknown type": frame(b'{"type":"DANCE","req_id":"r"}'),
-    "no type": frame(b'{"req_id":"r"}'),
-    "an unknown field": frame(b'{"type":"PING","req_id":"r","x":1}'),
-    "a missing field": frame(b'{"type":"PING"}'),
-    "an empty req_id": frame(b'{"type":"PING","req_id":""}'),
-    "a reply": frame(b'{"type":"UNLOADED","req_id":"r"}'),
-    "a second ACK": frame(b'{"v":3,"accept":true,"max_frame":1024}'),
     "an oversize frame": LENGTH.pack(64 * 2**20 + 1),
-    "not UTF-8": frame(b'{"type":"PING","req_id":"\xff"}'),
-    "deep nesting": frame(b'{"type":' + b"[" * 50_000),
 }
 
 
@@ -263,29 +159,14 @@ def test_an_untrusted_stream_ends_with_one_line_and_status_1(name: str, capfd: p
     assert "fatal:" in lines[0]
 
 
-@pytest.mark.parametrize("cut", [1, 3, 4, 5, 30])
-def test_a_torn_frame_ends_with_status_1(cut: int) -> None:
-    with WorkerThread(engine()).ready() as worker:
-        worker.end.socket.sendall(frame(msgspec.json.encode(embed()))[:cut])
-        worker.end.close()
-        assert worker.join() == 1
-
-
-@pytest.mark.parametrize("size", [0, 2, 6])
+@pytest.mark.parametrize("size", [0, 6])
 def test_a_request_without_its_whole_payload_is_torn(size: int) -> None:
     with WorkerThread(engine()).ready() as worker:
         worker.end.socket.sendall(frame(msgspec.json.encode(embed())) + frame(raw())[:size])
         worker.end.close()
         # protocol-v3, 1 calls an EOF between two frames orderly; a header without its payload ends on such a boundary.
         assert worker.join() == (1 if size else 0)
-
-
-def test_a_bug_gets_out_and_closes_the_connection() -> None:
-    with WorkerThread(engine(raising(RuntimeError("boom")))).ready() as worker:
-        worker.end.send(embed(), raw())
-        worker.join()
-        assert isinstance(worker.bug, RuntimeError)
-        assert worker.end.socket.recv(1) == b""
+    assert size or set(worker.exits) == {0}
 
 
 def test_a_lost_device_is_answered_then_ends_the_worker() -> None:
@@ -295,29 +176,16 @@ def test_a_lost_device_is_answered_then_ends_the_worker() -> None:
 
 
 def test_the_host_leaving_during_a_request_ends_the_process_while_the_call_runs() -> None:
-    hook, gone = Pause(), threading.Event()
-    with WorkerThread(engine(hook)).ready() as worker:
-        exits = worker.exits
-        worker.worker._watcher._exit = lambda status: (exits.append(status), gone.set())
-        worker.end.send(embed(), raw())
-        assert hook.entered.wait(10)
-        worker.end.close()
-        assert gone.wait(10)  # while the model still computes
-        assert exits == [0]
-        hook.leave.set()
-
-
-def test_the_watcher_ignores_waiting_bytes_and_consumes_none() -> None:
     hook = Pause()
     with WorkerThread(engine(hook)).ready() as worker:
         worker.end.send(embed(), raw())
         assert hook.entered.wait(10)
-        ping = frame(msgspec.json.encode(Ping("p")))
-        worker.end.socket.sendall(ping)
-        assert worker.worker_socket.recv(100, socket.MSG_PEEK) == ping
-        assert worker.exits == []
+        worker.end.close()
+        deadline = time.monotonic() + 10
+        while not worker.exits and time.monotonic() < deadline:  # while the model still computes
+            time.sleep(0.001)
+        assert worker.exits == [0]
         hook.leave.set()
-        worker.end.finish()
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
@@ -335,17 +203,15 @@ def test_progress_precedes_the_reply_and_rises() -> None:
         assert {frame.phase.value for frame in outcome.progress} == {"inference"}
 
 
-def test_a_sleeping_engine_sends_nothing() -> None:
-    hook = Pause()
+def test_progress_to_a_host_that_has_left_ends_the_worker_with_0() -> None:
+    def hook(*, progress: ProgressReporter, **details: Any) -> None:
+        worker.end.close()
+        progress.advance()
+
     with WorkerThread(engine(hook), clock=ticking()).ready() as worker:
         worker.end.send(embed(), raw())
-        assert hook.entered.wait(10)
-        worker.end.socket.settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            worker.end.socket.recv(1)
-        worker.end.socket.settimeout(10)
-        hook.leave.set()
-        assert worker.end.finish().progress == []
+        assert worker.join() == 0
+    assert set(worker.exits) == {0}
 
 
 def test_progress_after_the_reply_is_swallowed() -> None:
@@ -465,8 +331,9 @@ def test_nothing_comes_between_header_and_payload_while_a_thread_reports() -> No
     assert frames >= 200 * 3
 
 
-@pytest.mark.parametrize("dims", [10_000, 300_000])
-def test_a_reply_far_larger_than_the_socket_buffer_arrives_whole(dims: int) -> None:
+def test_a_reply_far_larger_than_the_socket_buffer_arrives_whole() -> None:
+    dims = 300_000
+
     def hook(**details: Any) -> Any:
         return np.arange(dims, dtype=np.float32).reshape(1, dims)
 
@@ -491,9 +358,3 @@ def test_a_host_that_leaves_during_a_large_reply_is_an_orderly_end() -> None:
         worker.end.close()
         assert worker.join() == 0
     assert set(worker.exits) == {0}
-
-
-def test_both_ends_use_the_same_state_machine() -> None:
-    with WorkerThread(engine()).ready() as worker:
-        assert isinstance(worker.worker.channel.connection, Connection)
-        assert worker.worker.channel.connection.max_frame == worker.end.connection.max_frame

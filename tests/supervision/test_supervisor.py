@@ -119,6 +119,10 @@ async def test_a_request_that_breaks_the_rules_is_refused_here(make):
         ({"raise": "a bug"}, 1, None),
     ],
 )
+@pytest.mark.report("triton-inference-server/server#5381")
+@pytest.mark.report("triton-inference-server/server#8841")
+@pytest.mark.report("python/cpython#10441")
+@pytest.mark.report("ollama/ollama#14093")
 async def test_death_in_a_request_is_typed_with_its_cause(make, action, status, name):
     lane = make(poison({"stderr": "last words"}, action))
     error = await crash(lane)
@@ -266,6 +270,7 @@ async def test_err_is_neither_a_strike_nor_forgiveness(make):
 
 
 @pytest.mark.parametrize("what", ["nan", "inf"])
+@pytest.mark.report("ggml-org/llama.cpp#14812")
 async def test_a_reply_that_is_not_finite_is_refused_without_a_strike_or_forgiveness(make, what):
     script = {
         "rules": [
@@ -324,6 +329,7 @@ HANGS = {
 
 
 @pytest.mark.parametrize("case", HANGS)
+@pytest.mark.report("huggingface/text-embeddings-inference#694")
 async def test_silence_past_the_window_is_one_strike(make, case):
     lane = make(poison(*HANGS[case]), config=SHORT)
     await lane.load()
@@ -587,6 +593,7 @@ async def test_load_and_ping_between_crashes_forgive_nothing(make):
     assert second.retry_after_ms is not None and second.retry_after_ms > 250 and second.exit_code == 3
 
 
+@pytest.mark.report("dask/distributed#1863")
 async def test_a_quarantined_catalog_lane(make, tmp_path):
     state = tmp_path / "state"
     lane = make({**KILLS, "state": str(state)})
@@ -704,6 +711,7 @@ async def test_a_lane_closed_while_a_left_probe_takes_its_worker_down_leaves_no_
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.report("huggingface/text-embeddings-inference#932")
 async def test_the_fingerprint_names_operation_model_and_ids(make):
     import hashlib
 

@@ -41,6 +41,7 @@ async def test_turns_are_given_in_order_and_one_at_a_time():
     assert not line.held and all(task.done() for task in tasks)
 
 
+@pytest.mark.report("huggingface/text-embeddings-inference#424")
 async def test_a_full_queue_and_a_deadline_in_the_past_wait_for_nothing():
     line, _ = turns(limit=1)
     line.held = True

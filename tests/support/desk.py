@@ -1,4 +1,4 @@
-"""A real worker loop on a thread of this process, and the host's end of its socketpair."""
+"""A real worker loop on a thread of this process, and a blocking host end of its socketpair."""
 
 from __future__ import annotations
 
@@ -7,15 +7,100 @@ import socket
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import NamedTuple
 
-from engines.protocol.messages import DEFAULT_MAX_FRAME, Load, Loaded
+from engines.protocol.connection import Connection
+from engines.protocol.events import Event, HelloReceived, ProgressReceived, ReplyReceived, ReplyStarted
+from engines.protocol.messages import (
+    DEFAULT_MAX_FRAME,
+    AnyReply,
+    AnyRequest,
+    Buffer,
+    Hello,
+    HelloAck,
+    Load,
+    Loaded,
+    Progress,
+    Shutdown,
+)
+from engines.protocol.states import Role
 from engines.runtime import main as runtime_main
 from engines.runtime.engine import Engine
 from engines.runtime.transport import SocketTransport
 from engines.runtime.worker import Worker
-from tests.support.peer import DIGEST, NONCE, HostEnd
 
+NONCE = "0123456789abcdef"
+DIGEST = "sha256:" + "0" * 64
+TIMEOUT_S = 60.0
 JOIN_S = 30.0
+
+
+class Outcome(NamedTuple):
+    """A finished exchange: the terminal reply, its raw frame, the progress before it."""
+
+    reply: AnyReply
+    payload: memoryview | None
+    progress: list[Progress]
+
+
+class HostEnd:
+    """The host's end of a connected socket."""
+
+    def __init__(self, sock: socket.socket, *, max_frame: int = DEFAULT_MAX_FRAME) -> None:
+        self.socket = sock
+        self.socket.settimeout(TIMEOUT_S)
+        self.connection = Connection(Role.HOST, max_frame=max_frame)
+        self.hello: Hello | None = None
+
+    def event(self) -> Event:
+        """Return the next event; RemoteProtocolError and PeerClosed come as the connection says."""
+        while (event := self.connection.next_event()) is None:
+            try:
+                count = self.socket.recv_into(self.connection.get_buffer())
+            except ConnectionResetError:
+                count = 0
+            if count == 0:
+                return self.connection.receive_eof()
+            self.connection.buffer_updated(count)
+        return event
+
+    def send(self, message: HelloAck | AnyRequest | Shutdown, payload: Buffer | None = None) -> None:
+        """Write one message and its raw frame."""
+        for buffer in self.connection.send(message, payload):
+            self.socket.sendall(buffer)
+
+    def shake_hands(self, *, max_frame: int = DEFAULT_MAX_FRAME) -> Hello:
+        """Read HELLO, answer ACK, return HELLO."""
+        event = self.event()
+        assert isinstance(event, HelloReceived), event
+        self.hello = event.hello
+        self.connection.max_frame = min(max_frame, self.connection.max_frame)
+        self.send(HelloAck(v=3, accept=True, max_frame=self.connection.max_frame))
+        return event.hello
+
+    def finish(self) -> Outcome:
+        """Read until the terminal reply of the running exchange."""
+        progress: list[Progress] = []
+        while True:
+            event = self.event()
+            match event:
+                case ProgressReceived():
+                    progress.append(event.progress)
+                case ReplyReceived():
+                    return Outcome(event.reply, event.payload, progress)
+                case ReplyStarted():
+                    pass
+                case _:
+                    raise AssertionError(f"{event} instead of a reply")
+
+    def call(self, request: AnyRequest, payload: Buffer | None = None) -> Outcome:
+        """Run one exchange to its end."""
+        self.send(request, payload)
+        return self.finish()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
 
 
 class WorkerThread:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from engines.protocol.connection import Connection, Event, PeerClosed, Role, State
+from engines.protocol.connection import Connection, Event, Role, State
 from engines.protocol.framing import Allocate, allocate_fresh
 from engines.protocol.messages import (
     DEFAULT_MAX_FRAME,
@@ -51,18 +50,6 @@ def random_cuts(seed: int) -> Cut:
     return cut
 
 
-def cut_at(*points: int) -> Cut:
-    """Return a cutter that cuts every stretch exactly at *points*."""
-
-    def cut(data: bytes) -> Iterator[bytes]:
-        edges = [0, *sorted(point for point in points if 0 < point < len(data)), len(data)]
-        for start, end in itertools.pairwise(edges):
-            if start < end:
-                yield data[start:end]
-
-    return cut
-
-
 def joined(buffers: Sequence[Buffer]) -> bytes:
     """Return what a transport would put on the wire for the buffers of one send."""
     return b"".join(bytes(buffer) for buffer in buffers)
@@ -97,13 +84,12 @@ class ConnectionPair:
         engine: str = LLAMA_ENGINE,
         host_max_frame: int = DEFAULT_MAX_FRAME,
         worker_max_frame: int = DEFAULT_MAX_FRAME,
-        host_allocate: Allocate = allocate_fresh,
         worker_allocate: Allocate = allocate_fresh,
     ) -> None:
         self.cut = cut
         self.engine = engine
-        self.host = Connection(Role.HOST, max_frame=host_max_frame, allocate=host_allocate)
-        self.worker = Connection(Role.WORKER, max_frame=worker_max_frame, allocate=worker_allocate, engine=engine)
+        self.host = Connection(Role.HOST, max_frame=host_max_frame)
+        self.worker = Connection(Role.WORKER, max_frame=worker_max_frame, allocate=worker_allocate)
         self.host_events: list[Event] = []
         self.worker_events: list[Event] = []
 
@@ -135,7 +121,3 @@ class ConnectionPair:
             events += connection.receive(piece)
         (self.host_events if to is Role.HOST else self.worker_events).extend(events)
         return events
-
-    def close(self, to: Role) -> PeerClosed:
-        """Let *to* see the end of the stream."""
-        return self.end(to).receive_eof()

@@ -15,7 +15,6 @@ Keys of a script (all optional)
     dims            8; ``buckets`` []; ``placement_share`` null; ``max_models`` null (1 on owned engines)
     vectors         ``hash`` (default) or ``echo`` (a row is its own ids as floats, cut or zero-padded to dims)
     ignore          list of ``SIGTERM``, ``SIGINT``: signals to ignore;  ``EOF`` to switch the peer watcher off
-    parent_death    ``false``: don't die with the parent
     state           a file that counts the spawns (one byte each); with
     generations     a list of scripts laid over this one, key by key: the first spawn takes the first, and so on; the
                     last one stays. ``"generations": [CRASHING, CRASHING, {}]`` crashes twice, then is fine
@@ -31,11 +30,11 @@ a request can choose its fate. The first rule that matches wins. If its actions 
 (``reply``, ``err``), the legal answer follows.
 
 Actions (objects of one key)
-    sleep S             sleep without the GIL;  ``ccall S``: inside a C call without the GIL;  ``hold_gil S``: inside a
-                        C call that keeps it;  ``spin true``: for ever in a C loop that keeps it
+    sleep S             sleep without the GIL;  ``ccall S``: inside a C call without the GIL;  ``spin true``: for ever
+                        in a C loop that keeps it
     progress {..}       frames ``completed`` [1, 2, ..] or ``from``, ``to``; ``every`` S between; ``phase``, ``req_id``
     reply {..}          the legal answer, bent: ``set`` fields, ``drop`` fields, ``type``; ``raw_bytes`` N (length of
-                        the raw frame, cut or padded), ``no_raw``, ``nan`` / ``inf`` index; ``stall`` {after, seconds}
+                        the raw frame, cut or padded), ``nan`` / ``inf`` index; ``stall`` {after, seconds}
                         inside the payload; ``pause`` S, ``between`` [frames] after the header; ``times`` N
     err {code, msg}     an ERR frame, with any code
     frame OBJECT        any JSON frame; "$req_id" stands for the running request's id
@@ -48,7 +47,6 @@ Actions (objects of one key)
     raise STR           an exception out of the engine
     stderr / stdout     {bytes: N, text: "x", newline: false} or a string (with a newline)
     grandchild {..}     a child that keeps stdout open: ``seconds``, ``new_session``, ``pid_file``
-    allocate_mb N       keep N MiB more, touched
     touch PATH          create a file;  ``wait_for PATH``: until it exists
     report PATH         write pid, environment, argv, cwd, descriptors, modules as JSON
     thread [..]         run actions on another thread, at the same time
@@ -281,7 +279,6 @@ class Actions:
 
     script: ClassVar[Script] = {}
     stdout: ClassVar[int] = 1
-    kept: ClassVar[list[bytearray]] = []
 
     def run(self, actions: Sequence[dict[str, Any]]) -> None:
         """Do *actions* in order."""
@@ -296,11 +293,6 @@ class Actions:
         import ctypes
 
         ctypes.CDLL(None).poll(None, 0, int(seconds * 1000))
-
-    def do_hold_gil(self, seconds: float) -> None:
-        import ctypes
-
-        ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
 
     def do_spin(self, _: Any) -> None:
         import itertools
@@ -340,11 +332,6 @@ class Actions:
         )
         if "pid_file" in spec:
             _publish(spec["pid_file"], str(child.pid))
-
-    def do_allocate_mb(self, size: int) -> None:
-        block = bytearray(size * 2**20)
-        block[::4096] = b"\1" * len(block[::4096])
-        self.kept.append(block)
 
     def do_touch(self, path: str) -> None:
         _publish(path, "")
@@ -463,7 +450,7 @@ class ScriptedWorker(Actions, Worker):
         if self._progress is not None:
             self._progress.close()
         self.channel.connection.state = State.IDLE
-        self.channel.connection.request = None
+        self.channel.connection.expectation.request = None
 
     def do_progress(self, spec: dict[str, Any]) -> None:
         completed = spec.get("completed", range(spec.get("from", 1), spec.get("to", 1) + 1))
@@ -483,7 +470,7 @@ class ScriptedWorker(Actions, Worker):
         header["type"] = spec.get("type", header["type"])
         data = msgspec.json.encode(_fill(header, self._request.req_id))
         head = LENGTH.pack(len(data)) + data
-        raw = None if answer.payload is None or spec.get("no_raw") else bytearray(answer.payload)
+        raw = None if answer.payload is None else bytearray(answer.payload)
         if raw is not None:
             for key, value in (("nan", float("nan")), ("inf", float("inf"))):
                 if key in spec:
@@ -596,8 +583,6 @@ def main(argv: Sequence[str]) -> int:
     for name in script.get("ignore", ()):
         if name != "EOF":
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if script.get("parent_death") is False:
-        runtime_main.die_with_parent = lambda: None
     Actions.script = script
     Actions.stdout = os.dup(1)  # the runtime points descriptor 1 to stderr
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.protocol.decoding import decode_from_worker, decode_hello
 from engines.protocol.messages import (
     DEFAULT_MAX_FRAME,
     VERSION,
@@ -46,8 +47,6 @@ from engines.protocol.messages import (
     Shutdown,
     Unload,
     Vectors,
-    decode_from_worker,
-    decode_hello,
     encode,
     phases,
 )
@@ -90,7 +89,10 @@ def ids_bytes(rows: Sequence[Sequence[int]]) -> bytes:
 
 
 class WorkerClient:
-    """Spawns a worker, shakes hands, and talks to it. A context manager; nothing survives it."""
+    """Spawns a worker, shakes hands, and talks to it. A context manager; nothing survives it.
+
+    Without *handshake* HELLO is still to be read.
+    """
 
     def __init__(
         self,
@@ -100,6 +102,7 @@ class WorkerClient:
         arguments: Sequence[str] = (),
         env: dict[str, str] | None = None,
         max_frame: int = DEFAULT_MAX_FRAME,
+        handshake: bool = True,
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="sw-"))
         self._max_frame = max_frame
@@ -128,8 +131,9 @@ class WorkerClient:
                 except TimeoutError:
                     raise AssertionError(f"no connection: {self.stderr()}") from None
             self.socket.settimeout(TIMEOUT_S)
-            self.hello: Hello = decode_hello(self.read_frame())
-            self.write_frame(encode(HelloAck(v=VERSION, accept=True, max_frame=max_frame)))
+            if handshake:
+                self.hello: Hello = decode_hello(self.read_frame())
+                self.write_frame(encode(HelloAck(v=VERSION, accept=True, max_frame=max_frame)))
         except BaseException:
             self.close()
             raise

@@ -221,6 +221,7 @@ async def test_sigill_names_the_cure(make, engine, cure):
     assert error.details["signal"] == "SIGILL"
 
 
+@pytest.mark.report("python/cpython#124779")
 async def test_a_foreign_process_at_the_socket_harms_nobody(make, tmp_path):
     """It is turned away without a strike, even while it waits in silence, and the listener goes on."""
     go = tmp_path / "go"
