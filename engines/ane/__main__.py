@@ -10,7 +10,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the worker, the builder or the preparer; return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in ("build", "prepare", "plan"):
-        from engines.ane.build import main as tools
+        from engines.ane.build.convert import main as tools
 
         return tools(arguments)
     from engines.ane.engine import AneEngine

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engines.ane.config import Settings
     from engines.ane.inputs import InputRules
     from engines.ane.model import PlanCache
-    from engines.ane.shapes import Key
+    from engines.ane.signature import Key
     from engines.bundle.manifest import Artifact, Bundle, Manifest
     from engines.runtime.progress import ProgressReporter
 
@@ -102,7 +102,7 @@ class AneEngine(Engine):
         """Return ``ok``, ``os_unsupported``, ``os_too_old``, ``arch_unsupported``, ``bindings_missing`` or
         ``no_neural_engine``.
         """
-        from engines.ane.floor import probe
+        from engines.ane.coreml import probe
 
         return probe()
 
@@ -116,7 +116,7 @@ class AneEngine(Engine):
         from engines.ane import artifact as files
         from engines.ane import config
         from engines.ane.model import AneModel
-        from engines.ane.shapes import check_signature, expected
+        from engines.ane.signature import check_signature, expected
 
         settings = config.parse(request.runtime_config)
         if request.format not in self._backend.formats:
@@ -133,40 +133,19 @@ class AneEngine(Engine):
         if not artifacts:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"bundle {described.model_id} has no coreml artifact")
         self._backend.require()
-        chosen = None
-        if self._backend.reads_packages:
-            # Before the folder is opened: a package that isn't this bundle's is not worth hashing.
-            chosen = _artifact(artifacts, request.artifact_digest, described.model_id)
-        root = files.verify(request.artifact_path, request.artifact_digest, progress)
-        record = None
-        if chosen is None:
-            record = files.prepared(
-                root,
-                source_digests=[one.digest for one in artifacts],
-                os_build=self._backend.os_build(),
-                allow_cold=settings.prepare == "allow_cold",
-            )
-            chosen = _artifact(artifacts, record.source_digest, described.model_id)
-        rules, hidden, layers = _rules(described, chosen)
-        keys: dict[Key, str] = {}
-        for function in chosen.functions if chosen.functions is not UNSET else []:
-            if settings.functions is not None and function.name not in settings.functions:
-                continue
-            key = _key(function)
-            if key in keys:
-                raise EngineError(ErrorCode.ARTIFACT_INVALID, f"the manifest names {key} twice")
-            keys[key] = function.name
-        if not any(key.kind == "shape" for key in keys):
-            raise EngineError(ErrorCode.CONFIG_INVALID, "no bucket is left to load; a model needs one single function")
+        artifact, root, record = files.find(
+            request, artifacts, self._backend, allow_cold=settings.allow_cold, progress=progress
+        )
+        rules, hidden, layers = _rules(described, artifact)
+        keys = _keys(artifact, settings.functions)
         found = files.sources(root, keys.values(), self._backend, record)
-        task = described.task
         for key, name in keys.items():
-            check_signature(name, found[name][1], expected(key, rules, task=task, hidden=hidden))
+            check_signature(name, found[name][1], expected(key, rules, task=described.task, hidden=hidden))
         return AneModel(
             backend=self._backend,
             functions={key: (name, *found[name]) for key, name in keys.items()},
             rules=rules,
-            task=task,
+            task=described.task,
             hidden=hidden,
             layers=layers,
             settings=settings,
@@ -175,17 +154,6 @@ class AneEngine(Engine):
             plans=self._plans,
             progress=progress,
         )
-
-
-def _artifact(artifacts: list[Artifact], digest: str, model_id: str) -> Artifact:
-    """Return the artifact with that digest; EngineError artifact_invalid for no digest, package_digest_mismatch."""
-    from engines.runtime.artifact import expected_digest
-
-    wanted = expected_digest(digest)
-    for artifact in artifacts:
-        if artifact.digest == f"sha256:{wanted}":
-            return artifact
-    raise EngineError(ErrorCode.PACKAGE_DIGEST_MISMATCH, f"sha256:{wanted} is no coreml artifact of {model_id}")
 
 
 def _cross_check(described: Manifest, settings: Settings) -> None:
@@ -205,14 +173,27 @@ def _cross_check(described: Manifest, settings: Settings) -> None:
         )
 
 
-def _key(function: manifest.Function) -> Key:
-    from engines.ane.shapes import Key
+def _keys(artifact: Artifact, only: tuple[str, ...] | None) -> dict[Key, str]:
+    """Return key -> name of the artifact's functions, or of those that LOAD asks for. EngineError without a bucket."""
+    from engines.ane.signature import Key
 
-    if function.bucket is not UNSET and function.packed_width is UNSET:
-        return Key("shape", function.bucket)
-    if function.packed_width is not UNSET and function.bucket is UNSET:
-        return Key("packed", function.packed_width)
-    raise EngineError(ErrorCode.ARTIFACT_INVALID, f"function {function.name} must have one of bucket and packed_width")
+    keys: dict[Key, str] = {}
+    for function in artifact.functions if artifact.functions is not UNSET else []:
+        if only is not None and function.name not in only:
+            continue
+        if function.bucket is not UNSET and function.packed_width is UNSET:
+            key = Key("shape", function.bucket)
+        elif function.packed_width is not UNSET and function.bucket is UNSET:
+            key = Key("packed", function.packed_width)
+        else:
+            why = f"function {function.name} must have one of bucket and packed_width"
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
+        if key in keys:
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, f"the manifest names {key} twice")
+        keys[key] = function.name
+    if not any(key.kind == "shape" for key in keys):
+        raise EngineError(ErrorCode.CONFIG_INVALID, "no bucket is left to load; a model needs one single function")
+    return keys
 
 
 def _rules(described: Manifest, artifact: Artifact) -> tuple[InputRules, int, int]:

@@ -24,7 +24,7 @@ MAX_BYTES: Final = 1024 * 1024
 class TensorRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """One input or output of a compiled function: fixed shape and dtype."""
 
-    shape: list[int]
+    shape: tuple[int, ...]
     dtype: str
 
 

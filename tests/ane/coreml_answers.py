@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from engines.ane.package import FunctionSpec, Tensor
+from engines.ane.signature import FunctionSpec, Tensor
 from engines.protocol.errors import EngineError
 from tests.ane.make_interfaces import TABLE
 from tests.support import mil_reference
@@ -59,7 +59,7 @@ class MilFunction:
 
     def __init__(self, path: Path, function: str | None) -> None:
         try:
-            self.spec = mil_reference.read_spec(path).functions[function or "main"]
+            self.spec = mil_reference.read_spec(path)[function or "main"]
         except (EngineError, KeyError) as exc:
             raise Refusal(f"no function {function} in {path.name}") from exc
         self._program = mil_reference.load(path, function or "main")

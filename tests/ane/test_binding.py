@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 import engines.ane.binding as binding_module
-from engines.ane import floor, placement
+from engines.ane import compute_plan, coreml
 from engines.ane.backend import Source
 from engines.ane.compute_plan import Device
 from engines.ane.coreml import CoreML
-from engines.ane.package import FunctionSpec, Tensor
+from engines.ane.signature import FunctionSpec, Tensor
 from engines.protocol.errors import EngineError, ErrorCode
 from tests.ane.coreml_answers import FACTS, Op, Refusal
 from tests.ane.coreml_standin import FLOOR, Framework
@@ -137,12 +137,12 @@ def test_bindings_that_cannot_be_imported_are_missing(framework: Framework, monk
     """Parts of different releases lie there, are found, and fail to load."""
     backend = CoreML()
     monkeypatch.setattr(backend, "require", lambda: None)
-    monkeypatch.setattr("engines.ane.floor.floor", lambda: "ok")
-    assert floor.probe().code == "ok"
+    monkeypatch.setattr("engines.ane.coreml.floor", lambda: "ok")
+    assert coreml.probe().code == "ok"
     monkeypatch.setitem(sys.modules, "CoreML", None)
     refused = refusal(lambda: backend.open(Source(BUNDLE, "main", False), units="cpu_and_ne"))
     assert refused.code is ErrorCode.BACKEND_MISSING and "one release" in refused.msg
-    told = floor.probe()
+    told = coreml.probe()
     assert (told.status, told.code) == ("refused", "bindings_missing") and "CoreML" in str(told.observed["bindings"])
 
 
@@ -272,7 +272,7 @@ def test_a_plan_is_the_loaded_function_s_with_where_and_why(framework: Framework
         ("ios17.conv", Device.ANE, ("rows",), ("last_hidden_state",)),
         ("ios17.mul", Device.ANE, ("rows",), ("inner",)),
     ]
-    assert placement.share(plan, "s16") == 2 / 3 and placement.cpu_stages(plan, "s16") == ["token_embedding"]
+    assert compute_plan.share(plan, "s16") == 2 / 3 and compute_plan.cpu_stages(plan, "s16") == ["token_embedding"]
 
 
 def test_a_plan_s_error_is_a_line_and_no_value(framework: Framework, capsys: pytest.CaptureFixture[str]) -> None:

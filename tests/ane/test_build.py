@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.ane import build, graph, package
-from engines.ane.shapes import Key
+from engines.ane.build import convert, package
+from engines.ane.signature import Key
 from engines.bundle import manifest
 from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.digest import tree_digest
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.numerics
 def test_two_builds_agree_byte_for_byte_even_in_another_process(checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoint = checkpoints("bert")
     keys = shape(16, 32) + packed(64)
-    first = build.build(checkpoint, tmp_path / "a.mlpackage", keys=keys)
-    again = build.build(checkpoint, tmp_path / "b.mlpackage", keys=keys)
+    first = convert.build(checkpoint, tmp_path / "a.mlpackage", keys=keys)
+    again = convert.build(checkpoint, tmp_path / "b.mlpackage", keys=keys)
     command = [sys.executable, "-m", "engines.ane", "build", str(checkpoint.folder), str(tmp_path / "c.mlpackage")]
     run = subprocess.run(
         [*command, "--buckets", "16,32", "--packed", "64"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -47,7 +47,7 @@ def test_two_builds_agree_byte_for_byte_even_in_another_process(checkpoints: Che
 
 def test_two_builds_for_macos14_agree_too(checkpoints: Checkpoints, tmp_path: Path) -> None:
     entries = [
-        build.build(checkpoints("cross"), tmp_path / name, keys=shape(16), target="macos14") for name in ("a", "b")
+        convert.build(checkpoints("cross"), tmp_path / name, keys=shape(16), target="macos14") for name in ("a", "b")
     ]
     assert entries[0]["tree"] == entries[1]["tree"]
 
@@ -56,7 +56,7 @@ def test_another_weight_gives_another_digest(checkpoints: Checkpoints, tmp_path:
     (tmp_path / "other").mkdir()
     other = Checkpoint.open(toy_models.write_bert(tmp_path / "other", seed=1))
     entries = [
-        build.build(checkpoint, tmp_path / f"{n}.mlpackage", keys=shape(16))
+        convert.build(checkpoint, tmp_path / f"{n}.mlpackage", keys=shape(16))
         for n, checkpoint in enumerate((checkpoints("bert"), other))
     ]
     assert entries[0]["tree"] != entries[1]["tree"]
@@ -84,14 +84,14 @@ def test_functions_share_their_weights(name: str, bundles: Bundles, checkpoints:
 
 
 def test_metadata_and_versions(bundles: Bundles) -> None:
-    spec = package.read_spec(bundles("bert").root / "model.mlpackage")
-    assert spec.version >= 9 and set(spec.functions) == {"s16", "s32", "s64", "packed64"}
-    assert spec.metadata["synapse.model_kind"] == "bert-embed"
-    assert spec.metadata["synapse.seq_len"] == "16,32,64" and spec.metadata["synapse.packed_width"] == "64"
-    assert spec.metadata["synapse.output_name"] == graph.HIDDEN
-    assert package.VOLATILE not in spec.metadata
-    old = package.read_spec(bundles("bert:macos14").root / "model-macos14" / "s16.mlpackage")
-    assert old.version == 8 and set(old.functions) == {"main"}
+    made = package.load_proto(bundles("bert").root / "model.mlpackage")
+    told = made.description.metadata.userDefined
+    assert made.specificationVersion >= 9 and set(made.mlProgram.functions) == {"s16", "s32", "s64", "packed64"}
+    assert told["synapse.model_kind"] == "bert-embed" and told["synapse.output_name"] == "last_hidden_state"
+    assert told["synapse.seq_len"] == "16,32,64" and told["synapse.packed_width"] == "64"
+    assert package.VOLATILE not in told
+    old = package.load_proto(bundles("bert:macos14").root / "model-macos14" / "s16.mlpackage")
+    assert old.specificationVersion == 8 and set(old.mlProgram.functions) == {"main"}
 
 
 @pytest.mark.parametrize("name", ["bert", "cross", "modernbert", "qwen3"])
@@ -119,7 +119,7 @@ def test_a_weight_beyond_fp16_is_refused_at_build_time(tmp_path: Path) -> None:
     tensors["encoder.layer.0.output.dense.weight"][3, 3] = 7e4
     safetensors.write(folder / "model.safetensors", {f"bert.{name}": value for name, value in tensors.items()})
     with pytest.raises(ValueError, match="fp16"):
-        build.build(Checkpoint.open(folder), tmp_path / "x.mlpackage", keys=shape(16))
+        convert.build(Checkpoint.open(folder), tmp_path / "x.mlpackage", keys=shape(16))
     assert not list(tmp_path.glob("*.mlpackage")), "nothing half-built stays"
 
 
@@ -133,37 +133,37 @@ def test_a_weight_beyond_fp16_is_refused_at_build_time(tmp_path: Path) -> None:
 )
 def test_impossible_functions_are_refused(keys: list[Key], why: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=why):
-        build.build(checkpoints("bert"), tmp_path / "x.mlpackage", keys=keys)
+        convert.build(checkpoints("bert"), tmp_path / "x.mlpackage", keys=keys)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_packed_reranker_and_an_existing_target_are_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="embedding models only"):
-        build.build(checkpoints("cross"), tmp_path / "x.mlpackage", keys=shape(16) + packed(32))
+        convert.build(checkpoints("cross"), tmp_path / "x.mlpackage", keys=shape(16) + packed(32))
     (tmp_path / "y.mlpackage").mkdir()
     with pytest.raises(FileExistsError):
-        build.build(checkpoints("bert"), tmp_path / "y.mlpackage", keys=shape(16))
+        convert.build(checkpoints("bert"), tmp_path / "y.mlpackage", keys=shape(16))
     with pytest.raises(ValueError, match="mlpackage"):
-        build.build(checkpoints("bert"), tmp_path / "z", keys=shape(16))
+        convert.build(checkpoints("bert"), tmp_path / "z", keys=shape(16))
 
 
 def test_generators_are_refused(tmp_path: Path) -> None:
     (tmp_path / "llama").mkdir()
     checkpoint = Checkpoint.open(toy_models.write_llama(tmp_path / "llama"))
     with pytest.raises(ValueError, match="encoders only"):
-        build.build(checkpoint, tmp_path / "x.mlpackage")
+        convert.build(checkpoint, tmp_path / "x.mlpackage", keys=shape(16))
 
 
 @pytest.mark.parametrize(
     "arguments", [["build"], ["build", "a", "b", "--buckets", "x"], ["build", "a", "b", "--target", "ios"], []]
 )
 def test_wrong_usage_is_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert build.main(arguments) == 2
+    assert convert.main(arguments) == 2
     assert capsys.readouterr().out == ""
 
 
 def test_a_missing_checkpoint_is_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert build.main(["build", str(tmp_path / "none"), str(tmp_path / "x.mlpackage")]) == 1
+    assert convert.main(["build", str(tmp_path / "none"), str(tmp_path / "x.mlpackage")]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "none" in err
 

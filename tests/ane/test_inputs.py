@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.ane import inputs, pooling
+from engines.ane import inputs, model
 from engines.ane.inputs import InputRules
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Pooling
@@ -55,7 +55,7 @@ def test_bad_ids_are_refused_before_the_framework_sees_them(rows: list[list[int]
 @pytest.mark.parametrize(("how", "expected"), [(Pooling.CLS, [1, 2]), (Pooling.LAST, [5, 8]), (Pooling.MEAN, [3, 5])])
 def test_pooling(how: Pooling, expected: list[float]) -> None:
     states = np.array([[1, 2], [3, 5], [5, 8]], np.float32)
-    assert pooling.pool(states, how).tolist() == expected
+    assert model.pool(states, how).tolist() == expected
 
 
 def test_mean_does_not_depend_on_how_the_rows_lie_in_memory() -> None:
@@ -63,23 +63,23 @@ def test_mean_does_not_depend_on_how_the_rows_lie_in_memory() -> None:
     states = rng.standard_normal((300, 64)).astype(np.float32)
     wide = np.zeros((300, 96), np.float32)
     wide[:, :64] = states
-    assert np.array_equal(pooling.pool(states, Pooling.MEAN), pooling.pool(wide[:, :64], Pooling.MEAN))
+    assert np.array_equal(model.pool(states, Pooling.MEAN), model.pool(wide[:, :64], Pooling.MEAN))
 
 
 def test_normalisation_divides_by_the_norm_and_false_skips_it() -> None:
     rows = np.array([[3, 4], [0, 2]], np.float32)
-    assert pooling.finish(rows.copy(), normalize=False).tolist() == rows.tolist()
-    assert pooling.finish(rows.copy(), normalize=True).tolist() == [[np.float32(0.6), np.float32(0.8)], [0, 1]]
+    assert model.finish(rows.copy(), normalize=False).tolist() == rows.tolist()
+    assert model.finish(rows.copy(), normalize=True).tolist() == [[np.float32(0.6), np.float32(0.8)], [0, 1]]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_is_refused(bad: float) -> None:
     with pytest.raises(EngineError) as refused:
-        pooling.finish(np.array([[1, 2], [bad, 1]], np.float32), normalize=True)
+        model.finish(np.array([[1, 2], [bad, 1]], np.float32), normalize=True)
     assert refused.value.code is ErrorCode.NONFINITE_OUTPUT and "row 1" in refused.value.msg
 
 
 def test_a_row_of_zeros_is_refused() -> None:
     with pytest.raises(EngineError) as refused:
-        pooling.finish(np.zeros((1, 4), np.float32), normalize=True)
+        model.finish(np.zeros((1, 4), np.float32), normalize=True)
     assert refused.value.code is ErrorCode.NONFINITE_OUTPUT and "zeros" in refused.value.msg

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.ane.ladder import group, rung
+from engines.ane.shapes import group
 from engines.protocol.errors import EngineError, ErrorCode
 
 LADDER = (128, 256, 512, 1024)
@@ -18,13 +18,13 @@ M5_MS = {128: 3.5, 256: 9.0, 512: 25.4, 1024: 73.3}
     ("tokens", "fits"), [(1, 128), (127, 128), (128, 128), (129, 256), (256, 256), (257, 512), (1024, 1024)]
 )
 def test_ladder_rung_is_the_smallest_shape_that_fits(tokens: int, fits: int) -> None:
-    assert rung(tokens, LADDER) == fits
+    assert list(group([tokens], LADDER)) == [fits]
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 1025])
 def test_a_row_that_fits_nowhere_is_refused(tokens: int) -> None:
     with pytest.raises(EngineError) as refused:
-        rung(tokens, LADDER)
+        group([tokens], LADDER)
     assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
@@ -41,7 +41,7 @@ def test_one_impossible_row_refuses_the_whole_batch() -> None:
 def test_grouping_beats_one_bucket_for_all_by_3_5_on_the_mixed_batch() -> None:
     lengths = [100, 120, 128, 64, 7, 90, 128, 500]
     grouped = sum(M5_MS[bucket] * len(rows) for bucket, rows in group(lengths, LADDER).items())
-    one_bucket = M5_MS[rung(max(lengths), LADDER)] * len(lengths)
+    one_bucket = M5_MS[512] * len(lengths)
     assert grouped == pytest.approx(7 * 3.5 + 25.4)
     assert one_bucket / grouped >= 3.5
 

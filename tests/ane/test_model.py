@@ -16,7 +16,8 @@ import pytest
 from engines.ane.backend import Source
 from engines.ane.compute_plan import Device, Function, Operation, PlanView
 from engines.ane.model import AneModel
-from engines.ane.shapes import Key, Resident, Shapes
+from engines.ane.shapes import Resident, Shapes
+from engines.ane.signature import Key
 from engines.bundle import manifest
 from engines.bundle.digest import tree_digest
 from engines.bundle.manifest import Bundle
@@ -90,7 +91,7 @@ class FakeBackend(ReferenceBackend):
         if self.fail is not None:
             raise self.fail
         self.opened.append(source.function)
-        return FakeProgram(self, source, self.specs(source.path).functions[source.function])
+        return FakeProgram(self, source, self.specs(source.path)[source.function])
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.ane import packing
-from engines.ane.packing import MASKED
+from engines.ane import inputs
+from engines.ane.inputs import MASKED
 from engines.bundle import tight
 from engines.bundle.tight import Pass
 from engines.protocol.errors import EngineError, ErrorCode
@@ -144,7 +144,7 @@ def reference_bias(lengths: list[int], width: int, causal: bool, window: int | N
 @pytest.mark.parametrize("window", [None, 0, 3])
 @pytest.mark.parametrize("lengths", [[7], [3, 5, 1], [24], [1] * 24, [5, 4]])
 def test_bias_follows_the_rule_pair_by_pair(lengths: list[int], causal: bool, window: int | None) -> None:
-    got = packing.bias(tuple(lengths), 24, causal=causal, window=window)
+    got = inputs.bias(tuple(lengths), 24, causal=causal, window=window)
     assert got.dtype == np.float16 and got.shape == (1, 1, 24, 24)
     assert np.array_equal(got, reference_bias(lengths, 24, causal, window))
     assert not got.flags.writeable, "it is shared between requests"
@@ -153,12 +153,12 @@ def test_bias_follows_the_rule_pair_by_pair(lengths: list[int], causal: bool, wi
 @pytest.mark.parametrize("lengths", [[1], [7, 9], [24]])
 def test_every_query_sees_something_so_softmax_stays_finite(lengths: list[int]) -> None:
     for causal in (False, True):
-        table = packing.bias(tuple(lengths), 24, causal=causal, window=2)
+        table = inputs.bias(tuple(lengths), 24, causal=causal, window=2)
         assert (table.max(axis=-1) == 0).all()
         assert np.isfinite(table).all()
 
 
 def test_positions_restart_in_every_row() -> None:
-    got = packing.positions([3, 2], 7)
+    got = inputs.positions([3, 2], 7)
     assert got.dtype == np.int32
     assert got.tolist() == [[0, 1, 2, 0, 1, 0, 0]]

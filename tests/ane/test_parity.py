@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.ane import inputs, packing
+from engines.ane import inputs
 from engines.ane.inputs import InputRules
 from engines.ane.model import AneModel
-from engines.ane.shapes import Key
+from engines.ane.signature import Key
 from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Bundle
 from engines.protocol.messages import Pooling
@@ -146,14 +146,14 @@ def test_only_a_finite_mask_survives_fp16(
     function = mil_reference.load(bundles("bert").root / "model.mlpackage", "packed64")
     rules = InputRules(vocab=128)
     row = np.arange(5, 25, dtype=np.int32)
-    packing.bias.cache_clear()
+    inputs.bias.cache_clear()
     with np.errstate(over="ignore"):
-        monkeypatch.setattr(packing, "MASKED", sentinel)
+        monkeypatch.setattr(inputs, "MASKED", sentinel)
         feeds = dict(inputs.packed([row], 64, rules))
         # Every padding query masked completely, as a naive key mask does it.
         feeds["attention_bias"] = np.where(feeds["attention_bias"] == 0, np.float16(0), np.float16(sentinel))
         feeds["attention_bias"][..., len(row) :, :] = np.float16(sentinel)
-    packing.bias.cache_clear()
+    inputs.bias.cache_clear()
     out = function.run(feeds)["last_hidden_state"]
     assert bool(np.isfinite(out).all()) is finite
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from engines.ane import compute_plan, placement
+from engines.ane import compute_plan
+from engines.ane.build.plan import counted
 from engines.ane.compute_plan import Device, Function, Operation, PlanView
-from engines.ane.plan import counted
 from engines.bundle.manifest import Bundle
 from engines.protocol.errors import EngineError, ErrorCode
 from tests.ane.coreml_answers import MilFunction
@@ -39,36 +39,36 @@ def plan(**functions: tuple[Operation, ...]) -> PlanView:
 
 def test_the_reference_package_gives_upstream_s_number_to_the_last_digit() -> None:
     # ane.md 1.3: 846 on the ANE, 5 on the CPU, 1,042 constants without usage.
-    assert placement.share(plan(main=ops(unknown=1042, ane=846, cpu=5))) == 846 / (846 + 5) == 0.9941245593419507
+    assert compute_plan.share(plan(main=ops(unknown=1042, ane=846, cpu=5))) == 846 / (846 + 5) == 0.9941245593419507
 
 
 @pytest.mark.parametrize(("ane", "cpu"), [(11_660, 13), (20_712, 21), (38_816, 37), (75_024, 69)])
 def test_tiled_reference_values(ane: int, cpu: int) -> None:
-    got = placement.share(plan(main=ops(ane=ane, cpu=cpu)))
+    got = compute_plan.share(plan(main=ops(ane=ane, cpu=cpu)))
     assert got == ane / (ane + cpu) and 0.9988 < got < 0.9992
 
 
 def test_everything_on_the_gpu_is_zero_not_absent() -> None:
-    assert placement.share(plan(main=ops(gpu=75_093, unknown=10))) == 0.0
+    assert compute_plan.share(plan(main=ops(gpu=75_093, unknown=10))) == 0.0
 
 
 def test_nested_blocks_are_counted() -> None:
     body = Operation(
         "ios17.while_loop", CPU, blocks=(ops(ane=2), (Operation("ios17.cond", ANE, blocks=(ops(cpu=1),)),))
     )
-    assert placement.share(plan(main=(body,))) == 3 / 5
+    assert compute_plan.share(plan(main=(body,))) == 3 / 5
 
 
 def test_several_functions_main_wins_and_a_name_beats_main() -> None:
     view = plan(other=ops(cpu=1), main=ops(ane=1, cpu=1), s128=ops(ane=3, cpu=1))
-    assert placement.share(view) == 0.5
-    assert placement.share(view, "s128") == 0.75
-    assert placement.share(view, "no such function") == 0.5
+    assert compute_plan.share(view) == 0.5
+    assert compute_plan.share(view, "s128") == 0.75
+    assert compute_plan.share(view, "no such function") == 0.5
 
 
 def test_without_main_the_function_with_fewest_inputs_is_taken() -> None:
     view = PlanView("program", {"a": Function(("x", "y"), ops(cpu=1)), "b": Function(("x",), ops(ane=1))})
-    assert placement.share(view) == 1.0
+    assert compute_plan.share(view) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,16 @@ def test_without_main_the_function_with_fewest_inputs_is_taken() -> None:
     ids=["no plan", "no operations", "only constants", "all unknown", "no function", "other"],
 )
 def test_what_cannot_be_told_is_absent_never_zero_or_one(view: PlanView | None) -> None:
-    assert placement.share(view) is None
+    assert compute_plan.share(view) is None
 
 
 def test_a_real_operation_without_usage_drops_out_like_a_constant() -> None:
-    assert placement.share(plan(main=(*ops(ane=3, cpu=1), Operation("ios17.matmul", UNKNOWN)))) == 0.75
+    assert compute_plan.share(plan(main=(*ops(ane=3, cpu=1), Operation("ios17.matmul", UNKNOWN)))) == 0.75
 
 
 def test_constants_are_not_excluded_by_name() -> None:
     # If a plan did report a device for a constant, upstream's formula counts it.
-    assert placement.share(plan(main=(Operation("const", CPU), Operation("ios17.conv", ANE)))) == 0.5
+    assert compute_plan.share(plan(main=(Operation("const", CPU), Operation("ios17.conv", ANE)))) == 0.5
 
 
 def test_the_share_is_unweighted_and_the_cost_share_is_not() -> None:
@@ -135,7 +135,7 @@ def test_two_percent_without_usage_are_still_reported() -> None:
     [([0.99, 0.95], 0.95), ([0.99], 0.99), ([], None), ([0.99, None], None), ([None], None), ([0.0, 1.0], 0.0)],
 )
 def test_the_wire_value_is_the_minimum_and_fails_closed(shares: list[float | None], wire: float | None) -> None:
-    assert placement.worst(shares) == wire
+    assert compute_plan.worst(shares) == wire
 
 
 # --- CPU operations --------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def plan_of(operations: tuple[Operation, ...], outputs: tuple[str, ...] = ("out"
 
 def refused(view: PlanView) -> str:
     with pytest.raises(EngineError) as found:
-        placement.cpu_stages(view)
+        compute_plan.cpu_stages(view)
     assert found.value.code is ErrorCode.INVALID_PLACEMENT
     return found.value.msg
 
@@ -196,7 +196,7 @@ ENCODER = (
     ],
 )
 def test_set_up_and_read_out_may_stay_on_the_cpu(cpu: str, stages: list[str]) -> None:
-    assert placement.cpu_stages(traced(*ENCODER, cpu=cpu)) == stages
+    assert compute_plan.cpu_stages(traced(*ENCODER, cpu=cpu)) == stages
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_what_a_plan_does_not_trace_is_the_model_s_work() -> None:
 def test_the_gpu_is_never_allowed_and_neither_are_many_small_operations() -> None:
     assert "GPU" in refused(plan(main=ops(ane=3, gpu=1)))
     mask = Operation("ios17.cast", CPU, inputs=("attention_mask",))
-    assert placement.cpu_stages(plan_of((mask,) * placement.STAGE_LIMIT)) == ["mask_position"]
-    assert "at most" in refused(plan_of((mask,) * (placement.STAGE_LIMIT + 1)))
+    assert compute_plan.cpu_stages(plan_of((mask,) * compute_plan.STAGE_LIMIT)) == ["mask_position"]
+    assert "at most" in refused(plan_of((mask,) * (compute_plan.STAGE_LIMIT + 1)))
 
 
 def test_cpu_work_inside_a_nested_block_is_found() -> None:
@@ -239,7 +239,7 @@ def test_the_plan_tool_counts_what_may_stay_with_its_stage() -> None:
     on_cpu = {operator: devices["cpu"] for operator, devices in told["operations"].items() if "cpu" in devices}
     assert on_cpu == {"ios17.mul@mask_position": 1, "ios17.gather@token_embedding": 1, "ios17.mul": 1}
     assert told["operations"]["ios17.mul"] == {"cpu": 1, "neuralEngine": 1}
-    off_the_list = {operator.rpartition(".")[2] for operator in on_cpu} - placement.CPU_ALLOWED
+    off_the_list = {operator.rpartition(".")[2] for operator in on_cpu} - compute_plan.CPU_ALLOWED
     assert off_the_list == {"mul"}, "certification compares the last part of a name with the list"
 
 
@@ -264,7 +264,7 @@ def test_of_our_own_graphs_only_mask_and_look_up_may_leave_the_engine(
     operations = tuple(Operation(op.operator, ANE, outputs=op.outputs, inputs=op.inputs) for op in built.operations)
     view = Function(tuple(built.spec.inputs), operations, tuple(built.spec.outputs))
     found: dict[str, set[str]] = {}
-    for operation, stage in placement.stages(view):
+    for operation, stage in compute_plan.stages(view):
         if stage is not None:
             found.setdefault(stage, set()).add(operation.operator.removeprefix("ios18."))
     assert found == OURS[name, function]
@@ -276,7 +276,7 @@ def test_an_inventory_covers_each_layer_once_and_its_id_names_everything_that_se
             "bundle": "b", "function": "s128", "units": "cpu_and_ne", "hints": "h", "os_build": "24A1",
             "version": "v", "layers": 3, "stages": ["pooling"],
         }  # fmt: skip
-        return placement.inventory(**{**fields, **changes})
+        return compute_plan.inventory(**{**fields, **changes})
 
     first = make()
     assert [one.layers for one in first.executables] == [[0, 1, 2]] and first.cpu_stages == ["pooling"]
@@ -355,5 +355,5 @@ def test_a_coremltools_plan_is_read_through_its_own_dataclasses() -> None:
     view = ane_evidence.from_coremltools(fake)
     assert [op.preferred for op in view.functions["main"].walk()] == [UNKNOWN, ANE, CPU, GPU]
     assert view.functions["main"].inputs == ("input_ids",)
-    assert placement.share(view) == 1 / 3
+    assert compute_plan.share(view) == 1 / 3
     assert msgspec.json.decode(msgspec.json.encode(view), type=PlanView) == view, "a recorded plan is the same plan"

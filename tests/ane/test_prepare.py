@@ -13,9 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engines.ane import prepare as tool
 from engines.ane.backend import Source
-from engines.ane.package import FunctionSpec, PackageSpec, read_spec
+from engines.ane.build import prepare as tool
+from engines.ane.build.package import read_spec
+from engines.ane.signature import FunctionSpec
 from engines.bundle import manifest, preparation
 from engines.bundle.digest import file_digest, tree_digest
 from engines.bundle.manifest import Bundle, BundleError
@@ -43,13 +44,13 @@ class CompiledBackend(ReferenceBackend):
     def os_build(self) -> str:
         return self.build
 
-    def specs(self, path: Path) -> PackageSpec | None:  # type: ignore[override]
-        return None
+    def specs(self, path: Path) -> dict[str, FunctionSpec]:
+        return {}
 
     def open(self, source: Source, *, units: str) -> ReferenceProgram:
         self.opened.append(source)
         assert source.path.suffix == ".mlmodelc" and units == "cpu_and_ne"
-        spec: FunctionSpec = read_spec(source.path).functions[source.function]
+        spec: FunctionSpec = read_spec(source.path)[source.function]
         return ReferenceProgram(source, spec)
 
 
@@ -261,11 +262,11 @@ def test_only_old_staging_is_swept(tmp_path: Path) -> None:
 
 
 def test_off_a_mac_prepare_says_why(bundles: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from engines.ane import build
+    from engines.ane.build import convert
 
     if sys.platform == "darwin":
         pytest.skip("this is a Mac")
-    assert build.main(["prepare", str(bundles("bert").root), "--cache", str(tmp_path)]) == 1
+    assert convert.main(["prepare", str(bundles("bert").root), "--cache", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert out == "" and "os_unsupported" in err
 

@@ -231,7 +231,7 @@ def test_probe_floor_is_one_line_and_exit_2() -> None:
 def test_floor_codes(system: str, version: str, machine: str, code: str) -> None:
     if ON_MAC and code == "bindings_missing":
         pytest.skip("they may be installed here")
-    from engines.ane.floor import floor
+    from engines.ane.coreml import floor
 
     assert floor(system, version, machine) == code
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from engines.ane import placement
+from engines.ane import compute_plan
+from engines.ane.build.plan import counted as count
 from engines.ane.compute_plan import Device, Function, Operation, PlanView, device_of
-from engines.ane.plan import counted as count
 from engines.protocol.errors import EngineError
 
 FORMAT = "ane-evidence-v1"
@@ -148,7 +148,7 @@ def _row(name: str, one: Mapping[str, Any]) -> dict[str, Any] | None:
 def _allowed(name: str, one: Mapping[str, Any]) -> bool:
     found = _plan(name, one)
     try:
-        return found is not None and placement.cpu_stages(*found) is not None
+        return found is not None and compute_plan.cpu_stages(*found) is not None
     except EngineError:
         return False
 
@@ -158,7 +158,7 @@ def table(plan: PlanView, name: str | None = None) -> dict[str, Any] | None:
 
     Counts are operations; ``runs``: maximal runs on the Neural Engine in program order.
     """
-    function = placement.main_function(plan, name)
+    function = compute_plan.main_function(plan, name)
     if function is None or plan.kind not in ("program", "neuralNetwork"):
         return None
     told = count(plan, name)
@@ -173,7 +173,7 @@ def table(plan: PlanView, name: str | None = None) -> dict[str, Any] | None:
         "gpu": devices[Device.GPU],
         "unknown_nonconst": unknown,
         "const": devices["const"],
-        "share": placement.share(plan, name),
+        "share": compute_plan.share(plan, name),
         "cost_share": costs.get(Device.ANE, 0.0) / sum(costs.values()) if sum(costs.values()) > 0 else None,
         "runs": sum(label is Device.ANE for label, _ in groupby(placed)),
         "ops_sha256": told["ops_sha256"],

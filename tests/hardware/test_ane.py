@@ -34,15 +34,15 @@ import numpy as np
 import psutil
 import pytest
 
-from engines.ane import REVISION, inputs, placement
+from engines.ane import REVISION, inputs
+from engines.ane import compute_plan as placement
 from engines.ane.artifact import sources
 from engines.ane.backend import HINTS, Source
-from engines.ane.coreml import CoreML
+from engines.ane.build.prepare import prepare
+from engines.ane.coreml import CoreML, os_build
 from engines.ane.engine import AneEngine
-from engines.ane.floor import os_build
 from engines.ane.inputs import InputRules
 from engines.ane.model import AneModel
-from engines.ane.prepare import prepare
 from engines.bundle import manifest, preparation
 from engines.bundle.checkpoint import Checkpoint
 from engines.bundle.manifest import Bundle, FileRef

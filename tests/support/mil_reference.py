@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from engines.ane.backend import Source
-from engines.ane.package import FunctionSpec, PackageSpec, load_proto, read_spec
+from engines.ane.build.package import load_proto, read_spec
+from engines.ane.signature import FunctionSpec
 
 ENGINE = "ane-reference"
 Env = dict[Any, Any]
@@ -218,8 +219,8 @@ class ReferenceBackend:
     def os_build(self) -> str:
         return f"none-{os.name}"
 
-    def specs(self, path: Path) -> PackageSpec:
+    def specs(self, path: Path) -> dict[str, FunctionSpec]:
         return read_spec(path)
 
     def open(self, source: Source, *, units: str) -> ReferenceProgram:
-        return ReferenceProgram(source, read_spec(source.path).functions[source.function])
+        return ReferenceProgram(source, read_spec(source.path)[source.function])
