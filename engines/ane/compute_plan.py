@@ -229,9 +229,8 @@ def cpu_stages(plan: PlanView, name: str | None = None) -> list[str]:
             _refuse(operation, "prefers the CPU and is neither mask, look-up nor read-out")
         found[stage] = None
     if count > STAGE_LIMIT:
-        raise EngineError(
-            ErrorCode.INVALID_PLACEMENT, f"{count} operations prefer the CPU, at most {STAGE_LIMIT} belong there"
-        )
+        why = f"{count} operations prefer the CPU, at most {STAGE_LIMIT} belong there"
+        raise EngineError(ErrorCode.INVALID_PLACEMENT, why)
     return list(found)
 
 

@@ -99,18 +99,14 @@ class CoreML:
         """Load one function with the configuration that its plan is made with too."""
         self.require()
         if source.multi and int(mac_version().partition(".")[0] or 0) < MULTI_FUNCTION_MACOS:
-            raise EngineError(
-                ErrorCode.MODEL_UNSUPPORTED,
-                f"{source.path.name} holds several functions, which needs macOS {MULTI_FUNCTION_MACOS} and this is "
-                f"{mac_version()}: build it again with `python -m engines.ane build --target macos14`",
-            )
+            why = f"{source.path.name} holds several functions, which needs macOS {MULTI_FUNCTION_MACOS}"
+            what = f"this is {mac_version()}: build it again with `python -m engines.ane build --target macos14`"
+            raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{why} and {what}")
         from engines.ane.binding import Handle
 
         try:
             return Handle(source, units)
         except ImportError as exc:
-            raise EngineError(
-                ErrorCode.BACKEND_MISSING,
-                f"PyObjC is installed and can't be imported ({exc}): install the extra 'ane' again, which pins its "
-                "parts to one release",
-            ) from exc
+            why = f"PyObjC is installed and can't be imported ({exc})"
+            what = "install the extra 'ane' again, which pins its parts to one release"
+            raise EngineError(ErrorCode.BACKEND_MISSING, f"{why}: {what}") from exc

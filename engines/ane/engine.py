@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engines.runtime.progress import ProgressReporter
 
 FORMAT: Final = "coreml"
+VERSION_PREFIX: Final = "synapse-workers-"
 SHAPES: Final[frozenset[type[Request]]] = frozenset({AneAdmitShape, AneEvictShape, AneAdmitPacked, AneEvictPacked})
 
 
@@ -71,37 +72,26 @@ class AneEngine(Engine):
     def identity(self) -> EngineIdentity:
         """Return what HELLO says, from package metadata, the manifest file and the OS's version file."""
         bundle = None if isinstance(self._bundle, str) else self._bundle
+        device = self._options.device
+        flags = {"backend": FORMAT, "device": device, "placement": "neural-engine", "risk_class": "abort_capable"}
         return EngineIdentity(
             engine=self._backend.engine,
-            version=f"synapse-workers-{own_version()}",
-            build_flags={
-                "backend": FORMAT,
-                "device": self._options.device,
-                "placement": "neural-engine",
-                "risk_class": "abort_capable",
-            },
+            version=VERSION_PREFIX + own_version(),
+            build_flags=flags,
             manifest_digest=bundle.digest if bundle is not None else None,
-            kernel_revision=f"{REVISION}/{self._backend.runtime}/{self._options.device}/f16",
-            packed=self._packed(bundle.manifest) if bundle is not None else None,
+            kernel_revision=f"{REVISION}/{self._backend.runtime}/{device}/f16",
+            packed=self._packed(bundle) if bundle is not None else None,
         )
 
-    def _packed(self, described: Manifest) -> PackedCapability | None:
+    def _packed(self, bundle: Bundle) -> PackedCapability | None:
         """The qualified widths that the bundle has; without any, HELLO omits ``packed``."""
-        asked = self._options.packed or ()
-        have = {
-            function.packed_width
-            for artifact in described.artifacts
-            if artifact.format == FORMAT and artifact.functions is not UNSET
-            for function in artifact.functions
-            if function.packed_width is not UNSET
-        }
-        widths = sorted(have.intersection(asked))
+        functions = [function for artifact in bundle.artifacts(FORMAT) for function in artifact.functions or ()]
+        have = {function.packed_width for function in functions if function.packed_width is not UNSET}
+        widths = sorted(have.intersection(self._options.packed or ()))
         return PackedCapability(layout=tight.LAYOUT, widths=widths, max_rows=tight.MAX_ROWS) if widths else None
 
     def probe_floor(self) -> Probe:
-        """Return ``ok``, ``os_unsupported``, ``os_too_old``, ``arch_unsupported``, ``bindings_missing`` or
-        ``no_neural_engine``.
-        """
+        """Return the verdict of :func:`engines.ane.coreml.probe`."""
         from engines.ane.coreml import probe
 
         return probe()
@@ -120,10 +110,8 @@ class AneEngine(Engine):
 
         settings = config.parse(request.runtime_config)
         if request.format not in self._backend.formats:
-            allowed = ", ".join(sorted(self._backend.formats))
-            raise EngineError(
-                ErrorCode.ARTIFACT_INVALID, f"format is {request.format[:40]!r}, this worker loads {allowed}"
-            )
+            why = f"format is {request.format[:40]!r}, this worker loads {', '.join(sorted(self._backend.formats))}"
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
         bundle = self._bundle
         if isinstance(bundle, str):
             raise EngineError(ErrorCode.CONFIG_INVALID, bundle)
@@ -150,7 +138,7 @@ class AneEngine(Engine):
             layers=layers,
             settings=settings,
             bundle_digest=bundle.digest,
-            version=f"synapse-workers-{own_version()}",
+            version=VERSION_PREFIX + own_version(),
             plans=self._plans,
             progress=progress,
         )
@@ -159,18 +147,14 @@ class AneEngine(Engine):
 def _cross_check(described: Manifest, settings: Settings) -> None:
     """LOAD's ``operation`` and ``profile`` are optional cross-checks; the manifest decides."""
     if settings.operation is not None and settings.operation != described.task:
-        raise EngineError(
-            ErrorCode.OPERATION_MISMATCH,
-            f"operation is {settings.operation[:40]!r}, the bundle is for {described.task}",
-        )
+        why = f"operation is {settings.operation[:40]!r}, the bundle is for {described.task}"
+        raise EngineError(ErrorCode.OPERATION_MISMATCH, why)
     if settings.profile is not None and settings.profile != described.model_id:
-        raise EngineError(
-            ErrorCode.CONFIG_INVALID, f"profile is {settings.profile[:64]!r}, the bundle is {described.model_id}"
-        )
+        why = f"profile is {settings.profile[:64]!r}, the bundle is {described.model_id}"
+        raise EngineError(ErrorCode.CONFIG_INVALID, why)
     if described.task == "generate" or described.family not in ("bert", "modernbert", "qwen3"):
-        raise EngineError(
-            ErrorCode.MODEL_UNSUPPORTED, f"{described.family} for {described.task} does not run on this engine"
-        )
+        why = f"{described.family} for {described.task} does not run on this engine"
+        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, why)
 
 
 def _keys(artifact: Artifact, only: tuple[str, ...] | None) -> dict[Key, str]:
@@ -211,14 +195,7 @@ def _rules(described: Manifest, artifact: Artifact) -> tuple[InputRules, int, in
     token_types = described.token_types is True
     if token_types and "sep" not in special:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, "manifest.json: special_ids.sep is missing (token types need it)")
-    local = described.family == "modernbert" and "sliding_attention" in c["layer_types"]
-    rules = InputRules(
-        vocab=c["vocab_size"],
-        pad_id=special.get("pad", 0),
-        token_types=token_types,
-        sep_id=special["sep"] if token_types else None,
-        causal=described.family == "qwen3",
-        window=int(c["local_attention"]) // 2 if local else None,
-    )
+    sep = special["sep"] if token_types else None
+    rules = InputRules.of(described.family, c, pad_id=special.get("pad", 0), token_types=token_types, sep_id=sep)
     layers = artifact.layers if artifact.layers is not UNSET else c["num_hidden_layers"]
     return rules, c["hidden_size"], layers

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from engines.protocol.errors import EngineError, ErrorCode
 
@@ -38,6 +38,13 @@ class InputRules:
     causal: bool = False
     window: int | None = None
     """Half-width of a local layer's attention window, in tokens."""
+
+    @classmethod
+    def of(cls, family: str, config: Mapping[str, Any], **row: Any) -> InputRules:
+        """Return the rules of a model by its family and complete config; *row* gives the other fields."""
+        local = family == "modernbert" and "sliding_attention" in config["layer_types"]
+        window = int(config["local_attention"]) // 2 if local else None
+        return cls(config["vocab_size"], causal=family == "qwen3", window=window, **row)
 
 
 def check_ids(batch: TokenBatch, vocab: int) -> None:

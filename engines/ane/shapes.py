@@ -35,10 +35,8 @@ def group(lengths: Sequence[int], rungs: Sequence[int]) -> dict[int, list[int]]:
         if tokens < 1:
             raise EngineError(ErrorCode.INVALID_REQUEST, "a row has no tokens")
         if tokens > rungs[-1]:
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST,
-                f"a row has {tokens} tokens, the largest bucket takes {rungs[-1]} (buckets: {list(rungs)})",
-            )
+            why = f"a row has {tokens} tokens, the largest bucket takes {rungs[-1]} (buckets: {list(rungs)})"
+            raise EngineError(ErrorCode.INVALID_REQUEST, why)
         rows.setdefault(rungs[bisect_left(rungs, tokens)], []).append(index)
     return dict(sorted(rows.items()))
 
@@ -70,9 +68,8 @@ class Shapes:
             return found.inventory
         self._check_known(key)
         if len(self._resident) >= PER_MODEL:
-            raise EngineError(
-                ErrorCode.ANE_RESIDENCY_LIMIT, f"{PER_MODEL} functions of this model are resident; evict one first"
-            )
+            why = f"{PER_MODEL} functions of this model are resident; evict one first"
+            raise EngineError(ErrorCode.ANE_RESIDENCY_LIMIT, why)
         resident = self._resident[key] = self._opener(key)
         return resident.inventory
 

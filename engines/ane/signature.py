@@ -62,15 +62,11 @@ def check_signature(name: str, found: FunctionSpec, wanted: FunctionSpec) -> Non
     """
     for what, have, need in (("input", found.inputs, wanted.inputs), ("output", found.outputs, wanted.outputs)):
         if set(have) != set(need):
-            raise EngineError(
-                ErrorCode.ARTIFACT_INVALID,
-                f"function {name} has {what}s {sorted(have)}, the model needs {sorted(need)}",
-            )
+            why = f"function {name} has {what}s {sorted(have)}, the model needs {sorted(need)}"
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
         for tensor, spec in need.items():
             dtypes = ("float16", "float32") if what == "output" else (spec.dtype,)
-            if have[tensor].shape != spec.shape or have[tensor].dtype not in dtypes:
-                raise EngineError(
-                    ErrorCode.ARTIFACT_INVALID,
-                    f"function {name}: {what} {tensor} is {have[tensor].dtype} {list(have[tensor].shape)}, "
-                    f"the manifest implies {spec.dtype} {list(spec.shape)}",
-                )
+            got = have[tensor]
+            if got.shape != spec.shape or got.dtype not in dtypes:
+                why = f"{what} {tensor} is {got.dtype} {list(got.shape)}, the manifest implies {spec.dtype}"
+                raise EngineError(ErrorCode.ARTIFACT_INVALID, f"function {name}: {why} {list(spec.shape)}")

@@ -51,7 +51,7 @@ class Loaded(Protocol):
 
 
 class Refusal(Exception):
-    """What a load or a prediction answers with an NSError of this text."""
+    """What a load answers with an NSError of this text."""
 
 
 class MilFunction:
@@ -190,10 +190,7 @@ class Answers:
             if name not in feeds or tuple(feeds[name].shape) != one.shape or feeds[name].dtype.name != one.dtype:
                 return self.error(f"feature {name} is not what the model takes")
         self._framework.predicted(model._state["units"])
-        try:
-            results = loaded.run({name: array.dense().copy() for name, array in feeds.items()})
-        except Refusal as exc:
-            return self.error(str(exc))
+        results = loaded.run({name: array.dense().copy() for name, array in feeds.items()})
         outputs = {name: self._output(value) for name, value in results.items()}
         return self._make("MLDictionaryFeatureProvider", values=outputs), None
 

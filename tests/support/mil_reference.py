@@ -156,7 +156,6 @@ def _matmul(f: Function, op: Any, value: Callable[..., Any]) -> np.ndarray:
 _RULES: dict[str, Callable[[Function, Any, Callable[..., Any]], Any]] = {
     "conv": _conv,
     "matmul": _matmul,
-    "linear": lambda f, op, v: _wide(v("x")) @ f.weight(op, v("weight")).T + _wide(v("bias", 0.0)),
     "softmax": lambda f, op, v: _softmax(v("x"), int(v("axis"))),
     "layer_norm": lambda f, op, v: _layer_norm(v("x"), v("axes"), v("gamma"), v("beta"), v("epsilon")),
     "gelu": lambda f, op, v: _gelu(v("x")),

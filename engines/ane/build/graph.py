@@ -63,6 +63,7 @@ class Arch:
     def of(cls, checkpoint: Checkpoint) -> Arch:
         """Read the architecture of an encoder checkpoint (bert, modernbert, qwen3 embedding)."""
         c = checkpoint.config
+        token_types = checkpoint.family == "bert" and checkpoint.task == "rerank" and c["type_vocab_size"] > 1
         common: dict[str, Any] = {
             "family": checkpoint.family,
             "task": checkpoint.task,
@@ -72,24 +73,21 @@ class Arch:
             "kv_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
             "head_dim": c["head_dim"],
             "positions": c["max_position_embeddings"],
+            "rules": InputRules.of(checkpoint.family, c, token_types=token_types),
         }
-        vocab = c["vocab_size"]
         if checkpoint.family == "bert":
-            token_types = checkpoint.task == "rerank" and c["type_vocab_size"] > 1
-            return cls(**common, epsilon=c["layer_norm_eps"], rules=InputRules(vocab, token_types=token_types))
+            return cls(**common, epsilon=c["layer_norm_eps"])
         if checkpoint.family == "modernbert":
             local = frozenset(n for n, kind in enumerate(c["layer_types"]) if kind == "sliding_attention")
             return cls(
                 **common,
                 epsilon=c["norm_eps"],
-                rules=InputRules(vocab, window=int(c["local_attention"]) // 2 if local else None),
                 local_layers=local,
                 theta=c["global_rope_theta"],
                 local_theta=c["local_rope_theta"],
                 mean_pooled=c["classifier_pooling"] == "mean",
             )
-        rules = InputRules(vocab, causal=True)
-        return cls(**common, epsilon=c["rms_norm_eps"], rules=rules, theta=c["rope_theta"])
+        return cls(**common, epsilon=c["rms_norm_eps"], theta=c["rope_theta"])
 
 
 class _Graph:

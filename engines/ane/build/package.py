@@ -141,19 +141,3 @@ def _tensor(package: Path, feature: Any) -> Tensor:
         why = f"{package.name}: {feature.name} is no array of one fixed shape; other shapes leave the Neural Engine"
         raise EngineError(ErrorCode.MODEL_UNSUPPORTED, why)
     return Tensor(tuple(kind.shape), DTYPES.get(kind.dataType, f"type {kind.dataType}"))
-
-
-def operators(package: Path, function: str) -> set[str]:
-    """Return the operator names of one function, nested blocks included."""
-    found: set[str] = set()
-
-    def walk(block: Any) -> None:
-        for operation in block.operations:
-            found.add(operation.type)
-            for inner in operation.blocks:
-                walk(inner)
-
-    program = load_proto(package).mlProgram.functions[function]
-    for block in program.block_specializations.values():
-        walk(block)
-    return found
