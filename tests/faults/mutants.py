@@ -48,6 +48,9 @@ TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "synapse_host.permits": ("tests/host/test_permits.py",),
     "synapse_host.residency": ("tests/host/test_residency.py", "tests/host/test_residency_machine.py"),
     "synapse_host.gates": ("tests/host/test_gates.py",),
+    "engines.ane.inputs": ("tests/ane/test_inputs.py",),
+    "engines.ane.shapes": ("tests/ane/test_shapes.py",),
+    "engines.ane.compute_plan": ("tests/ane/test_compute_plan.py", "tests/ane/test_binding.py"),
 }
 """Module -> its own tests."""
 
