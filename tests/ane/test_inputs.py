@@ -36,6 +36,21 @@ def test_a_row_in_its_bucket(ids: list[int], rules: InputRules, feeds: dict[str,
     assert {array.dtype for array in found.values()} == {np.dtype(np.int32)}
 
 
+@pytest.mark.parametrize(
+    ("family", "kinds", "causal", "window"),
+    [
+        ("bert", [], False, None),
+        ("modernbert", ["full_attention", "sliding_attention"], False, 64),
+        ("modernbert", ["full_attention"], False, None),
+        ("qwen3", [], True, None),
+    ],
+)
+def test_rules_of_a_family(family: str, kinds: list[str], causal: bool, window: int | None) -> None:
+    config = {"vocab_size": 9, "layer_types": kinds, "local_attention": 128}
+    assert InputRules.of(family, config, pad_id=3) == InputRules(9, pad_id=3, causal=causal, window=window)
+    assert MASKED == -10_000.0, "what a built package holds, too"
+
+
 def test_a_packed_pass_carries_every_row_end_to_end() -> None:
     rules = InputRules(vocab=20, pad_id=1, causal=True, window=1)
     found = inputs.packed([np.array([5, 6, 8], np.int32), np.array([7], np.int32)], 8, rules)
