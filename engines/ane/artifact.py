@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from engines.ane.backend import Source
-from engines.ane.package import MAIN, SPEC, SUFFIX, FunctionSpec, Tensor
+from engines.ane.signature import FunctionSpec
 from engines.bundle import preparation
 from engines.bundle.digest import same, tree_digest
 from engines.bundle.manifest import BundleError
@@ -20,7 +20,39 @@ from engines.runtime.artifact import BLOCK_BYTES, expected_digest
 
 if TYPE_CHECKING:
     from engines.ane.backend import Backend
+    from engines.bundle.manifest import Artifact
+    from engines.protocol.messages import Load
     from engines.runtime.progress import ProgressReporter
+
+SUFFIX: Final = ".mlpackage"
+MAIN: Final = "main"
+SPEC: Final = Path("Data", "com.apple.CoreML", "model.mlmodel")
+
+
+def find(
+    request: Load, artifacts: list[Artifact], backend: Backend, *, allow_cold: bool, progress: ProgressReporter
+) -> tuple[Artifact, Path, preparation.Preparation | None]:
+    """Return LOAD's artifact, its verified folder, and for a compiled one the record that it was prepared with.
+
+    EngineError artifact_invalid, package_digest_mismatch (not one of the manifest's *artifacts*), and what
+    :func:`verify` and :func:`prepared` raise.
+    """
+    if backend.reads_packages:
+        # Before the folder is opened: a package that isn't this bundle's is not worth hashing.
+        chosen = _named(artifacts, request.artifact_digest)
+        return chosen, verify(request.artifact_path, request.artifact_digest, progress), None
+    root = verify(request.artifact_path, request.artifact_digest, progress)
+    digests = [one.digest for one in artifacts]
+    record = prepared(root, source_digests=digests, os_build=backend.os_build(), allow_cold=allow_cold)
+    return _named(artifacts, record.source_digest), root, record
+
+
+def _named(artifacts: list[Artifact], digest: str) -> Artifact:
+    wanted = f"sha256:{expected_digest(digest)}"
+    for artifact in artifacts:
+        if artifact.digest == wanted:
+            return artifact
+    raise EngineError(ErrorCode.PACKAGE_DIGEST_MISMATCH, f"{wanted} is no coreml artifact of this bundle")
 
 
 def verify(path: str, digest: str, progress: ProgressReporter) -> Path:
@@ -46,10 +78,8 @@ def verify(path: str, digest: str, progress: ProgressReporter) -> Path:
     except BundleError as exc:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
     if not same(expected, found.compatible):
-        raise EngineError(
-            ErrorCode.ARTIFACT_INVALID,
-            f"digest mismatch: expected sha256:{expected}, observed sha256:{found.compatible}",
-        )
+        why = f"digest mismatch: expected sha256:{expected}, observed sha256:{found.compatible}"
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
     return root
 
 
@@ -65,20 +95,18 @@ def prepared(root: Path, *, source_digests: Iterable[str], os_build: str, allow_
     except BundleError as exc:
         raise EngineError(ErrorCode.SPECIALIZATION_MISSING, str(exc)) from exc
     if found.source_digest not in source_digests:
-        raise EngineError(
-            ErrorCode.PACKAGE_DIGEST_MISMATCH, f"{record}: made from {found.source_digest}, not from this bundle"
-        )
+        why = f"{record}: made from {found.source_digest}, not from this bundle"
+        raise EngineError(ErrorCode.PACKAGE_DIGEST_MISMATCH, why)
     if not allow_cold:
         if found.os_build != os_build:
-            raise EngineError(
-                ErrorCode.SPECIALIZATION_MISSING,
-                f"prepared on OS build {found.os_build}, this is {os_build}: run `python -m engines.ane prepare` again",
+            why = (
+                f"prepared on OS build {found.os_build}, this is {os_build}: run `python -m engines.ane prepare` again"
             )
+            raise EngineError(ErrorCode.SPECIALIZATION_MISSING, why)
         cold = [name for name, function in found.functions.items() if function.first_load_ms is None]
         if cold:
-            raise EngineError(
-                ErrorCode.SPECIALIZATION_MISSING, f"function {cold[0]} was compiled but never loaded on this machine"
-            )
+            why = f"function {cold[0]} was compiled but never loaded on this machine"
+            raise EngineError(ErrorCode.SPECIALIZATION_MISSING, why)
     return found
 
 
@@ -86,26 +114,24 @@ def sources(
     root: Path, names: Iterable[str], backend: Backend, record: preparation.Preparation | None
 ) -> dict[str, tuple[Source, FunctionSpec]]:
     """Find each function and its signature. EngineError artifact_invalid when one is missing."""
-    return {name: _source(root, name, backend, record) for name in names}
+    return {
+        name: (_packaged(root, name, backend) if record is None else _compiled(root, name, record)) for name in names
+    }
 
 
-def _source(
-    root: Path, name: str, backend: Backend, record: preparation.Preparation | None
-) -> tuple[Source, FunctionSpec]:
-    if record is not None:
-        found = record.functions.get(name)
-        bundle = root / found.bundle if found is not None else None
-        if found is None or bundle is None or found.bundle != Path(found.bundle).name or not bundle.is_dir():
-            raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{root.name}: no compiled function {name!r}")
-        spec = FunctionSpec(
-            {key: Tensor(tuple(t.shape), t.dtype) for key, t in found.inputs.items()},
-            {key: Tensor(tuple(t.shape), t.dtype) for key, t in found.outputs.items()},
-        )
-        return Source(bundle, name if found.multi else MAIN, found.multi), spec
-    single = root / f"{name}{SUFFIX}"
-    package, inner = (root, name) if (root / SPEC).exists() else (single, MAIN)
-    whole = backend.specs(package)
-    if whole is None or inner not in whole.functions:
-        have = sorted(whole.functions) if whole is not None else []
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{package.name} has no function {inner!r} (it has: {have})")
-    return Source(package, inner, package == root), whole.functions[inner]
+def _compiled(root: Path, name: str, record: preparation.Preparation) -> tuple[Source, FunctionSpec]:
+    found = record.functions.get(name)
+    if found is None or found.bundle != Path(found.bundle).name or not (root / found.bundle).is_dir():
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{root.name}: no compiled function {name!r}")
+    source = Source(root / found.bundle, name if found.multi else MAIN, found.multi)
+    return source, FunctionSpec(found.inputs, found.outputs)
+
+
+def _packaged(root: Path, name: str, backend: Backend) -> tuple[Source, FunctionSpec]:
+    multi = (root / SPEC).exists()
+    package, inner = (root, name) if multi else (root / f"{name}{SUFFIX}", MAIN)
+    specs = backend.specs(package)
+    if inner not in specs:
+        why = f"{package.name} has no function {inner!r} (it has: {sorted(specs)})"
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
+    return Source(package, inner, multi), specs[inner]

@@ -1,6 +1,6 @@
 """The seam above the last call into the framework: open a function, run it, ask for its plan, close it.
 
-Production has one implementation (:mod:`engines.ane.binding`, PyObjC). Tests pass another one, which runs packages op
+Production has one implementation (:mod:`engines.ane.coreml`, PyObjC). Tests pass another one, which runs packages op
 by op on any machine under a name of its own, by constructor argument; no configuration can select it.
 """
 
@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from engines.ane.package import FunctionSpec, PackageSpec
-
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     from engines.ane.compute_plan import PlanView
     from engines.ane.inputs import Feeds
+    from engines.ane.signature import FunctionSpec
 
 UNITS: Final = ("cpu_and_ne", "cpu_only")
 """Compute units a model may be opened with. Never ALL: with it a large model is placed on the GPU entirely, and loads
@@ -46,22 +45,21 @@ class Program(Protocol):
     def plan(self) -> PlanView | None:
         """Return where the framework intends to run each operation of this function, None where it won't say."""
 
-    def signature(self) -> FunctionSpec | None:
-        """Return what the loaded model says of its own inputs and outputs, None where that can't be read."""
+    def signature(self) -> FunctionSpec:
+        """Return what the loaded model says of its own inputs and outputs."""
 
     def close(self) -> None:
         """Release the model, autorelease pool drained; idempotent."""
 
 
 class Backend(Protocol):
-    """One way to run Core ML functions."""
+    """One way to run Core ML functions. ``formats``: LOAD formats it opens."""
 
     engine: str
     """HELLO engine name."""
     runtime: str
     """What the numbers come from, for kernel_revision; known without importing the framework."""
     formats: frozenset[str]
-    """LOAD formats it opens."""
 
     reads_packages: bool
     """False where only compiled bundles can be opened: then the preparer's record holds the signatures."""
@@ -72,8 +70,8 @@ class Backend(Protocol):
     def os_build(self) -> str:
         """Return the OS build that specialisation and placement belong to."""
 
-    def specs(self, path: Path) -> PackageSpec | None:
-        """Read an artifact's signatures without loading it; None where its format doesn't hold them."""
+    def specs(self, path: Path) -> Mapping[str, FunctionSpec]:
+        """Read a package's signatures by function name; asked only where *reads_packages*."""
 
     def open(self, source: Source, *, units: str) -> Program:
         """Load one function. EngineError: backend_missing, artifact_invalid, ane_resources_exhausted, oom."""

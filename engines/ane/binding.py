@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from engines.ane.backend import Source
-from engines.ane.package import FunctionSpec, Tensor
+from engines.ane.signature import FunctionSpec, Tensor
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Handle:
             self._inputs: dict[str, tuple[Any, Any]] = {}
             self._provider: Any = None
 
-    def signature(self) -> FunctionSpec | None:
+    def signature(self) -> FunctionSpec:
         """[A] MLModel.modelDescription; MLModelDescription.inputDescriptionsByName; MLMultiArrayConstraint."""
 
         def tensors(features: Any) -> dict[str, Tensor]:

@@ -1,16 +1,33 @@
-"""MLComputePlan as plain data: what Core ML intends to run where, one label an operation.
+"""MLComputePlan as plain data, and what follows from it: the placement share, the CPU operations allowed, inventories.
 
-The walker takes the framework's objects by duck typing, so it runs here on hand-built ones. The view is JSON-ready
-(msgspec) and goes into the evidence document, from which every placement number can be computed again anywhere.
+The reader takes PyObjC's objects by duck typing. The view is JSON-ready (msgspec) and goes into the evidence document,
+from which every number here can be computed again anywhere. Fail closed: what can't be told is None, never 0 and never
+1. :func:`share` is upstream's ``placement_share`` exactly (ane.md 1.1) and what PONG carries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final, NoReturn
 
 from msgspec import Struct, field
+
+from engines.protocol.errors import EngineError, ErrorCode
+from engines.protocol.messages import Executable, Inventory
+
+_RESHAPING: Final = frozenset({"cast", "expand_dims", "slice_by_index", "squeeze", "tile"})
+_MASK: Final = _RESHAPING | {"add", "greater_equal", "mul", "select", "sub"}
+_LOOKUP: Final = frozenset({"gather", "gather_along_axis", "gather_nd"})
+_READOUT: Final = frozenset({"cast", "expand_dims", "slice_by_index", "squeeze"})
+_STAGES: Final = {"mask_position": _MASK, "token_embedding": _LOOKUP | _RESHAPING, "pooling": _READOUT}
+CPU_ALLOWED: Final = frozenset(f"{operator}@{stage}" for stage, operators in _STAGES.items() for operator in operators)
+"""Operations that may stay on the CPU, each with the stage it is for: making the mask, looking up ids, taking the
+output apart. Ids cast for a gather stay there by nature (apple/coremltools#2222, #2365). See :func:`stages`."""
+STAGE_LIMIT: Final = 16
+"""CPU operations a function may keep: set-up is a handful (5 in the reference packages), more means it fell apart."""
 
 
 class Device(StrEnum):
@@ -37,10 +54,14 @@ class Operation(Struct, frozen=True, omit_defaults=True):
     inputs: tuple[str, ...] = field(default=(), name="in")
 
     @property
+    def kind(self) -> str:
+        """The operator without its opset, such as ``mul`` for ``ios18.mul``."""
+        return self.operator.rpartition(".")[2]
+
+    @property
     def is_const(self) -> bool:
         """True for constants, which the framework never dispatches."""
-        operator = self.operator.rpartition(".")[2]
-        return operator == "const" or operator.startswith("constexpr_")
+        return self.kind == "const" or self.kind.startswith("constexpr_")
 
 
 class Function(Struct, frozen=True):
@@ -66,25 +87,18 @@ class PlanView(Struct, frozen=True):
 
 
 def device_of(device: object | None) -> Device:
-    """Map a device object of either binding to a label by its class name.
-
-    Apple: MLCPUComputeDevice, MLGPUComputeDevice, MLNeuralEngineComputeDevice (CoreML, MLComputeDeviceProtocol);
-    coremltools 9.0, models/compute_device.py keeps the names.
-    """
-    name = type(device).__name__ if device is not None else ""
+    """Map a device of either binding to a label by its class: ML{CPU,GPU,NeuralEngine}ComputeDevice, Apple's names."""
+    name = type(device).__name__
     for part, label in (("NeuralEngine", Device.ANE), ("CPU", Device.CPU), ("GPU", Device.GPU)):
         if part in name:
             return label
     return Device.UNKNOWN
 
 
-def from_objc(plan: Any, *, only: str | None = None) -> PlanView:
-    """Convert a PyObjC ``MLComputePlan`` proxy; *only* limits the walk to one function.
+def from_objc(plan: Any, *, only: str | None) -> PlanView:
+    """Convert a PyObjC ``MLComputePlan``; *only* limits the walk to one function.
 
-    Selectors (Apple, CoreML/MLComputePlan.h and MLModelStructure.h, macOS 14.4): ``modelStructure``, ``program``,
-    ``functions``, ``inputs``, ``block``, ``outputNames``, ``operations``; of an operation ``operatorName``,
-    ``outputs``, ``inputs``, ``bindings``, ``name``, ``blocks``; ``computeDeviceUsageForMLProgramOperation:``,
-    ``preferredComputeDevice``, ``estimatedCostOfMLProgramOperation:``, ``weight``.
+    The selectors are those of Apple's CoreML/MLComputePlan.h and MLModelStructure.h, macOS 14.4.
     """
     program = plan.modelStructure().program()
     if program is None:
@@ -116,3 +130,120 @@ def from_objc(plan: Any, *, only: str | None = None) -> PlanView:
 
     found = {str(name): one for name, one in program.functions().items() if only is None or str(name) == only}
     return PlanView("program", {name: function(one) for name, one in found.items()})
+
+
+def main_function(plan: PlanView, name: str | None = None) -> Function | None:
+    """Return the function a plan is judged by: *name* if it is there, else ``main``, else the one with fewest inputs.
+
+    Upstream's rule is the last two; *name* is for a multi-function package, where each function is its own bucket.
+    """
+    if name is not None and name in plan.functions:
+        return plan.functions[name]
+    if "main" in plan.functions:
+        return plan.functions["main"]
+    return min(plan.functions.values(), key=lambda function: len(function.inputs), default=None)
+
+
+def share(plan: PlanView | None, name: str | None = None) -> float | None:
+    """Return count(preferred Neural Engine) / count(operations with a known preferred device).
+
+    Unweighted, nested blocks included, ``unknown`` left out on both sides; constants drop out because the plan reports
+    no usage for them, not by name. None for no plan, for anything but an ML Program, and for zero dispatchable
+    operations.
+    """
+    function = None if plan is None else main_function(plan, name)
+    if function is None:
+        return None
+    labels = [operation.preferred for operation in function.walk()]
+    dispatchable = sum(label is not Device.UNKNOWN for label in labels)
+    return sum(label is Device.ANE for label in labels) / dispatchable if dispatchable else None
+
+
+def worst(shares: Iterable[float | None]) -> float | None:
+    """Return the wire value over resident functions: the minimum, absent when there is none or any is absent."""
+    values = list(shares)
+    known = [value for value in values if value is not None]
+    return min(known) if known and len(known) == len(values) else None
+
+
+def stages(function: Function) -> Iterator[tuple[Operation, str | None]]:
+    """Yield every operation with the stage for which it may run on the CPU; None where it belongs on the engine.
+
+    The way an operation lies on decides, not its name alone: a ``mul`` that makes the mask is set-up, the same ``mul``
+    in a layer is the model's work. Followed from the function's inputs: what is computed from them by mask operations
+    only is ``mask_position``; what a gather looks up with such values, still only reshaped, is ``token_embedding``.
+    Followed back from the outputs: operations that only take results apart are ``pooling``. A value whose origin the
+    plan doesn't tell counts as the model's work.
+    """
+    operations = list(function.walk())
+    readers: dict[str, list[int]] = {}
+    for index, operation in enumerate(operations):
+        for name in operation.inputs:
+            readers.setdefault(name, []).append(index)
+    takes_apart: set[int] = set()
+    for index, operation in reversed(list(enumerate(operations))):
+        used = [name in function.outputs or name in readers for name in operation.outputs]
+        after = [reader for name in operation.outputs for reader in readers.get(name, [])]
+        if operation.kind in _READOUT and used and all(used) and takes_apart.issuperset(after):
+            takes_apart.add(index)
+    origin: dict[str, str | None] = dict.fromkeys(function.inputs, "mask_position")
+    for index, operation in enumerate(operations):
+        if operation.is_const:
+            origin.update(dict.fromkeys(operation.outputs, "const"))
+            yield operation, None
+            continue
+        stage = _from_inputs(operation, {origin.get(name) for name in operation.inputs} - {"const"})
+        origin.update(dict.fromkeys(operation.outputs, stage))
+        yield operation, stage or ("pooling" if index in takes_apart else None)
+
+
+def _from_inputs(operation: Operation, origins: set[str | None]) -> str | None:
+    """Return the stage of an operation by where the values come from that it reads; None for the model's work."""
+    operator = operation.kind
+    if origins == {"mask_position"}:
+        return "mask_position" if operator in _MASK else "token_embedding" if operator in _LOOKUP else None
+    if operator in _RESHAPING and origins == {"token_embedding"}:
+        return "token_embedding"
+    return None
+
+
+def cpu_stages(plan: PlanView, name: str | None = None) -> list[str]:
+    """Map every CPU-preferred operation to its stage; return the stages in order, without repeats.
+
+    EngineError ``invalid_placement`` names the first operation that is the model's work, or says that there are too
+    many: then the share alone would hide real work on the CPU. GPU-preferred operations are refused too (the units
+    exclude it).
+    """
+    function = main_function(plan, name)
+    if function is None:
+        return []
+    found: dict[str, None] = {}
+    count = 0
+    for operation, stage in stages(function):
+        if operation.preferred is Device.GPU:
+            _refuse(operation, "prefers the GPU")
+        if operation.preferred is not Device.CPU:
+            continue
+        count += 1
+        if stage is None:
+            _refuse(operation, "prefers the CPU and is neither mask, look-up nor read-out")
+        found[stage] = None
+    if count > STAGE_LIMIT:
+        why = f"{count} operations prefer the CPU, at most {STAGE_LIMIT} belong there"
+        raise EngineError(ErrorCode.INVALID_PLACEMENT, why)
+    return list(found)
+
+
+def _refuse(operation: Operation, why: str) -> NoReturn:
+    name = f" ({operation.outputs[0]})" if operation.outputs else ""
+    raise EngineError(ErrorCode.INVALID_PLACEMENT, f"operation {operation.operator}{name} {why}")
+
+
+def inventory(*, layers: int, stages: list[str], **identity: str) -> Inventory:
+    """Return what ADMITTED carries: one executable for the function, covering every layer once (ane.md 7).
+
+    Core ML shows nobody the private programs below a function, so the id names the function and all that selects it:
+    *identity* holds bundle (its digest), function, units, hints, os_build and version.
+    """
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return Inventory([Executable(digest, list(range(layers)))], stages)

@@ -1,22 +1,74 @@
-"""The production backend: the floor first, then :mod:`engines.ane.binding`. Importing it touches no framework."""
+"""The production backend: what a machine needs for Core ML, then :mod:`engines.ane.binding`, imported when needed."""
 
 from __future__ import annotations
 
+import platform
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from engines.ane.floor import floor, mac_version, os_build
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import ANE_ENGINE
+from engines.runtime.engine import Probe
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from engines.ane.backend import Source
     from engines.ane.binding import Handle
-    from engines.ane.package import PackageSpec
+    from engines.ane.signature import FunctionSpec
 
-
+MIN_MACOS: Final = (14, 4)
+"""MLComputePlan and optimisation hints; below it there is no placement to gate on."""
 MULTI_FUNCTION_MACOS: Final = 15
 """Since when one package may hold several functions (MLModelConfiguration.functionName)."""
+VERSION_FILE: Final = Path("/System/Library/CoreServices/SystemVersion.plist")
+
+
+def mac_version() -> str:
+    """Return the macOS version, empty elsewhere."""
+    return platform.mac_ver()[0]
+
+
+def floor(system: str | None = None, version: str | None = None, machine: str | None = None) -> str:
+    """Return ``ok`` or the code of the first requirement that fails; imports nothing. Arguments are for tests."""
+    if (platform.system() if system is None else system) != "Darwin":
+        return "os_unsupported"
+    parts = (mac_version() if version is None else version).split(".")[:2]
+    if tuple(int(part) for part in parts if part.isdecimal()) < MIN_MACOS:
+        return "os_too_old"
+    if (platform.machine() if machine is None else machine) != "arm64":
+        return "arch_unsupported"
+    if any(find_spec(name) is None for name in ("objc", "CoreML", "Foundation")):
+        return "bindings_missing"
+    return "ok"
+
+
+def os_build() -> str:
+    """Return the OS build, such as 24A335; ``none`` off macOS."""
+    if platform.system() != "Darwin":
+        return "none"
+    import plistlib
+
+    return str(plistlib.loads(VERSION_FILE.read_bytes())["ProductBuildVersion"])
+
+
+def probe() -> Probe:
+    """Return ``--probe-floor``'s verdict. It has a process of its own, so the framework may be asked for devices."""
+    required: dict[str, object] = {"os": "Darwin", "arch": "arm64", "min_os": ".".join(map(str, MIN_MACOS))}
+    observed: dict[str, object] = {"os": platform.system(), "arch": platform.machine(), "os_version": mac_version()}
+    code = floor()
+    if code == "ok":
+        from engines.ane.binding import devices
+
+        try:
+            found = devices()
+        except ImportError as exc:  # parts of different releases, or built for another Python
+            code, observed["bindings"] = "bindings_missing", str(exc)[:300]
+        else:
+            observed["devices"] = found
+            code = "ok" if any("NeuralEngine" in name for name in found) else "no_neural_engine"
+    return Probe("ok" if code == "ok" else "refused", code, required, observed)
 
 
 class CoreML:
@@ -36,29 +88,25 @@ class CoreML:
             raise EngineError(ErrorCode.BACKEND_MISSING, f"Core ML on the Neural Engine can't run here: {code}")
 
     def os_build(self) -> str:
-        """Return the OS build that specialisation belongs to."""
+        """Return the OS build."""
         return os_build()
 
-    def specs(self, path: Path) -> PackageSpec | None:
-        """Compiled bundles don't carry their signature in a documented form: the preparer's record does."""
-        return None
+    def specs(self, path: Path) -> Mapping[str, FunctionSpec]:
+        """Return nothing: a compiled bundle has no documented signature, the preparer's record holds it."""
+        return {}
 
     def open(self, source: Source, *, units: str) -> Handle:
         """Load one function with the configuration that its plan is made with too."""
         self.require()
         if source.multi and int(mac_version().partition(".")[0] or 0) < MULTI_FUNCTION_MACOS:
-            raise EngineError(
-                ErrorCode.MODEL_UNSUPPORTED,
-                f"{source.path.name} holds several functions, which needs macOS {MULTI_FUNCTION_MACOS} and this is "
-                f"{mac_version()}: build it again with `python -m engines.ane build --target macos14`",
-            )
+            why = f"{source.path.name} holds several functions, which needs macOS {MULTI_FUNCTION_MACOS}"
+            what = f"this is {mac_version()}: build it again with `python -m engines.ane build --target macos14`"
+            raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{why} and {what}")
         from engines.ane.binding import Handle
 
         try:
             return Handle(source, units)
         except ImportError as exc:
-            raise EngineError(
-                ErrorCode.BACKEND_MISSING,
-                f"PyObjC is installed and can't be imported ({exc}): install the extra 'ane' again, which pins its "
-                "parts to one release",
-            ) from exc
+            why = f"PyObjC is installed and can't be imported ({exc})"
+            what = "install the extra 'ane' again, which pins its parts to one release"
+            raise EngineError(ErrorCode.BACKEND_MISSING, f"{why}: {what}") from exc

@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from engines.ane.config import Settings
     from engines.ane.inputs import InputRules
     from engines.ane.model import PlanCache
-    from engines.ane.shapes import Key
+    from engines.ane.signature import Key
     from engines.bundle.manifest import Artifact, Bundle, Manifest
     from engines.runtime.progress import ProgressReporter
 
 FORMAT: Final = "coreml"
+VERSION_PREFIX: Final = "synapse-workers-"
 SHAPES: Final[frozenset[type[Request]]] = frozenset({AneAdmitShape, AneEvictShape, AneAdmitPacked, AneEvictPacked})
 
 
@@ -71,38 +72,27 @@ class AneEngine(Engine):
     def identity(self) -> EngineIdentity:
         """Return what HELLO says, from package metadata, the manifest file and the OS's version file."""
         bundle = None if isinstance(self._bundle, str) else self._bundle
+        device = self._options.device
+        flags = {"backend": FORMAT, "device": device, "placement": "neural-engine", "risk_class": "abort_capable"}
         return EngineIdentity(
             engine=self._backend.engine,
-            version=f"synapse-workers-{own_version()}",
-            build_flags={
-                "backend": FORMAT,
-                "device": self._options.device,
-                "placement": "neural-engine",
-                "risk_class": "abort_capable",
-            },
+            version=VERSION_PREFIX + own_version(),
+            build_flags=flags,
             manifest_digest=bundle.digest if bundle is not None else None,
-            kernel_revision=f"{REVISION}/{self._backend.runtime}/{self._options.device}/f16",
-            packed=self._packed(bundle.manifest) if bundle is not None else None,
+            kernel_revision=f"{REVISION}/{self._backend.runtime}/{device}/f16",
+            packed=self._packed(bundle) if bundle is not None else None,
         )
 
-    def _packed(self, described: Manifest) -> PackedCapability | None:
+    def _packed(self, bundle: Bundle) -> PackedCapability | None:
         """The qualified widths that the bundle has; without any, HELLO omits ``packed``."""
-        asked = self._options.packed or ()
-        have = {
-            function.packed_width
-            for artifact in described.artifacts
-            if artifact.format == FORMAT and artifact.functions is not UNSET
-            for function in artifact.functions
-            if function.packed_width is not UNSET
-        }
-        widths = sorted(have.intersection(asked))
+        functions = [function for artifact in bundle.artifacts(FORMAT) for function in artifact.functions or ()]
+        have = {function.packed_width for function in functions if function.packed_width is not UNSET}
+        widths = sorted(have.intersection(self._options.packed or ()))
         return PackedCapability(layout=tight.LAYOUT, widths=widths, max_rows=tight.MAX_ROWS) if widths else None
 
     def probe_floor(self) -> Probe:
-        """Return ``ok``, ``os_unsupported``, ``os_too_old``, ``arch_unsupported``, ``bindings_missing`` or
-        ``no_neural_engine``.
-        """
-        from engines.ane.floor import probe
+        """Return the verdict of :func:`engines.ane.coreml.probe`."""
+        from engines.ane.coreml import probe
 
         return probe()
 
@@ -116,14 +106,12 @@ class AneEngine(Engine):
         from engines.ane import artifact as files
         from engines.ane import config
         from engines.ane.model import AneModel
-        from engines.ane.shapes import check_signature, expected
+        from engines.ane.signature import check_signature, expected
 
         settings = config.parse(request.runtime_config)
         if request.format not in self._backend.formats:
-            allowed = ", ".join(sorted(self._backend.formats))
-            raise EngineError(
-                ErrorCode.ARTIFACT_INVALID, f"format is {request.format[:40]!r}, this worker loads {allowed}"
-            )
+            why = f"format is {request.format[:40]!r}, this worker loads {', '.join(sorted(self._backend.formats))}"
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
         bundle = self._bundle
         if isinstance(bundle, str):
             raise EngineError(ErrorCode.CONFIG_INVALID, bundle)
@@ -133,86 +121,63 @@ class AneEngine(Engine):
         if not artifacts:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"bundle {described.model_id} has no coreml artifact")
         self._backend.require()
-        chosen = None
-        if self._backend.reads_packages:
-            # Before the folder is opened: a package that isn't this bundle's is not worth hashing.
-            chosen = _artifact(artifacts, request.artifact_digest, described.model_id)
-        root = files.verify(request.artifact_path, request.artifact_digest, progress)
-        record = None
-        if chosen is None:
-            record = files.prepared(
-                root,
-                source_digests=[one.digest for one in artifacts],
-                os_build=self._backend.os_build(),
-                allow_cold=settings.prepare == "allow_cold",
-            )
-            chosen = _artifact(artifacts, record.source_digest, described.model_id)
-        rules, hidden, layers = _rules(described, chosen)
-        keys: dict[Key, str] = {}
-        for function in chosen.functions if chosen.functions is not UNSET else []:
-            if settings.functions is not None and function.name not in settings.functions:
-                continue
-            key = _key(function)
-            if key in keys:
-                raise EngineError(ErrorCode.ARTIFACT_INVALID, f"the manifest names {key} twice")
-            keys[key] = function.name
-        if not any(key.kind == "shape" for key in keys):
-            raise EngineError(ErrorCode.CONFIG_INVALID, "no bucket is left to load; a model needs one single function")
+        artifact, root, record = files.find(
+            request, artifacts, self._backend, allow_cold=settings.allow_cold, progress=progress
+        )
+        rules, hidden, layers = _rules(described, artifact)
+        keys = _keys(artifact, settings.functions)
         found = files.sources(root, keys.values(), self._backend, record)
-        task = described.task
         for key, name in keys.items():
-            check_signature(name, found[name][1], expected(key, rules, task=task, hidden=hidden))
+            check_signature(name, found[name][1], expected(key, rules, task=described.task, hidden=hidden))
         return AneModel(
             backend=self._backend,
             functions={key: (name, *found[name]) for key, name in keys.items()},
             rules=rules,
-            task=task,
+            task=described.task,
             hidden=hidden,
             layers=layers,
             settings=settings,
             bundle_digest=bundle.digest,
-            version=f"synapse-workers-{own_version()}",
+            version=VERSION_PREFIX + own_version(),
             plans=self._plans,
             progress=progress,
         )
 
 
-def _artifact(artifacts: list[Artifact], digest: str, model_id: str) -> Artifact:
-    """Return the artifact with that digest; EngineError artifact_invalid for no digest, package_digest_mismatch."""
-    from engines.runtime.artifact import expected_digest
-
-    wanted = expected_digest(digest)
-    for artifact in artifacts:
-        if artifact.digest == f"sha256:{wanted}":
-            return artifact
-    raise EngineError(ErrorCode.PACKAGE_DIGEST_MISMATCH, f"sha256:{wanted} is no coreml artifact of {model_id}")
-
-
 def _cross_check(described: Manifest, settings: Settings) -> None:
     """LOAD's ``operation`` and ``profile`` are optional cross-checks; the manifest decides."""
     if settings.operation is not None and settings.operation != described.task:
-        raise EngineError(
-            ErrorCode.OPERATION_MISMATCH,
-            f"operation is {settings.operation[:40]!r}, the bundle is for {described.task}",
-        )
+        why = f"operation is {settings.operation[:40]!r}, the bundle is for {described.task}"
+        raise EngineError(ErrorCode.OPERATION_MISMATCH, why)
     if settings.profile is not None and settings.profile != described.model_id:
-        raise EngineError(
-            ErrorCode.CONFIG_INVALID, f"profile is {settings.profile[:64]!r}, the bundle is {described.model_id}"
-        )
+        why = f"profile is {settings.profile[:64]!r}, the bundle is {described.model_id}"
+        raise EngineError(ErrorCode.CONFIG_INVALID, why)
     if described.task == "generate" or described.family not in ("bert", "modernbert", "qwen3"):
-        raise EngineError(
-            ErrorCode.MODEL_UNSUPPORTED, f"{described.family} for {described.task} does not run on this engine"
-        )
+        why = f"{described.family} for {described.task} does not run on this engine"
+        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, why)
 
 
-def _key(function: manifest.Function) -> Key:
-    from engines.ane.shapes import Key
+def _keys(artifact: Artifact, only: tuple[str, ...] | None) -> dict[Key, str]:
+    """Return key -> name of the artifact's functions, or of those that LOAD asks for. EngineError without a bucket."""
+    from engines.ane.signature import Key
 
-    if function.bucket is not UNSET and function.packed_width is UNSET:
-        return Key("shape", function.bucket)
-    if function.packed_width is not UNSET and function.bucket is UNSET:
-        return Key("packed", function.packed_width)
-    raise EngineError(ErrorCode.ARTIFACT_INVALID, f"function {function.name} must have one of bucket and packed_width")
+    keys: dict[Key, str] = {}
+    for function in artifact.functions if artifact.functions is not UNSET else []:
+        if only is not None and function.name not in only:
+            continue
+        if function.bucket is not UNSET and function.packed_width is UNSET:
+            key = Key("shape", function.bucket)
+        elif function.packed_width is not UNSET and function.bucket is UNSET:
+            key = Key("packed", function.packed_width)
+        else:
+            why = f"function {function.name} must have one of bucket and packed_width"
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
+        if key in keys:
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, f"the manifest names {key} twice")
+        keys[key] = function.name
+    if not any(key.kind == "shape" for key in keys):
+        raise EngineError(ErrorCode.CONFIG_INVALID, "no bucket is left to load; a model needs one single function")
+    return keys
 
 
 def _rules(described: Manifest, artifact: Artifact) -> tuple[InputRules, int, int]:
@@ -230,14 +195,7 @@ def _rules(described: Manifest, artifact: Artifact) -> tuple[InputRules, int, in
     token_types = described.token_types is True
     if token_types and "sep" not in special:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, "manifest.json: special_ids.sep is missing (token types need it)")
-    local = described.family == "modernbert" and "sliding_attention" in c["layer_types"]
-    rules = InputRules(
-        vocab=c["vocab_size"],
-        pad_id=special.get("pad", 0),
-        token_types=token_types,
-        sep_id=special["sep"] if token_types else None,
-        causal=described.family == "qwen3",
-        window=int(c["local_attention"]) // 2 if local else None,
-    )
+    sep = special["sep"] if token_types else None
+    rules = InputRules.of(described.family, c, pad_id=special.get("pad", 0), token_types=token_types, sep_id=sep)
     layers = artifact.layers if artifact.layers is not UNSET else c["num_hidden_layers"]
     return rules, c["hidden_size"], layers

@@ -1,16 +1,16 @@
 """Token rows -> the arrays one Core ML function takes. Pure; int32 and float16 only.
 
 Names are those the builder writes: ``input_ids``, ``attention_mask``, ``token_type_ids`` for a bucket; ``input_ids``,
-``position_ids``, ``attention_bias`` and, for window layers, ``local_bias`` for a packed width.
+``position_ids``, ``attention_bias`` and, for window layers, ``local_bias`` for a packed width (ane.md 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from engines.ane import packing
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from engines.runtime.batch import IntArray, TokenBatch
 
     Feeds: TypeAlias = Mapping[str, npt.NDArray[np.int32] | npt.NDArray[np.float16]]
+
+MASKED: Final = -10_000.0
+"""Additive bias of a forbidden pair. Finite on purpose: an infinity or the fp32 minimum turns a whole fp16 output into
+NaN (apple/coremltools#2669)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,13 @@ class InputRules:
     causal: bool = False
     window: int | None = None
     """Half-width of a local layer's attention window, in tokens."""
+
+    @classmethod
+    def of(cls, family: str, config: Mapping[str, Any], **row: Any) -> InputRules:
+        """Return the rules of a model by its family and complete config; *row* gives the other fields."""
+        local = family == "modernbert" and "sliding_attention" in config["layer_types"]
+        window = int(config["local_attention"]) // 2 if local else None
+        return cls(config["vocab_size"], causal=family == "qwen3", window=window, **row)
 
 
 def check_ids(batch: TokenBatch, vocab: int) -> None:
@@ -60,25 +71,16 @@ def single(ids: IntArray, bucket: int, rules: InputRules) -> Feeds:
     mask[0, :n] = 1
     feeds = {"input_ids": row, "attention_mask": mask}
     if rules.token_types:
-        feeds["token_type_ids"] = np.zeros((1, bucket), np.int32)
-        if rules.sep_id is not None:
-            feeds["token_type_ids"][0, :n] = token_types(ids, rules.sep_id)
+        types = feeds["token_type_ids"] = np.zeros((1, bucket), np.int32)
+        # A composed pair: type 0 up to and with the first separator, 1 behind it.
+        found = np.flatnonzero(ids == rules.sep_id)
+        if len(found):
+            types[0, int(found[0]) + 1 : n] = 1
     return feeds
 
 
-def token_types(ids: IntArray, sep_id: int) -> IntArray:
-    """Return token types of a composed pair: 0 up to and with the first separator, 1 behind it; int32 (tokens,)."""
-    import numpy as np
-
-    types = np.zeros(len(ids), np.int32)
-    found = np.flatnonzero(ids == sep_id)
-    if len(found):
-        types[int(found[0]) + 1 :] = 1
-    return types
-
-
 def packed(rows: list[IntArray], width: int, rules: InputRules) -> Feeds:
-    """Lay several rows out back to back in one pass of *width*; see :mod:`engines.ane.packing`."""
+    """Lay several rows out back to back in one pass of *width*; the rest of the pass is padding."""
     import numpy as np
 
     lengths = tuple(len(row) for row in rows)
@@ -86,9 +88,47 @@ def packed(rows: list[IntArray], width: int, rules: InputRules) -> Feeds:
     ids[0, : sum(lengths)] = np.concatenate(rows)
     feeds: dict[str, npt.NDArray[np.int32] | npt.NDArray[np.float16]] = {
         "input_ids": ids,
-        "position_ids": packing.positions(lengths, width),
-        "attention_bias": packing.bias(lengths, width, causal=rules.causal),
+        "position_ids": positions(lengths, width),
+        "attention_bias": bias(lengths, width, causal=rules.causal),
     }
     if rules.window is not None:
-        feeds["local_bias"] = packing.bias(lengths, width, causal=rules.causal, window=rules.window)
+        feeds["local_bias"] = bias(lengths, width, causal=rules.causal, window=rules.window)
     return feeds
+
+
+@lru_cache(maxsize=64)
+def bias(
+    lengths: tuple[int, ...], width: int, *, causal: bool = False, window: int | None = None
+) -> npt.NDArray[np.float16]:
+    """Return a packed pass's additive attention bias [1, 1, width, width] (query, key): 0 allowed, else -10,000.
+
+    A query sees only keys of its own row: earlier ones in a causal model, |i - j| <= *window* in a local layer. A
+    padding query sees itself alone, so that its softmax stays finite without a look at any row. Read-only; the 64 most
+    recent length tuples are kept (128 KiB each at width 256).
+    """
+    import numpy as np
+
+    row_of = np.full(width, -1, np.int32)
+    row_of[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
+    place = np.arange(width)
+    allowed = (row_of[:, None] == row_of[None, :]) & (row_of[:, None] >= 0)
+    if causal:
+        allowed &= place[None, :] <= place[:, None]
+    if window is not None:
+        allowed &= np.abs(place[:, None] - place[None, :]) <= window
+    allowed |= (row_of[:, None] < 0) & (place[:, None] == place[None, :])
+    table = np.where(allowed, np.float16(0), np.float16(MASKED))[None, None]
+    table.setflags(write=False)
+    return table
+
+
+def positions(lengths: Sequence[int], width: int) -> npt.NDArray[np.int32]:
+    """Return position ids [1, width] int32: 0, 1, … restarting in every row; padding is at position 0."""
+    import numpy as np
+
+    out = np.zeros((1, width), np.int32)
+    start = 0
+    for length in lengths:
+        out[0, start : start + length] = np.arange(length, dtype=np.int32)
+        start += length
+    return out

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from engines.ane import inputs, ladder, placement
+from engines.ane import compute_plan, inputs
 from engines.ane.backend import HINTS
-from engines.ane.pooling import finish, pool
-from engines.ane.shapes import Key, Resident, Shapes, check_signature
+from engines.ane.shapes import Resident, Shapes, group
+from engines.ane.signature import HIDDEN, SCORE, Key, check_signature
 from engines.ane.stderr_scan import StderrScan
 from engines.bundle import tight
 from engines.protocol.errors import EngineError, ErrorCode
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engines.ane.backend import Backend, Program, Source
     from engines.ane.config import Settings
     from engines.ane.inputs import Feeds, InputRules
-    from engines.ane.package import FunctionSpec
+    from engines.ane.signature import FunctionSpec
     from engines.runtime.batch import FloatArray, TokenBatch
     from engines.runtime.progress import ProgressReporter
 
@@ -32,10 +32,40 @@ SLOW: Final = 2.0
 a model and run it on the CPU instead of refusing (ane.md 4)."""
 
 SMOKE_RUNS: Final = 3
+MIN_NORM: Final = 1e-12
 
 PlanCache = dict[tuple[str, ...], tuple[float, tuple[str, ...]]]
-"""(bundle digest, function, OS build, units, hints) -> share and CPU stages; a plan takes seconds to minutes. Only what
-a plan told is kept: one that failed or came too late is asked for again at the next admission."""
+"""(bundle digest, function, OS build, units, hints) -> share and CPU stages; a plan takes seconds to minutes. One that
+failed or came too late isn't kept: it is asked for again at the next admission."""
+
+
+def pool(states: FloatArray, pooling: Pooling) -> FloatArray:
+    """Pool one row's token states, float32 (tokens, dims) without padding, to float32 (dims,).
+
+    On the host, since sums of several hundred fp16 values lose bits on the device (ane.md 2.5); in float64, since the
+    order of a float32 sum depends on the array's stride, and a row must not change with the bucket it ran in.
+    """
+    if pooling is Pooling.MEAN:
+        mean: FloatArray = (states.sum(axis=0, dtype=np.float64) / len(states)).astype(np.float32)
+        return mean
+    one: FloatArray = states[0 if pooling is Pooling.CLS else -1]
+    return one
+
+
+def finish(vectors: FloatArray, *, normalize: bool) -> FloatArray:
+    """Check every row and divide by its L2 norm when *normalize*; float32 (rows, dims) in place.
+
+    A NaN, an infinity, or an all-zero row is ``nonfinite_output``: the Neural Engine is known to return zeros or
+    garbage on internal overflow (apple/coremltools#1229, #1380), and such a row must not be served.
+    """
+    norms: np.ndarray = np.sqrt(np.einsum("ij,ij->i", vectors, vectors, dtype=np.float64))
+    bad = np.flatnonzero(~np.isfinite(norms) | (norms <= 0.0))
+    if len(bad):
+        what = "is all zeros" if np.isfinite(norms[bad[0]]) else "holds NaN or infinity"
+        raise EngineError(ErrorCode.NONFINITE_OUTPUT, f"{len(bad)} of {len(vectors)} rows; row {bad[0]} {what}")
+    if normalize:
+        vectors /= np.maximum(norms, MIN_NORM)[:, None].astype(np.float32)
+    return vectors
 
 
 class AneModel(Model):
@@ -70,14 +100,12 @@ class AneModel(Model):
         self._bundle_digest = bundle_digest
         self._version = version
         self._plans = plans
-        self._progress: ProgressReporter = progress
+        self._progress = progress
         self.dims = hidden if task == "embed" else 1
         self._hidden = hidden
         self.buckets = tuple(sorted(key.tokens for key in functions if key.kind == "shape"))
         self._shapes = Shapes(functions, self._open)
         self._shapes.admit(Key("shape", self.buckets[0]))
-
-    # --- admission ---------------------------------------------------------------------------------------------------
 
     def admit_shape(self, shape: int, *, progress: ProgressReporter) -> Inventory:
         """Load one bucket. EngineError: invalid_shape, ane_residency_limit, and what loading raises."""
@@ -106,9 +134,7 @@ class AneModel(Model):
             with StderrScan() as scan:
                 program = self._backend.open(source, units=self._settings.units)
                 self._progress.advance()
-                loaded = program.signature()
-                if loaded is not None:
-                    check_signature(name, loaded, spec)
+                check_signature(name, program.signature(), spec)
                 self._smoke(key, name, program)
                 self._progress.advance()
                 share, stages = self._placement(name, source, program)
@@ -119,17 +145,20 @@ class AneModel(Model):
             if program is not None:
                 program.close()
             raise
-        inventory = placement.inventory(
-            bundle=self._bundle_digest,
-            function=name,
-            units=self._settings.units,
-            hints=HINTS,
-            os_build=self._backend.os_build(),
-            version=self._version,
-            layers=self._layers,
-            stages=list(stages),
+        inventory = compute_plan.inventory(
+            **self._identity(name), version=self._version, layers=self._layers, stages=list(stages)
         )
         return Resident(program, inventory, share)
+
+    def _identity(self, name: str) -> dict[str, str]:
+        """What selects the program behind a function: placement and inventory belong to it."""
+        return {
+            "bundle": self._bundle_digest,
+            "function": name,
+            "os_build": self._backend.os_build(),
+            "units": self._settings.units,
+            "hints": HINTS,
+        }
 
     def _smoke(self, key: Key, name: str, program: Program) -> None:
         """Run once before anyone depends on it: a bad load may only show at the first prediction.
@@ -138,18 +167,17 @@ class AneModel(Model):
         """
         feeds = self._smoke_feeds(key)
         self._run(program, feeds)
-        certified = (self._settings.certified_ms or {}).get(name)
-        if certified is not None:
-            took = math.inf
-            for _ in range(SMOKE_RUNS):
-                started = time.perf_counter()
-                self._run(program, feeds)
-                took = min(took, (time.perf_counter() - started) * 1000)
-            if took > SLOW * certified:
-                raise EngineError(
-                    ErrorCode.INVALID_PLACEMENT,
-                    f"function {name} took {took:.1f} ms, certified {certified:.1f} ms: it doesn't run where it should",
-                )
+        certified = self._settings.certified_ms.get(name)
+        if certified is None:
+            return
+        took = math.inf
+        for _ in range(SMOKE_RUNS):
+            started = time.perf_counter()
+            self._run(program, feeds)
+            took = min(took, (time.perf_counter() - started) * 1000)
+        if took > SLOW * certified:
+            why = f"took {took:.1f} ms, certified {certified:.1f} ms: it doesn't run where it should"
+            raise EngineError(ErrorCode.INVALID_PLACEMENT, f"function {name} {why}")
 
     def _smoke_feeds(self, key: Key) -> Feeds:
         row = np.full(min(3, key.tokens), min(1, self._rules.vocab - 1), np.int32)
@@ -161,20 +189,18 @@ class AneModel(Model):
         """Return share and CPU stages, computed once per function, OS build and configuration."""
         if not self._settings.placement:
             return None, ()
-        cache_key = (self._bundle_digest, name, self._backend.os_build(), self._settings.units, HINTS)
+        cache_key = tuple(self._identity(name).values())
         if cache_key in self._plans:
             return self._plans[cache_key]
         plan = program.plan()
         wanted = source.function if source.multi else None
         # On the CPU alone everything is off the allow-list by construction; that mode measures speed-up only.
         checked = plan is not None and self._settings.units == "cpu_and_ne"
-        stages = tuple(placement.cpu_stages(plan, wanted)) if checked and plan is not None else ()
-        share = placement.share(plan, wanted)
+        stages = tuple(compute_plan.cpu_stages(plan, wanted)) if checked and plan is not None else ()
+        share = compute_plan.share(plan, wanted)
         if share is not None:
             self._plans[cache_key] = (share, stages)
         return share, stages
-
-    # --- inference ---------------------------------------------------------------------------------------------------
 
     def embed(
         self,
@@ -218,7 +244,7 @@ class AneModel(Model):
 
     def _each(self, batch: TokenBatch, keep: Callable[[int, FloatArray], None], progress: ProgressReporter) -> None:
         """Run every row on its own rung, rungs ascending; *keep* gets a row's states without padding, or its score."""
-        groups = ladder.group(batch.lengths.tolist(), self.buckets)
+        groups = group(batch.lengths.tolist(), self.buckets)
         # All rungs first: a refusal halfway would waste the rows before it.
         programs = {bucket: self._shapes.program(Key("shape", bucket)) for bucket in groups}
         rows = list(batch.rows())
@@ -243,7 +269,7 @@ class AneModel(Model):
         """Run a function and check its one output's shape (EnumeratedShapes bugs return another one silently)."""
         outputs = program.run(feeds)
         width = feeds["input_ids"].shape[1]
-        name, shape = ("score", (1,)) if self._task == "rerank" else ("last_hidden_state", (1, width, self._hidden))
+        name, shape = (SCORE, (1,)) if self._task == "rerank" else (HIDDEN, (1, width, self._hidden))
         output = outputs.get(name)
         if output is None or output.shape != shape:
             got = {key: list(value.shape) for key, value in outputs.items()}
@@ -252,8 +278,6 @@ class AneModel(Model):
             # Padding columns count: a NaN anywhere means the graph overflowed, whoever reads it.
             raise EngineError(ErrorCode.NONFINITE_OUTPUT, f"{name} of a {width}-token function holds NaN or infinity")
         return output
-
-    # --- state -------------------------------------------------------------------------------------------------------
 
     def status(self) -> ModelStatus:
         """Return the cached part of PONG; never touches the framework."""

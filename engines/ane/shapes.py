@@ -1,4 +1,4 @@
-"""Which functions a model has, which of them are resident, and the worker's hard cap (ane.md 4 and 7).
+"""Which functions of a model are resident, the worker's hard cap, and which rung each row runs on (ane.md 2.3, 4, 7).
 
 A shape is one loaded function of one bucket, a packed width one loaded packed function; both count against the same
 cap. The host decides what to admit and evict; here is only what no host may exceed. A worker holds one model, so the
@@ -7,33 +7,38 @@ cap of a model keeps the worker's own (8 functions), too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final
 
-from engines.ane import placement
-from engines.ane.package import FunctionSpec, Tensor
+from engines.ane.compute_plan import worst
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
     from engines.ane.backend import Program
-    from engines.ane.inputs import InputRules
+    from engines.ane.signature import Key, Kind
     from engines.protocol.messages import Inventory
 
 PER_MODEL: Final = 4
 
-Kind: TypeAlias = Literal["shape", "packed"]
 
+def group(lengths: Sequence[int], rungs: Sequence[int]) -> dict[int, list[int]]:
+    """Return rung -> indices of the rows that run on it, both ascending; nothing is truncated.
 
-@dataclass(frozen=True, slots=True, order=True)
-class Key:
-    """One function of a model: a bucket or a packed width, in tokens."""
-
-    kind: Kind
-    tokens: int
-
-    def __str__(self) -> str:
-        return f"{'bucket' if self.kind == 'shape' else 'packed width'} {self.tokens}"
+    Each row gets the smallest of *rungs* (ascending) that fits: a function has one fixed length, so a row pays for its
+    bucket, and one bucket for all would make every short row as dear as the longest. EngineError invalid_request for a
+    row of 0 tokens or above the last rung.
+    """
+    rows: dict[int, list[int]] = {}
+    for index, tokens in enumerate(lengths):
+        if tokens < 1:
+            raise EngineError(ErrorCode.INVALID_REQUEST, "a row has no tokens")
+        if tokens > rungs[-1]:
+            why = f"a row has {tokens} tokens, the largest bucket takes {rungs[-1]} (buckets: {list(rungs)})"
+            raise EngineError(ErrorCode.INVALID_REQUEST, why)
+        rows.setdefault(rungs[bisect_left(rungs, tokens)], []).append(index)
+    return dict(sorted(rows.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +53,8 @@ class Resident:
 class Shapes:
     """The functions of one model. *opener* loads one of them, all or nothing."""
 
-    def __init__(
-        self,
-        available: Iterable[Key],
-        opener: Callable[[Key], Resident],
-    ) -> None:
-        self.available = frozenset(available)
+    def __init__(self, available: Iterable[Key], opener: Callable[[Key], Resident]) -> None:
+        self._available = frozenset(available)
         self._opener = opener
         self._resident: dict[Key, Resident] = {}
 
@@ -67,11 +68,9 @@ class Shapes:
             return found.inventory
         self._check_known(key)
         if len(self._resident) >= PER_MODEL:
-            raise EngineError(
-                ErrorCode.ANE_RESIDENCY_LIMIT, f"{PER_MODEL} functions of this model are resident; evict one first"
-            )
-        resident = self._opener(key)
-        self._resident[key] = resident
+            why = f"{PER_MODEL} functions of this model are resident; evict one first"
+            raise EngineError(ErrorCode.ANE_RESIDENCY_LIMIT, why)
+        resident = self._resident[key] = self._opener(key)
         return resident.inventory
 
     def evict(self, key: Key) -> None:
@@ -97,7 +96,7 @@ class Shapes:
     @property
     def share(self) -> float | None:
         """The wire's placement share: the minimum over the resident functions, absent when any has none."""
-        return placement.worst(resident.share for resident in self._resident.values())
+        return worst(resident.share for resident in self._resident.values())
 
     def close(self) -> None:
         """Release everything; idempotent."""
@@ -106,46 +105,7 @@ class Shapes:
             resident.program.close()
 
     def _check_known(self, key: Key) -> None:
-        if key not in self.available:
-            sizes = [str(one.tokens) for one in sorted(self.available) if one.kind == key.kind]
+        if key not in self._available:
+            sizes = [str(one.tokens) for one in sorted(self._available) if one.kind == key.kind]
             code = ErrorCode.INVALID_SHAPE if key.kind == "shape" else ErrorCode.UNSUPPORTED_PACKED_WIDTH
             raise EngineError(code, f"the model has no {key} (it has: {', '.join(sizes) or 'none'})")
-
-
-def expected(key: Key, rules: InputRules, *, task: str, hidden: int) -> FunctionSpec:
-    """Return the signature a function must have: int32 ids, fixed shapes, one output."""
-    width = key.tokens
-    inputs = {"input_ids": Tensor((1, width), "int32")}
-    if key.kind == "packed":
-        inputs["position_ids"] = Tensor((1, width), "int32")
-        inputs["attention_bias"] = Tensor((1, 1, width, width), "float16")
-        if rules.window is not None:
-            inputs["local_bias"] = Tensor((1, 1, width, width), "float16")
-    else:
-        inputs["attention_mask"] = Tensor((1, width), "int32")
-        if rules.token_types:
-            inputs["token_type_ids"] = Tensor((1, width), "int32")
-    if task == "rerank":
-        return FunctionSpec(inputs, {"score": Tensor((1,), "float16")})
-    return FunctionSpec(inputs, {"last_hidden_state": Tensor((1, width, hidden), "float16")})
-
-
-def check_signature(name: str, found: FunctionSpec, wanted: FunctionSpec) -> None:
-    """Compare a function's signature with what the manifest implies; EngineError artifact_invalid names the part.
-
-    The output dtype may be float16 or float32 (Core ML hands out either); everything else must be equal.
-    """
-    for what, have, need in (("input", found.inputs, wanted.inputs), ("output", found.outputs, wanted.outputs)):
-        if set(have) != set(need):
-            raise EngineError(
-                ErrorCode.ARTIFACT_INVALID,
-                f"function {name} has {what}s {sorted(have)}, the model needs {sorted(need)}",
-            )
-        for tensor, spec in need.items():
-            dtypes = ("float16", "float32") if what == "output" else (spec.dtype,)
-            if have[tensor].shape != spec.shape or have[tensor].dtype not in dtypes:
-                raise EngineError(
-                    ErrorCode.ARTIFACT_INVALID,
-                    f"function {name}: {what} {tensor} is {have[tensor].dtype} {list(have[tensor].shape)}, "
-                    f"the manifest implies {spec.dtype} {list(spec.shape)}",
-                )

@@ -1,4 +1,4 @@
-"""Core ML's failures that are told on stderr only.
+"""Core ML's failures that appear on stderr only.
 
 A load can succeed though the Neural Engine's compiler failed; the first prediction then kills the process
 (apple/coremltools#2758). So file descriptor 2 is watched while a function is opened and first run: everything is passed
@@ -10,14 +10,11 @@ from __future__ import annotations
 import os
 import re
 import threading
-from types import TracebackType
 from typing import Final
 
 from engines.protocol.errors import EngineError, ErrorCode
 
-FAILED: Final = re.compile(
-    rb"E5RT|ANECCompile|ANECompil\w* fail|ANEProgram\w* fail|Program load failure|Espresso.*rror"
-)
+FAILED: Final = re.compile(rb"E5RT|ANECCompile|ANE(Compil|Program)\w* fail|Program load failure|Espresso.*rror")
 EXHAUSTED: Final = re.compile(rb"Program load failure|no memory|resource\w* exhaust", re.IGNORECASE)
 KEEP: Final = 64 * 1024
 
@@ -30,17 +27,14 @@ class StderrScan:
 
     def __enter__(self) -> StderrScan:
         self._saved = os.dup(2)
-        read, write = os.pipe()
+        self._read, write = os.pipe()
         os.dup2(write, 2)
         os.close(write)
-        self._read = read
         self._thread = threading.Thread(target=self._forward, name="stderr-scan", daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         os.dup2(self._saved, 2)  # closes the pipe's last writer, so the thread meets EOF
         self._thread.join()
         os.close(self._read)
@@ -63,6 +57,5 @@ class StderrScan:
                 if EXHAUSTED.search(line):
                     raise EngineError(ErrorCode.ANE_RESOURCES_EXHAUSTED, f"{what}: {text}")
                 if placement:
-                    raise EngineError(
-                        ErrorCode.INVALID_PLACEMENT, f"{what}: the Neural Engine's compiler failed: {text}"
-                    )
+                    why = f"{what}: the Neural Engine's compiler failed: {text}"
+                    raise EngineError(ErrorCode.INVALID_PLACEMENT, why)

@@ -28,7 +28,7 @@ STALE_S: Final = 24 * 3600.0
 class TensorRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """One input or output of a compiled function: fixed shape and dtype."""
 
-    shape: list[int]
+    shape: tuple[int, ...]
     dtype: str
 
 

@@ -13,7 +13,7 @@ from msgspec import UNSET
 from engines.ane.build.convert import build
 from engines.ane.engine import AneEngine
 from engines.ane.model import AneModel
-from engines.ane.shapes import Key
+from engines.ane.signature import Key
 from engines.bundle import manifest
 from engines.bundle.manifest import Artifact, Bundle
 from engines.checkpoint.read import Checkpoint

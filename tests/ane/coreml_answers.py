@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from engines.ane.package import FunctionSpec, Tensor
+from engines.ane.signature import FunctionSpec, Tensor
 from engines.protocol.errors import EngineError
 from tests.ane.make_interfaces import TABLE
 from tests.support import mil_reference
@@ -51,7 +51,7 @@ class Loaded(Protocol):
 
 
 class Refusal(Exception):
-    """What a load or a prediction answers with an NSError of this text."""
+    """What a load answers with an NSError of this text."""
 
 
 class MilFunction:
@@ -59,7 +59,7 @@ class MilFunction:
 
     def __init__(self, path: Path, function: str | None) -> None:
         try:
-            self.spec = mil_reference.read_spec(path).functions[function or "main"]
+            self.spec = mil_reference.read_spec(path)[function or "main"]
         except (EngineError, KeyError) as exc:
             raise Refusal(f"no function {function} in {path.name}") from exc
         self._program = mil_reference.load(path, function or "main")
@@ -190,10 +190,7 @@ class Answers:
             if name not in feeds or tuple(feeds[name].shape) != one.shape or feeds[name].dtype.name != one.dtype:
                 return self.error(f"feature {name} is not what the model takes")
         self._framework.predicted(model._state["units"])
-        try:
-            results = loaded.run({name: array.dense().copy() for name, array in feeds.items()})
-        except Refusal as exc:
-            return self.error(str(exc))
+        results = loaded.run({name: array.dense().copy() for name, array in feeds.items()})
         outputs = {name: self._output(value) for name, value in results.items()}
         return self._make("MLDictionaryFeatureProvider", values=outputs), None
 

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 
 import engines.ane.binding as binding_module
-from engines.ane import floor, placement
+from engines.ane import compute_plan, coreml
 from engines.ane.backend import Source
 from engines.ane.compute_plan import Device
 from engines.ane.coreml import CoreML
-from engines.ane.package import FunctionSpec, Tensor
+from engines.ane.signature import FunctionSpec, Tensor
 from engines.protocol.errors import EngineError, ErrorCode
-from tests.ane.coreml_answers import FACTS, Op, Refusal
+from tests.ane.coreml_answers import FACTS, Op
 from tests.ane.coreml_standin import FLOOR, Framework
 from tests.support.worker_client import ROOT
 
@@ -33,7 +33,7 @@ BUNDLE = Path("/x/model.mlmodelc")
 
 
 class Echo:
-    """A function whose states repeat the ids; it fails, with Core ML's text, where told to."""
+    """A function whose states repeat the ids."""
 
     spec = FunctionSpec(
         {"input_ids": Tensor((1, 4), "int32"), "attention_mask": Tensor((1, 4), "int32")},
@@ -44,11 +44,8 @@ class Echo:
         Op("ios17.gather", ("table", "input_ids"), ("rows",)),
         Op("ios17.conv", ("rows",), ("last_hidden_state",), ((Op("ios17.mul", ("rows",), ("inner",)),),)),
     )
-    fails: str | None = None
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if self.fails:
-            raise Refusal(self.fails)
         return {"last_hidden_state": np.repeat(feeds["input_ids"][..., None], 8, axis=2).astype(np.float16)}
 
 
@@ -77,12 +74,6 @@ def refusal(call: Callable[[], Any]) -> EngineError:
     with pytest.raises(EngineError) as refused:
         call()
     return refused.value
-
-
-def test_the_framework_is_imported_inside_functions_only() -> None:
-    for line in Path(binding_module.__file__).read_text().splitlines():
-        if re.match(r"\s*(import|from) (CoreML|objc|Foundation)", line):
-            assert line.startswith("    "), line
 
 
 def test_pyobjc_is_pinned_to_one_release() -> None:
@@ -137,12 +128,12 @@ def test_bindings_that_cannot_be_imported_are_missing(framework: Framework, monk
     """Parts of different releases lie there, are found, and fail to load."""
     backend = CoreML()
     monkeypatch.setattr(backend, "require", lambda: None)
-    monkeypatch.setattr("engines.ane.floor.floor", lambda: "ok")
-    assert floor.probe().code == "ok"
+    monkeypatch.setattr("engines.ane.coreml.floor", lambda: "ok")
+    assert coreml.probe().code == "ok"
     monkeypatch.setitem(sys.modules, "CoreML", None)
     refused = refusal(lambda: backend.open(Source(BUNDLE, "main", False), units="cpu_and_ne"))
     assert refused.code is ErrorCode.BACKEND_MISSING and "one release" in refused.msg
-    told = floor.probe()
+    told = coreml.probe()
     assert (told.status, told.code) == ("refused", "bindings_missing") and "CoreML" in str(told.observed["bindings"])
 
 
@@ -158,76 +149,58 @@ def test_padded_outputs_are_read_by_their_strides_and_inputs_are_reused(framewor
     one.close()
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("Unable to load model", ErrorCode.ARTIFACT_INVALID),
-        ("The resource could not be found", ErrorCode.ARTIFACT_INVALID),
-        ("E5 program load failure: no memory (transient)", ErrorCode.ANE_RESOURCES_EXHAUSTED),
-        ("ANE: resources exhausted", ErrorCode.ANE_RESOURCES_EXHAUSTED),
-    ],
-)
-def test_load_errors_are_typed(text: str, code: ErrorCode, framework: Framework) -> None:
-    def fail(path: Path, function: str | None) -> Any:
-        raise Refusal(text)
-
-    framework.load = fail
-    refused = refusal(handle)
-    assert refused.code is code and text in refused.msg
-
-
-def test_a_package_that_does_not_compile_says_why(framework: Framework, tmp_path: Path) -> None:
-    refused = refusal(lambda: binding_module.compile_package(tmp_path / "absent.mlpackage"))
-    assert refused.code is ErrorCode.ARTIFACT_INVALID and "absent.mlpackage" in refused.msg
-    framework.scratch = tmp_path
-    (tmp_path / "m.mlpackage").mkdir()
-    assert binding_module.compile_package(tmp_path / "m.mlpackage").name == "m.mlmodelc"
-
-
-def test_a_failed_prediction_is_inference_failed(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Echo, "fails", "prediction pipeline error")
-    refused = refusal(lambda: handle().run(feeds()))
-    assert refused.code is ErrorCode.INFERENCE_FAILED and "pipeline" in refused.msg
-
-
 PREDICT = "-[MLModel predictionFromFeatures:error:]"
 LOAD = "+[MLModel modelWithContentsOfURL:configuration:error:]"
 COMPILE = "+[MLModel compileModelAtURL:error:]"
 POINTER, BYTES = "-[MLMultiArray dataPointer]", "-[MLMultiArray getBytesWithHandler:]"
 
 
-def raising(framework: Framework, name: str) -> Callable[..., Any]:
-    def answer(*given: Any) -> Any:
-        raise framework.exception(name)
-
-    return answer
-
-
 @pytest.mark.parametrize(
-    ("message", "name", "code"),
+    ("message", "text", "code"),
     [
+        (LOAD, "Unable to load model", ErrorCode.ARTIFACT_INVALID),
+        (LOAD, "The resource could not be found", ErrorCode.ARTIFACT_INVALID),
+        (LOAD, "E5 program load failure: no memory (transient)", ErrorCode.ANE_RESOURCES_EXHAUSTED),
+        (LOAD, "ANE: resources exhausted", ErrorCode.ANE_RESOURCES_EXHAUSTED),
+        (LOAD, "NSInvalidArgumentException", ErrorCode.INFERENCE_FAILED),
+        (COMPILE, "no such package", ErrorCode.ARTIFACT_INVALID),
+        (COMPILE, "NSInvalidArgumentException", ErrorCode.INFERENCE_FAILED),
+        (PREDICT, "prediction pipeline error", ErrorCode.INFERENCE_FAILED),
         (PREDICT, "NSInternalInconsistencyException", ErrorCode.INFERENCE_FAILED),
         (PREDICT, "NSInvalidArgumentException", ErrorCode.INFERENCE_FAILED),
         (PREDICT, "NSRangeException", ErrorCode.INFERENCE_FAILED),
         (PREDICT, "NSUnknownKeyException", ErrorCode.INFERENCE_FAILED),
         (PREDICT, "NSMallocException", ErrorCode.OOM),
-        (LOAD, "NSInvalidArgumentException", ErrorCode.INFERENCE_FAILED),
-        (COMPILE, "NSInvalidArgumentException", ErrorCode.INFERENCE_FAILED),
     ],
 )
-def test_an_objective_c_exception_fails_the_request_and_not_the_worker(
-    message: str, name: str, code: ErrorCode, framework: Framework
+def test_an_error_or_exception_of_the_framework_is_typed_and_the_worker_lives(
+    message: str, text: str, code: ErrorCode, framework: Framework
 ) -> None:
-    framework.answers.table[message] = raising(framework, name)
+    def answer(*given: Any) -> Any:
+        if text.startswith("NS"):
+            raise framework.exception(text)
+        return framework.answers.error(text)
+
+    framework.answers.table[message] = answer
     work = lambda: binding_module.compile_package(BUNDLE) if message == COMPILE else handle().run(feeds())  # noqa: E731
     refused = refusal(work)
-    assert refused.code is code and f"{name} - out of sorts" in refused.msg
+    assert refused.code is code and text in refused.msg
+
+
+def test_a_compiled_package_lies_where_the_framework_says(framework: Framework, tmp_path: Path) -> None:
+    framework.scratch = tmp_path
+    (tmp_path / "m.mlpackage").mkdir()
+    assert binding_module.compile_package(tmp_path / "m.mlpackage").name == "m.mlmodelc"
 
 
 @pytest.mark.parametrize(
     ("message", "answer", "part"),
     [
-        (POINTER, lambda made: short(), "bytes of 16"),
+        (
+            POINTER,
+            lambda made: types.SimpleNamespace(as_buffer=lambda count: memoryview(bytearray(count // 2))),
+            "bytes of 16",
+        ),
         (BYTES, lambda made, handler: None, "0 bytes"),
         (BYTES, lambda made, handler: handler(b"12", 2), "2 bytes"),
         ("-[MLMultiArray dataType]", lambda made: 65600, "65600"),
@@ -254,10 +227,6 @@ def test_a_bug_of_ours_is_not_taken_for_the_bridge_s(framework: Framework) -> No
         one.run({"input_ids": np.zeros((1, 9), np.int32)})
 
 
-def short() -> Any:
-    return types.SimpleNamespace(as_buffer=lambda count: memoryview(bytearray(count // 2)))
-
-
 def test_a_plan_is_the_loaded_function_s_with_where_and_why(framework: Framework) -> None:
     one = handle()
     plan = one.plan()
@@ -272,22 +241,20 @@ def test_a_plan_is_the_loaded_function_s_with_where_and_why(framework: Framework
         ("ios17.conv", Device.ANE, ("rows",), ("last_hidden_state",)),
         ("ios17.mul", Device.ANE, ("rows",), ("inner",)),
     ]
-    assert placement.share(plan, "s16") == 2 / 3 and placement.cpu_stages(plan, "s16") == ["token_embedding"]
+    assert compute_plan.share(plan, "s16") == 2 / 3 and compute_plan.cpu_stages(plan, "s16") == ["token_embedding"]
 
 
-def test_a_plan_s_error_is_a_line_and_no_value(framework: Framework, capsys: pytest.CaptureFixture[str]) -> None:
-    framework.no_plan = "no plan on this system"
+@pytest.mark.parametrize("text", ["no plan on this system", None], ids=["an error", "never"])
+def test_a_plan_that_fails_or_never_comes_is_a_line_and_no_value(
+    text: str | None, framework: Framework, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    framework.no_plan = text
+    if text is None:
+        monkeypatch.setattr(binding_module, "PLAN_TIMEOUT_S", 0.01)
+        loading = "+[MLComputePlan loadContentsOfURL:configuration:completionHandler:]"
+        framework.answers.table[loading] = lambda _, url, config, handler: None
     assert handle().plan() is None
     assert "no compute plan for model.mlmodelc" in capsys.readouterr().err
-
-
-def test_a_plan_that_never_comes_is_no_plan(
-    framework: Framework, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(binding_module, "PLAN_TIMEOUT_S", 0.01)
-    loading = "+[MLComputePlan loadContentsOfURL:configuration:completionHandler:]"
-    framework.answers.table[loading] = lambda _, url, config, handler: None
-    assert handle().plan() is None and "no compute plan" in capsys.readouterr().err
 
 
 # --- the stand-in itself: each kind of wrong message is refused ------------------------------------------------------

@@ -5,81 +5,118 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.ane import inputs, pooling
-from engines.ane.inputs import InputRules
+from engines.ane import inputs, model
+from engines.ane.inputs import MASKED, InputRules
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Pooling
 from engines.runtime.batch import TokenBatch
 
 
-def batch(*rows: list[int]) -> TokenBatch:
-    ids = np.concatenate([np.asarray(row, np.int32) for row in rows]) if rows else np.zeros(0, np.int32)
-    cu = np.cumsum([0, *map(len, rows)]).astype(np.int32)
-    return TokenBatch(ids, cu)
+@pytest.mark.parametrize(
+    ("ids", "rules", "feeds"),
+    [
+        # Qwen's end token has the pad id and must stay attended.
+        ([5, 9, 0], InputRules(10, pad_id=0), {"input_ids": [5, 9, 0, 0, 0, 0], "attention_mask": [1, 1, 1, 0, 0, 0]}),
+        ([5], InputRules(10, pad_id=7), {"input_ids": [5, 7, 7, 7, 7, 7], "attention_mask": [1, 0, 0, 0, 0, 0]}),
+        (
+            [2, 5, 3, 6, 3],
+            InputRules(10, token_types=True, sep_id=3),
+            {
+                "input_ids": [2, 5, 3, 6, 3, 0],
+                "attention_mask": [1, 1, 1, 1, 1, 0],
+                "token_type_ids": [0, 0, 0, 1, 1, 0],
+            },
+        ),
+    ],
+    ids=["mask by length", "pad id", "types behind the first separator"],
+)
+def test_a_row_in_its_bucket(ids: list[int], rules: InputRules, feeds: dict[str, list[int]]) -> None:
+    found = inputs.single(np.array(ids, np.int32), 6, rules)
+    assert {name: value.tolist() for name, value in found.items()} == {name: [row] for name, row in feeds.items()}
+    assert {array.dtype for array in found.values()} == {np.dtype(np.int32)}
 
 
-def test_the_mask_follows_the_length_and_never_the_pad_id() -> None:
-    # Qwen's end token has the pad id and must stay attended.
-    feeds = inputs.single(np.array([5, 9, 0], np.int32), 6, InputRules(vocab=10, pad_id=0))
-    assert feeds["input_ids"].tolist() == [[5, 9, 0, 0, 0, 0]]
-    assert feeds["attention_mask"].tolist() == [[1, 1, 1, 0, 0, 0]]
-    assert {array.dtype for array in feeds.values()} == {np.dtype(np.int32)}
-
-
-def test_padding_uses_the_profile_s_pad_id() -> None:
-    feeds = inputs.single(np.array([5], np.int32), 3, InputRules(vocab=10, pad_id=7))
-    assert feeds["input_ids"].tolist() == [[5, 7, 7]]
-
-
-def test_token_types_turn_to_one_behind_the_first_separator() -> None:
-    rules = InputRules(vocab=10, token_types=True, sep_id=3)
-    feeds = inputs.single(np.array([2, 5, 3, 6, 3], np.int32), 7, rules)
-    assert feeds["token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 0, 0]]
+@pytest.mark.parametrize(
+    ("family", "kinds", "causal", "window"),
+    [
+        ("bert", [], False, None),
+        ("modernbert", ["full_attention", "sliding_attention"], False, 64),
+        ("modernbert", ["full_attention"], False, None),
+        ("qwen3", [], True, None),
+    ],
+)
+def test_rules_of_a_family(family: str, kinds: list[str], causal: bool, window: int | None) -> None:
+    config = {"vocab_size": 9, "layer_types": kinds, "local_attention": 128}
+    assert InputRules.of(family, config, pad_id=3) == InputRules(9, pad_id=3, causal=causal, window=window)
+    assert MASKED == -10_000.0, "what a built package holds, too"
 
 
 def test_a_packed_pass_carries_every_row_end_to_end() -> None:
-    rules = InputRules(vocab=20, pad_id=1, causal=True, window=4)
-    feeds = inputs.packed([np.array([5, 6], np.int32), np.array([7], np.int32)], 8, rules)
-    assert feeds["input_ids"].tolist() == [[5, 6, 7, 1, 1, 1, 1, 1]]
-    assert feeds["position_ids"].tolist() == [[0, 1, 0, 0, 0, 0, 0, 0]]
-    assert set(feeds) == {"input_ids", "position_ids", "attention_bias", "local_bias"}
+    rules = InputRules(vocab=20, pad_id=1, causal=True, window=1)
+    found = inputs.packed([np.array([5, 6, 8], np.int32), np.array([7], np.int32)], 8, rules)
+    assert found["input_ids"].tolist() == [[5, 6, 8, 7, 1, 1, 1, 1]]
+    assert found["position_ids"].dtype == np.int32
+    assert found["position_ids"].tolist() == [[0, 1, 2, 0, 0, 0, 0, 0]]
+    assert np.array_equal(found["attention_bias"], inputs.bias((3, 1), 8, causal=True))
+    assert np.array_equal(found["local_bias"], inputs.bias((3, 1), 8, causal=True, window=1))
 
 
-@pytest.mark.parametrize("rows", [[[10]], [[5, 2**31 - 1]]])
-def test_bad_ids_are_refused_before_the_framework_sees_them(rows: list[list[int]]) -> None:
+def reference_bias(lengths: list[int], width: int, causal: bool, window: int | None) -> np.ndarray:
+    """The rule said pair by pair."""
+    owner = [row for row, length in enumerate(lengths) for _ in range(length)]
+    owner += [-1] * (width - len(owner))
+    table = np.full((width, width), MASKED, np.float16)
+    for query in range(width):
+        for key in range(width):
+            same = owner[query] >= 0 and owner[query] == owner[key]
+            if same and (not causal or key <= query) and (window is None or abs(query - key) <= window):
+                table[query, key] = 0
+            if owner[query] < 0 and query == key:
+                table[query, key] = 0
+    return table[None, None]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 0, 3])
+@pytest.mark.parametrize("lengths", [[7], [3, 5, 1], [24], [1] * 24])
+def test_bias_follows_the_rule_pair_by_pair(lengths: list[int], causal: bool, window: int | None) -> None:
+    got = inputs.bias(tuple(lengths), 24, causal=causal, window=window)
+    assert got.dtype == np.float16 and np.isfinite(got).all()
+    assert np.array_equal(got, reference_bias(lengths, 24, causal, window))
+    assert not got.flags.writeable, "it is shared between requests"
+
+
+@pytest.mark.parametrize("rows", [[10], [5, 2**31 - 1]])
+def test_bad_ids_are_refused_before_the_framework_sees_them(rows: list[int]) -> None:
     with pytest.raises(EngineError) as refused:
-        inputs.check_ids(batch(*rows), 10)
+        inputs.check_ids(TokenBatch(np.array(rows, np.int32), np.array([0, len(rows)], np.int32)), 10)
     assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
 @pytest.mark.parametrize(("how", "expected"), [(Pooling.CLS, [1, 2]), (Pooling.LAST, [5, 8]), (Pooling.MEAN, [3, 5])])
 def test_pooling(how: Pooling, expected: list[float]) -> None:
-    states = np.array([[1, 2], [3, 5], [5, 8]], np.float32)
-    assert pooling.pool(states, how).tolist() == expected
+    assert model.pool(np.array([[1, 2], [3, 5], [5, 8]], np.float32), how).tolist() == expected
 
 
-def test_mean_does_not_depend_on_how_the_rows_lie_in_memory() -> None:
-    rng = np.random.default_rng(3)
-    states = rng.standard_normal((300, 64)).astype(np.float32)
+def test_mean_is_summed_in_float64_however_the_rows_lie_in_memory() -> None:
+    states = np.random.default_rng(3).standard_normal((300, 64)).astype(np.float32)
     wide = np.zeros((300, 96), np.float32)
     wide[:, :64] = states
-    assert np.array_equal(pooling.pool(states, Pooling.MEAN), pooling.pool(wide[:, :64], Pooling.MEAN))
+    exact = states.astype(np.float64).mean(axis=0).astype(np.float32)
+    assert np.array_equal(model.pool(states, Pooling.MEAN), exact)
+    assert np.array_equal(model.pool(wide[:, :64], Pooling.MEAN), exact)
 
 
 def test_normalisation_divides_by_the_norm_and_false_skips_it() -> None:
     rows = np.array([[3, 4], [0, 2]], np.float32)
-    assert pooling.finish(rows.copy(), normalize=False).tolist() == rows.tolist()
-    assert pooling.finish(rows.copy(), normalize=True).tolist() == [[np.float32(0.6), np.float32(0.8)], [0, 1]]
+    assert model.finish(rows.copy(), normalize=False).tolist() == rows.tolist()
+    assert model.finish(rows.copy(), normalize=True).tolist() == [[np.float32(0.6), np.float32(0.8)], [0, 1]]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_is_refused(bad: float) -> None:
-    with pytest.raises(EngineError) as refused:
-        pooling.finish(np.array([[1, 2], [bad, 1]], np.float32), normalize=True)
-    assert refused.value.code is ErrorCode.NONFINITE_OUTPUT and "row 1" in refused.value.msg
-
-
-def test_a_row_of_zeros_is_refused() -> None:
-    with pytest.raises(EngineError) as refused:
-        pooling.finish(np.zeros((1, 4), np.float32), normalize=True)
-    assert refused.value.code is ErrorCode.NONFINITE_OUTPUT and "zeros" in refused.value.msg
+@pytest.mark.parametrize(
+    ("row", "why"), [([np.nan, 1], "row 1 holds"), ([-np.inf, 1], "row 1 holds"), ([0, 0], "row 1 is all zeros")]
+)
+def test_a_row_that_is_not_a_vector_is_refused(row: list[float], why: str) -> None:
+    with pytest.raises(EngineError, match=why) as refused:
+        model.finish(np.array([[1, 2], row], np.float32), normalize=True)
+    assert refused.value.code is ErrorCode.NONFINITE_OUTPUT

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from engines.ane.backend import Source
 from engines.ane.build import prepare as tool
-from engines.ane.package import FunctionSpec, PackageSpec, read_spec
+from engines.ane.build.package import read_spec
+from engines.ane.signature import FunctionSpec
 from engines.bundle import manifest, preparation
 from engines.bundle.digest import tree_digest
 from engines.bundle.manifest import Bundle, BundleError
@@ -42,13 +43,13 @@ class CompiledBackend(ReferenceBackend):
     def os_build(self) -> str:
         return self.build
 
-    def specs(self, path: Path) -> PackageSpec | None:  # type: ignore[override]
-        return None
+    def specs(self, path: Path) -> dict[str, FunctionSpec]:
+        return {}
 
     def open(self, source: Source, *, units: str) -> ReferenceProgram:
         self.opened.append(source)
         assert source.path.suffix == ".mlmodelc" and units == "cpu_and_ne"
-        spec: FunctionSpec = read_spec(source.path).functions[source.function]
+        spec: FunctionSpec = read_spec(source.path)[source.function]
         return ReferenceProgram(source, spec)
 
 
@@ -68,16 +69,19 @@ def prepare(bundle: Bundle, cache: Path, backend: CompiledBackend | None = None)
 def load_prepared(bundle: Bundle, cache: Path, backend: CompiledBackend, **config: str) -> None:
     (artifact,) = bundle.artifacts("coreml")
     path, record = preparation.find(cache, artifact.digest)
+    load_from(bundle, path, record.compiled_digest, backend, **config)
+
+
+def load_from(bundle: Bundle, path: Path, digest: str, backend: CompiledBackend, **config: str) -> None:
     engine = ReferenceEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json")))
     engine._backend = backend
-    request = Load(
-        req_id="x",
-        artifact_path=str(path),
-        artifact_digest=record.compiled_digest,
-        format="mlmodelc",
-        runtime_config=config,
-    )
-    engine.load(request, progress=silent()).close()
+    engine.load(Load("x", str(path), digest, "mlmodelc", config), progress=silent()).close()
+
+
+def refusal(call: Callable[[], object]) -> ErrorCode:
+    with pytest.raises(EngineError) as refused:
+        call()
+    return refused.value.code
 
 
 @pytest.mark.parametrize("name", ["bert", "bert:macos14"])
@@ -116,34 +120,20 @@ def test_a_compiler_that_fails_leaves_no_staging(bundles: Bundles, tmp_path: Pat
     assert not list(tmp_path.rglob(".*.tmp")) and not list(tmp_path.rglob("compiled"))
 
 
-def test_preparing_twice_compiles_once(bundles: Bundles, tmp_path: Path) -> None:
-    bundle = bundles("bert")
-    prepare(bundle, tmp_path)
-    calls = []
-
-    def counted(package: Path) -> Path:
-        calls.append(package)
-        return compiler(package)
-
-    backend = CompiledBackend()
-    backend.build = "24B1"
-    tool.prepare(bundle.root, tmp_path, backend=backend, compiler=counted)
-    (artifact,) = bundle.artifacts("coreml")
-    assert calls == [] and preparation.find(tmp_path, artifact.digest)[1].os_build == "24B1"
-
-
-def refusal(call: Callable[[], object]) -> ErrorCode:
-    with pytest.raises(EngineError) as refused:
-        call()
-    return refused.value.code
-
-
-def test_an_os_update_makes_the_record_void(bundles: Bundles, tmp_path: Path) -> None:
+def test_an_os_update_makes_the_record_void_and_preparing_again_compiles_nothing(
+    bundles: Bundles, tmp_path: Path
+) -> None:
     bundle = bundles("bert")
     backend = prepare(bundle, tmp_path)
     backend.build = "24B1"
     assert refusal(lambda: load_prepared(bundle, tmp_path, backend)) is ErrorCode.SPECIALIZATION_MISSING
     load_prepared(bundle, tmp_path, backend, prepare="allow_cold")
+
+    def never(package: Path) -> Path:
+        raise AssertionError("compiled again")
+
+    tool.prepare(bundle.root, tmp_path, backend=backend, compiler=never)
+    load_prepared(bundle, tmp_path, backend)
 
 
 def test_an_interrupted_preparation_is_no_preparation(bundles: Bundles, tmp_path: Path) -> None:
@@ -163,49 +153,34 @@ def test_an_interrupted_preparation_is_no_preparation(bundles: Bundles, tmp_path
     load_prepared(bundle, tmp_path, backend)
 
 
-@pytest.mark.parametrize("damage", ["missing", "garbage", "other source", "unknown field", "path out", "no function"])
-def test_a_bad_record_is_refused(damage: str, bundles: Bundles, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (None, ErrorCode.SPECIALIZATION_MISSING),
+        ({"extra": 1}, ErrorCode.SPECIALIZATION_MISSING),
+        ({"source_digest": "sha256:" + "1" * 64}, ErrorCode.PACKAGE_DIGEST_MISMATCH),
+        ({"functions": {"s32": None}}, ErrorCode.ARTIFACT_INVALID),
+        ({"functions": {"s16": {"bundle": "../compiled/model.mlmodelc"}}}, ErrorCode.ARTIFACT_INVALID),
+    ],
+    ids=["missing", "unknown field", "other source", "no function", "path out"],
+)
+def test_a_bad_record_is_refused(damage: Any, code: ErrorCode, bundles: Bundles, tmp_path: Path) -> None:
     bundle = bundles("bert")
     backend = prepare(bundle, tmp_path)
-    (artifact,) = bundle.artifacts("coreml")
-    path, record = preparation.find(tmp_path, artifact.digest)
+    path, record = preparation.find(tmp_path, bundle.artifacts("coreml")[0].digest)
     file = path.parent / "preparation.json"
     document = json.loads(file.read_bytes())
-    if damage == "missing":
-        file.unlink()
-    elif damage == "garbage":
-        file.write_bytes(b"{")
-    else:
-        if damage == "other source":
-            document["source_digest"] = "sha256:" + "1" * 64
-        elif damage == "unknown field":
-            document["extra"] = 1
-        elif damage == "path out":
-            document["functions"]["s16"]["bundle"] = "../compiled/model.mlmodelc"
-        else:
-            del document["functions"]["s32"]
-        file.write_text(json.dumps(document))
-    engine = ReferenceEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json")))
-    engine._backend = backend
-    request = Load(req_id="x", artifact_path=str(path), artifact_digest=record.compiled_digest, format="mlmodelc")
+    file.unlink()
+    if damage is not None:
+        functions = document["functions"]
+        for name, change in damage.get("functions", {}).items():
+            functions = {**functions, name: {**functions[name], **(change or {})}}
+            if change is None:
+                del functions[name]
+        file.write_text(json.dumps({**document, **damage, "functions": functions}))
     backend.opened.clear()
-    code = refusal(lambda: engine.load(request, progress=silent()))
-    expected = {
-        "other source": ErrorCode.PACKAGE_DIGEST_MISMATCH,
-        "path out": ErrorCode.ARTIFACT_INVALID,
-        "no function": ErrorCode.ARTIFACT_INVALID,
-    }
-    assert code is expected.get(damage, ErrorCode.SPECIALIZATION_MISSING)
+    assert refusal(lambda: load_from(bundle, path, record.compiled_digest, backend)) is code
     assert backend.opened == []
-
-
-def test_a_changed_package_is_not_compiled(bundles: Bundles, tmp_path: Path) -> None:
-    bundle = bundles("bert")
-    copy = tmp_path / "bundle"
-    shutil.copytree(bundle.root, copy)
-    (copy / "model.mlpackage" / "extra").write_bytes(b"x")
-    with pytest.raises(BundleError, match="digest"):
-        tool.prepare(copy, tmp_path / "cache", backend=CompiledBackend(), compiler=compiler)
 
 
 def test_losing_the_race_adopts_the_winner(bundles: Bundles, tmp_path: Path) -> None:
@@ -223,16 +198,6 @@ def test_losing_the_race_adopts_the_winner(bundles: Bundles, tmp_path: Path) -> 
     assert not list(final.parent.glob(".*.tmp"))
 
 
-def test_only_old_staging_is_swept(tmp_path: Path) -> None:
-    for name, age in ((".compiled.a.tmp", 25), (".compiled.b.tmp", 23)):
-        (tmp_path / name).mkdir()
-        os.utime(tmp_path / name, (0, 1_000_000 - age * 3600))
-    (tmp_path / "compiled").mkdir()
-    os.utime(tmp_path / "compiled", (0, 0))
-    assert [path.name for path in tool.sweep(tmp_path, now=1_000_000)] == [".compiled.a.tmp"]
-    assert (tmp_path / "compiled").exists() and (tmp_path / ".compiled.b.tmp").exists()
-
-
 def test_off_a_mac_prepare_says_why(bundles: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from engines.ane.build import convert
 
@@ -241,11 +206,3 @@ def test_off_a_mac_prepare_says_why(bundles: Bundles, tmp_path: Path, capsys: py
     assert convert.main(["prepare", str(bundles("bert").root), "--cache", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert out == "" and "os_unsupported" in err
-
-
-def test_the_record_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    record = preparation.Preparation("sha256:" + "0" * 64, "sha256:" + "1" * 64, "24A1", {})
-    tool.write(tmp_path / "preparation.json", record)
-    tool.write(tmp_path / "preparation.json", msgspec.structs.replace(record, os_build="24A2"))
-    assert preparation.read(tmp_path / "preparation.json").os_build == "24A2"
-    assert [path.name for path in tmp_path.iterdir()] == ["preparation.json"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,13 +23,10 @@ from engines.protocol.messages import (
     AneEvictShape,
     EmbedBatch,
     Evicted,
-    Generate,
     Item,
     Phase,
     Pooling,
-    Rerank,
     RerankSequences,
-    Scores,
     Segment,
 )
 from tests.ane.make_goldens import GOLDENS, rows
@@ -108,42 +106,15 @@ def test_load_admit_embed_evict_over_the_socket(bundles: Bundles) -> None:
         assert client.ping().ane_resident_shapes is UNSET
 
 
-def test_rerank_sequences_over_the_socket(bundles: Bundles) -> None:
-    bundle = bundles("cross")
-    with worker(bundle, packed=None) as client:
-        assert client.hello.packed is UNSET
-        ref = load(client, bundle)
-        client.call(AneAdmitShape(req_id=client.next_id(), model_ref=ref, shape=64))
-        exchange = sequences(client, ref, rows("cross"))
-        assert isinstance(exchange.reply, Scores)
-        assert np.abs(exchange.floats - np.load(GOLDENS)["cross"][:, 0]).max() <= 0.05
-        assert embed(client, ref, [[5, 6]], Pooling.MEAN).code == "operation_mismatch"
-
-
-def test_every_refusal_leaves_the_same_process_answering(bundles: Bundles) -> None:
+def test_refusals_of_shapes_leave_the_same_process_answering(bundles: Bundles) -> None:
     bundle = bundles("bert")
     with worker(bundle) as client:
         ref = load(client, bundle)
-
-        def code(exchange: Exchange) -> str:
-            assert isinstance(client.ping().models_loaded, int)
-            return exchange.code
-
         good = [[5, 6, 7]]
-        assert code(embed(client, "ane:9", good, Pooling.MEAN)) == "model_not_loaded"
-        assert code(embed(client, ref, [[5, 128]], Pooling.MEAN)) == "invalid_request"
-        assert code(embed(client, ref, [[5, -1]], Pooling.MEAN)) == "invalid_request"
-        assert code(embed(client, ref, [list(range(5, 70))], Pooling.MEAN)) == "invalid_request"
-        assert code(embed(client, ref, good, Pooling.MEAN, 32)) == "unsupported_packed_width"
-        assert code(sequences(client, ref, good)) == "operation_mismatch"
-        assert code(client.load("/nowhere", "0" * 64, format="mlpackage")) == "config_invalid", "one model a worker"
-        assert code(client.call(AneAdmitShape(req_id="x", model_ref=ref, shape=48))) == "invalid_shape"
-        assert code(client.call(AneAdmitPacked(req_id="y", model_ref=ref, width=48))) == "unsupported_packed_width"
-        for foreign, raw in (
-            (Rerank(req_id="r", model_ref=ref, query_n_tokens=1, candidates=[Segment(n_tokens=1)]), [[5], [6]]),
-            (Generate(req_id="g", model_ref=ref, max_tokens=1), [[5]]),
-        ):
-            assert code(client.call(foreign, ids_bytes(raw))) == "unsupported_request"
+        assert embed(client, ref, good, Pooling.MEAN, 32).code == "unsupported_packed_width"
+        assert client.load("/nowhere", "0" * 64, format="mlpackage").code == "config_invalid", "one model a worker"
+        assert client.call(AneAdmitShape(req_id="x", model_ref=ref, shape=48)).code == "invalid_shape"
+        assert client.call(AneAdmitPacked(req_id="y", model_ref=ref, width=48)).code == "unsupported_packed_width"
         assert embed(client, ref, good, Pooling.MEAN).floats.shape == (1, 64)
 
 
@@ -183,39 +154,9 @@ def test_without_a_mac_hello_and_ping_work_and_load_is_a_typed_refusal(bundles: 
         assert refused.code == "backend_missing" and "os_unsupported" in refused.reply.msg  # type: ignore[attr-defined]
         assert client.load(bundle.path(artifact.path), artifact.digest, format="gguf").code == "artifact_invalid"
         assert client.load(bundle.path(artifact.path), "", format="coreml").code == "artifact_invalid"
-        # Raw frames of requests it can't serve are drained: the stream stays in step.
-        assert embed(client, "ane:0", [[5, 6, 7]], Pooling.MEAN).code == "model_not_loaded"
-        assert sequences(client, "ane:0", [[5, 6, 7]]).code == "model_not_loaded"
-        foreign = Rerank(req_id="r", model_ref="ane:0", query_n_tokens=1, candidates=[Segment(n_tokens=2)])
-        assert client.call(foreign, ids_bytes([[5], [6, 7]])).code == "unsupported_request"
         assert client.ping().models_loaded == 0
-
-
-def test_hello_and_ping_import_neither_numpy_nor_the_framework(bundles: Bundles) -> None:
-    code = (
-        "import sys\n"
-        "from engines.ane.__main__ import main\n"
-        "from engines.ane.engine import AneEngine\n"
-        "from engines.runtime.engine import WorkerOptions\n"
-        "from pathlib import Path\n"
-        f"engine = AneEngine(WorkerOptions(device='ane', manifest=Path({str(bundles('bert').root)!r}), packed=(64,)))\n"
-        "assert engine.identity().packed.widths == [64]\n"
-        "heavy = {'numpy', 'coremltools', 'CoreML', 'objc', 'torch'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-
-
-@pytest.mark.skipif(ON_MAC, reason="a Mac's verdict is its own")
-def test_probe_floor_is_one_line_and_exit_2() -> None:
-    import json
-
     run = subprocess.run([*PRODUCTION, "--probe-floor"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 2 and run.stdout.count("\n") == 1 and len(run.stdout) <= 4096
-    verdict = json.loads(run.stdout)
-    assert verdict["status"] == "refused" and verdict["code"] == "os_unsupported"
-    assert set(verdict) == {"status", "code", "required", "observed"}
+    assert run.returncode == 2 and json.loads(run.stdout)["code"] == "os_unsupported"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +172,7 @@ def test_probe_floor_is_one_line_and_exit_2() -> None:
 def test_floor_codes(system: str, version: str, machine: str, code: str) -> None:
     if ON_MAC and code == "bindings_missing":
         pytest.skip("they may be installed here")
-    from engines.ane.floor import floor
+    from engines.ane.coreml import floor
 
     assert floor(system, version, machine) == code
 

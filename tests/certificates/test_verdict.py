@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.ane import placement as ane_placement
+from engines.ane import compute_plan as ane_plan
 from engines.ane.build.plan import counted
 from engines.ane.compute_plan import Device, Operation, PlanView
 from engines.ane.compute_plan import Function as PlanFunction
@@ -344,7 +344,7 @@ def planned(ane: int) -> dict[str, Any]:
     operations += [Operation("const", Device.UNKNOWN) for _ in range(30)]
     plan = PlanView("program", {"main": PlanFunction(("input_ids", "attention_mask"), tuple(operations))})
     told = Function(name="s128", kind="bucket", tokens=128, **counted(plan))
-    share = ane_placement.share(plan)
+    share = ane_plan.share(plan)
     assert figures.share_of(told) == share
     return {"share": share, "functions": [told]}
 

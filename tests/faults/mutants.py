@@ -68,6 +68,9 @@ TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "engines.runtime.progress": ("tests/runtime/test_progress.py",),
     "engines.runtime.transport": ("tests/runtime/test_transport.py", "tests/runtime/test_faults.py"),
     "engines.runtime.worker": ("tests/runtime/test_worker.py",),
+    "engines.ane.inputs": ("tests/ane/test_inputs.py",),
+    "engines.ane.shapes": ("tests/ane/test_shapes.py",),
+    "engines.ane.compute_plan": ("tests/ane/test_compute_plan.py", "tests/ane/test_binding.py"),
 }
 """Module -> its own tests."""
 

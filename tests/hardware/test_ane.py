@@ -26,7 +26,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.ane import REVISION, inputs, placement
+from engines.ane import REVISION, inputs
+from engines.ane import compute_plan as placement
 from engines.ane.artifact import sources
 from engines.ane.backend import HINTS, Source
 from engines.ane.build.plan import counted

@@ -14,18 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.ane import inputs, placement
+from engines.ane import compute_plan, inputs
 from engines.ane.artifact import sources
 from engines.ane.backend import Source
 from engines.ane.binding import Handle
 from engines.ane.build.prepare import prepare
 from engines.ane.compute_plan import Device
-from engines.ane.coreml import MULTI_FUNCTION_MACOS, CoreML
+from engines.ane.coreml import MULTI_FUNCTION_MACOS, CoreML, mac_version
 from engines.ane.engine import AneEngine
-from engines.ane.floor import mac_version
 from engines.ane.inputs import InputRules
 from engines.ane.model import AneModel
-from engines.ane.package import FunctionSpec
+from engines.ane.signature import FunctionSpec
 from engines.bundle import preparation
 from engines.bundle.manifest import Bundle
 from engines.checkpoint.read import Checkpoint
@@ -151,10 +150,10 @@ def test_a_plan_has_the_function_alone_everything_on_the_cpu_and_every_value_s_o
         assert set(function.inputs) == set(spec.inputs) and set(function.outputs) == set(spec.outputs)
         operations = list(function.walk())
         assert {one.preferred for one in operations} <= {Device.CPU, Device.UNKNOWN}
-        assert placement.share(plan, source.function) == 0.0
+        assert compute_plan.share(plan, source.function) == 0.0
         known = {*function.inputs, *(made for one in operations for made in one.outputs)}
         assert all(one.inputs and known.issuperset(one.inputs) for one in operations if not one.is_const), name
-        stages = {stage for _, stage in placement.stages(function)}
+        stages = {stage for _, stage in compute_plan.stages(function)}
         assert "token_embedding" in stages and ("mask_position" in stages or name.startswith("packed"))
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from engines.ane.build.convert import build
-from engines.ane.package import Target
-from engines.ane.shapes import Key
+from engines.ane.build.package import Target
+from engines.ane.signature import Key
 from engines.bundle import manifest
 from engines.bundle.manifest import Artifact, Bundle, Manifest
 from engines.checkpoint.read import Checkpoint

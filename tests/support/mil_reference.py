@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from engines.ane.backend import Source
-from engines.ane.package import FunctionSpec, PackageSpec, load_proto, read_spec
+from engines.ane.build.package import load_proto, read_spec
+from engines.ane.signature import FunctionSpec
 
 ENGINE = "ane-reference"
 Env = dict[Any, Any]
@@ -155,7 +156,6 @@ def _matmul(f: Function, op: Any, value: Callable[..., Any]) -> np.ndarray:
 _RULES: dict[str, Callable[[Function, Any, Callable[..., Any]], Any]] = {
     "conv": _conv,
     "matmul": _matmul,
-    "linear": lambda f, op, v: _wide(v("x")) @ f.weight(op, v("weight")).T + _wide(v("bias", 0.0)),
     "softmax": lambda f, op, v: _softmax(v("x"), int(v("axis"))),
     "layer_norm": lambda f, op, v: _layer_norm(v("x"), v("axes"), v("gamma"), v("beta"), v("epsilon")),
     "gelu": lambda f, op, v: _gelu(v("x")),
@@ -218,8 +218,8 @@ class ReferenceBackend:
     def os_build(self) -> str:
         return f"none-{os.name}"
 
-    def specs(self, path: Path) -> PackageSpec:
+    def specs(self, path: Path) -> dict[str, FunctionSpec]:
         return read_spec(path)
 
     def open(self, source: Source, *, units: str) -> ReferenceProgram:
-        return ReferenceProgram(source, read_spec(source.path).functions[source.function])
+        return ReferenceProgram(source, read_spec(source.path)[source.function])

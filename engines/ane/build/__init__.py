@@ -1,5 +1,7 @@
-"""Core ML packages from a checkpoint, prepared on the machine that will run them; nothing of it runs in a worker.
+"""What makes Core ML artifacts: a checkpoint becomes a package, and on a Mac a package becomes a compiled bundle.
 
-`graph` writes the functions, `convert` the package, `prepare` compiles it at a stable path and pays its first load,
-`plan` prints where Core ML would run each operation. Start with `convert.py`.
+It runs as a tool (``python -m engines.ane build|prepare|plan``) and writes what the worker next door loads.
+It must not know the worker's engine or its model: files are all that passes between them.
+Nothing here is imported for HELLO, LOAD or a request.
+Open convert.py first: it holds the command line and the steps of a build; graph.py writes the networks.
 """

@@ -1,9 +1,7 @@
-"""``python -m engines.ane build CHECKPOINT OUT`` and ``prepare BUNDLE``: JSON progress lines on stdout, errors on
-stderr.
+"""``python -m engines.ane build CHECKPOINT OUT``, ``prepare BUNDLE``, ``plan ARTIFACT``: JSON lines on stdout.
 
 ``build`` runs anywhere: a checkpoint becomes one Core ML artifact with a function per bucket and packed width, straight
-from the weights (no torch). ``prepare`` runs on a Mac: see :mod:`engines.ane.build.prepare`. Exit 0 done, 1 failed, 2
-usage.
+from the weights (no torch). The other two run on a Mac. Errors go to stderr. Exit 0 done, 1 failed, 2 usage.
 """
 
 from __future__ import annotations
@@ -14,87 +12,54 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from engines.ane import REVISION, package, shapes
-from engines.ane.build import graph
-from engines.ane.package import MAIN, Target
-from engines.ane.shapes import Key
+from engines.ane import REVISION
+from engines.ane.artifact import MAIN, SUFFIX
+from engines.ane.build import graph, package
+from engines.ane.build.package import Target
+from engines.ane.build.plan import plan
+from engines.ane.build.prepare import prepare
+from engines.ane.signature import HIDDEN, SCORE, Key, check_signature, expected
 from engines.bundle.digest import tree_digest
 from engines.checkpoint import program
 from engines.checkpoint.read import Checkpoint
 
 BUCKETS: Final = (128, 256, 512)
 PACKED: Final = (128, 256)
-OPERATORS: Final = frozenset(
-    {"add", "cast", "concat", "const", "conv", "expand_dims", "gather", "gelu", "layer_norm", "matmul", "mul"}
-    | {"real_div", "reduce_sum", "reshape", "silu", "slice_by_index", "slice_by_size", "softmax", "split", "squeeze"}
-    | {"sub", "tanh", "transpose"}
-)
-"""What a package of ours may consist of. A conversion pass that brings anything else changed the graph: refuse it."""
-
-Progress = Callable[[str, int, int], None]
-
-
-def function_name(key: Key) -> str:
-    """Return the manifest's name of a function: ``s128``, ``packed256``."""
-    return f"s{key.tokens}" if key.kind == "shape" else f"packed{key.tokens}"
-
-
-def default_keys(checkpoint: Checkpoint) -> list[Key]:
-    """Return the usual ladder cut to the model's positions, and for embedders the usual packed widths."""
-    positions = checkpoint.config["max_position_embeddings"]
-    keys = [Key("shape", bucket) for bucket in BUCKETS if bucket <= positions] or [Key("shape", positions)]
-    return keys + ([Key("packed", width) for width in PACKED] if checkpoint.task == "embed" else [])
 
 
 def build(
     checkpoint: Checkpoint,
     out: Path,
     *,
-    keys: Sequence[Key] | None = None,
+    keys: Sequence[Key],
     target: Target = "macos15",
-    progress: Progress = lambda stage, done, total: None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> dict[str, Any]:
     """Build one artifact at *out* (which must not exist) and return its manifest entry.
 
     Raises ValueError for an impossible bucket or weight, BundleError for the checkpoint, EngineError when a gate fails:
-    signature, operator set and finite constants are checked on what was written, not on what was meant.
+    the signatures are checked on what was written, not on what was meant.
     """
     if checkpoint.task == "generate" or checkpoint.family == "llama":
         raise ValueError(f"{checkpoint.family} for {checkpoint.task} can't be built: Core ML serves encoders only")
     if checkpoint.family == "qwen3" and checkpoint.task == "rerank":
         raise ValueError("a Qwen3 reranker can't be built: its yes/no readout is not part of this engine")
-    if target == "macos15" and out.suffix != package.SUFFIX:
-        raise ValueError(f"{out.name}: a multi-function package must be named *{package.SUFFIX}")
-    keys = list(default_keys(checkpoint) if keys is None else keys)
+    if target == "macos15" and out.suffix != SUFFIX:
+        raise ValueError(f"{out.name}: a multi-function package must be named *{SUFFIX}")
     if len(set(keys)) != len(keys) or not any(key.kind == "shape" for key in keys):
         raise ValueError("buckets and packed widths must be distinct, with at least one bucket")
-    names = {function_name(key): key for key in keys}
+    names = {f"{'s' if key.kind == 'shape' else 'packed'}{key.tokens}": key for key in keys}
     arch = graph.Arch.of(checkpoint)
-    opset = package.opset(target)
-
-    def maker(key: Key) -> Callable[[], Any]:
-        return lambda: graph.function(checkpoint, width=key.tokens, packed=key.kind == "packed", opset=opset)
-
-    done = 0
-
-    def one(name: str) -> None:
-        nonlocal done
-        done += 1
-        progress("convert", done, len(names))
-
+    makers = {name: partial(graph.function, checkpoint, key) for name, key in names.items()}
     with _quiet():
-        package.save(
-            {name: maker(key) for name, key in names.items()},
-            out,
-            target=target,
-            metadata=_metadata(checkpoint, keys, target),
-            done=one,
-        )
+        metadata = _metadata(checkpoint, keys, target)
+        package.save(makers, out, target=target, metadata=metadata, done=partial(progress, "convert"))
         _gates(out, names, arch, target)
-    digest = tree_digest(out, lambda done, total: progress("digest", done, total))
+    digest = tree_digest(out, partial(progress, "digest"))
     return {
         "format": "coreml",
         "path": out.name,
@@ -105,8 +70,7 @@ def build(
         "dtype": "f16",
         "layers": arch.layers,
         "functions": [
-            {"name": name, "bucket" if key.kind == "shape" else "packed_width": key.tokens}
-            for name, key in names.items()
+            {"name": n, "bucket" if k.kind == "shape" else "packed_width": k.tokens} for n, k in names.items()
         ],
     }
 
@@ -121,7 +85,7 @@ def _metadata(checkpoint: Checkpoint, keys: Sequence[Key], target: Target) -> di
         "synapse.packed_width": ",".join(str(key.tokens) for key in keys if key.kind == "packed"),
         "synapse.frontend": "mil-builder",
         "synapse.graph_revision": REVISION,
-        "synapse.output_name": graph.HIDDEN if checkpoint.task == "embed" else graph.SCORE,
+        "synapse.output_name": HIDDEN if checkpoint.task == "embed" else SCORE,
         "synapse.torch_version": "none",
         "synapse.transformers_version": "none",
         "synapse.coremltools_version": str(coremltools.__version__),
@@ -132,14 +96,11 @@ def _metadata(checkpoint: Checkpoint, keys: Sequence[Key], target: Target) -> di
 def _gates(out: Path, names: dict[str, Key], arch: graph.Arch, target: Target) -> None:
     """Read the artifact back and refuse anything that isn't what was asked for."""
     for name, key in names.items():
-        path, inner = (out, name) if target == "macos15" else (out / f"{name}{package.SUFFIX}", MAIN)
-        found = package.read_spec(path).functions
+        path, inner = (out, name) if target == "macos15" else (out / f"{name}{SUFFIX}", MAIN)
+        found = package.read_spec(path)
         if inner not in found:
             raise ValueError(f"gate: {path.name} has no function {inner!r}")
-        shapes.check_signature(name, found[inner], shapes.expected(key, arch.rules, task=arch.task, hidden=arch.hidden))
-        alien = package.operators(path, inner) - OPERATORS
-        if alien:
-            raise ValueError(f"gate: function {name} contains {sorted(alien)}, which this builder never writes")
+        check_signature(name, found[inner], expected(key, arch.rules, task=arch.task, hidden=arch.hidden))
 
 
 @contextmanager
@@ -178,12 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def make() -> dict[str, Any]:
         if args.verb == "prepare":
-            from engines.ane.build.prepare import prepare
-
             return prepare(args.bundle, args.cache, progress=_report)
         if args.verb == "plan":
-            from engines.ane.build.plan import plan
-
             return plan(args.artifact, args.manifest, progress=_report)
         checkpoint = Checkpoint.open(args.checkpoint, task=args.task)
         keys = _keys(checkpoint, args.buckets, args.packed)
@@ -192,12 +149,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return program.run("build", make, missing="install the extra 'ane'")
 
 
-def _keys(checkpoint: Checkpoint, buckets: tuple[int, ...] | None, packed: tuple[int, ...] | None) -> list[Key]:
-    usual = default_keys(checkpoint)
-    chosen = [key for key in usual if key.kind == "shape"] if buckets is None else [Key("shape", n) for n in buckets]
+def _keys(checkpoint: Checkpoint, buckets: Sequence[int] | None, packed: Sequence[int] | None) -> list[Key]:
+    """Return the functions to build: by default the usual ladder cut to the model's positions, packed for embedders."""
+    if buckets is None:
+        positions = checkpoint.config["max_position_embeddings"]
+        buckets = [bucket for bucket in BUCKETS if bucket <= positions] or [positions]
     if packed is None:
-        return chosen + [key for key in usual if key.kind == "packed"]
-    return chosen + [Key("packed", width) for width in packed if width]
+        packed = PACKED if checkpoint.task == "embed" else ()
+    return [Key("shape", bucket) for bucket in buckets] + [Key("packed", width) for width in packed if width]
 
 
 def _sizes(text: str) -> tuple[int, ...]:

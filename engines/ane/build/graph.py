@@ -10,7 +10,7 @@ and spread over its cores; reshapes and transposes of the sequence cost copies. 
 builder: whether a head-by-head split still pays on today's chips.
 
 Numbers. Everything is fp16 as written here, so the saved program is this graph and nothing a precision pass made of it.
-The query scale is folded into the query weights in fp32. Masks are finite (:data:`engines.ane.packing.MASKED`). A layer
+The query scale is folded into the query weights in fp32. Masks are finite (:data:`engines.ane.inputs.MASKED`). A layer
 norm's epsilon is at least 1e-7: 1e-12 is zero in fp16. RMS norm is a layer norm of ``[x, -x]``: that has mean 0 and
 variance mean(x^2), and no square of a large activation ever stands in fp16.
 
@@ -21,13 +21,11 @@ packed functions read the very same fp16 values (ane.md 3.1, the rounding trap).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.ane.inputs import InputRules
-from engines.ane.packing import MASKED
-from engines.ane.shapes import Key, expected
+from engines.ane.inputs import MASKED, InputRules
+from engines.ane.signature import HIDDEN, SCORE, Key, expected
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
     F32 = npt.NDArray[np.float32]
 
 MIN_EPSILON: Final = 1e-7
-HIDDEN: Final = "last_hidden_state"
-SCORE: Final = "score"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +50,20 @@ class Arch:
     kv_heads: int
     head_dim: int
     epsilon: float
-    vocab: int
     positions: int
-    causal: bool = False
-    window: int | None = None
-    """Half-width of the local layers' window in tokens, None where every layer is global."""
+    rules: InputRules
     local_layers: frozenset[int] = frozenset()
-    theta: float | None = None
-    local_theta: float | None = None
-    token_types: bool = False
+    """Those with an attention window; every other layer is global."""
+    theta: float = 0.0
+    local_theta: float = 0.0
     mean_pooled: bool = False
     """A ModernBERT reranker's head reads the mean over real positions, not the first state."""
-
-    @property
-    def rules(self) -> InputRules:
-        """What rows of this model must look like."""
-        return InputRules(self.vocab, token_types=self.token_types, causal=self.causal, window=self.window)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Arch:
         """Read the architecture of an encoder checkpoint (bert, modernbert, qwen3 embedding)."""
         c = checkpoint.config
+        token_types = checkpoint.family == "bert" and checkpoint.task == "rerank" and c["type_vocab_size"] > 1
         common: dict[str, Any] = {
             "family": checkpoint.family,
             "task": checkpoint.task,
@@ -83,43 +72,39 @@ class Arch:
             "heads": c["num_attention_heads"],
             "kv_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
             "head_dim": c["head_dim"],
-            "vocab": c["vocab_size"],
             "positions": c["max_position_embeddings"],
+            "rules": InputRules.of(checkpoint.family, c, token_types=token_types),
         }
         if checkpoint.family == "bert":
-            rerank = checkpoint.task == "rerank"
-            return cls(**common, epsilon=c["layer_norm_eps"], token_types=rerank and c["type_vocab_size"] > 1)
+            return cls(**common, epsilon=c["layer_norm_eps"])
         if checkpoint.family == "modernbert":
             local = frozenset(n for n, kind in enumerate(c["layer_types"]) if kind == "sliding_attention")
             return cls(
                 **common,
                 epsilon=c["norm_eps"],
-                window=int(c["local_attention"]) // 2 if local else None,
                 local_layers=local,
                 theta=c["global_rope_theta"],
                 local_theta=c["local_rope_theta"],
                 mean_pooled=c["classifier_pooling"] == "mean",
             )
-        return cls(**common, epsilon=c["rms_norm_eps"], causal=True, theta=c["rope_theta"])
+        return cls(**common, epsilon=c["rms_norm_eps"], theta=c["rope_theta"])
 
 
 class _Graph:
-    """One function under construction. Weights come from *get* (canonical name -> fp32) and leave as fp16 constants."""
+    """One function under construction. Weights come as fp32 by their canonical names and leave as fp16 constants."""
 
-    def __init__(self, arch: Arch, get: Callable[[str], F32], has: Callable[[str], bool], width: int) -> None:
+    def __init__(self, arch: Arch, checkpoint: Checkpoint, width: int) -> None:
         import numpy as np
         from coremltools.converters.mil.mil import Builder
 
         self.np, self.mb = np, Builder
-        self.arch, self.get, self.has, self.width = arch, get, has, width
+        self.arch, self.get, self.tensors, self.width = arch, checkpoint.f32, checkpoint.tensors, width
 
     def half(self, array: Any) -> Any:
         with self.np.errstate(over="ignore"):
             value = self.np.ascontiguousarray(array, self.np.float16)
         if not self.np.isfinite(value).all():
-            raise ValueError(
-                "a weight doesn't fit fp16 (largest 65,504) or isn't finite: this checkpoint can't be built"
-            )
+            raise ValueError("a weight isn't finite in fp16 (largest 65,504): this checkpoint can't be built")
         return value
 
     def linear(self, x: Any, weight: F32, bias: F32 | None) -> Any:
@@ -131,27 +116,20 @@ class _Graph:
         return self.linear(x, self.get(f"{name}.weight"), self.bias(f"{name}.bias"))
 
     def bias(self, name: str) -> F32 | None:
-        return self.get(name) if self.has(name) else None
+        return self.get(name) if name in self.tensors else None
 
-    def layer_norm(self, x: Any, name: str, axis: int = 1) -> Any:
-        extra = {"beta": self.half(self.get(f"{name}.bias"))} if self.has(f"{name}.bias") else {}
-        return self.mb.layer_norm(
-            x=x,
-            axes=[axis],
-            gamma=self.half(self.get(f"{name}.weight")),
-            epsilon=self.np.float16(max(self.arch.epsilon, MIN_EPSILON)),
-            **extra,
-        )
+    def layer_norm(self, x: Any, name: str) -> Any:
+        return self.normed(x, self.get(f"{name}.weight"), self.bias(f"{name}.bias"))
+
+    def normed(self, x: Any, weight: F32, bias: F32 | None = None, axis: int = 1) -> Any:
+        extra = {} if bias is None else {"beta": self.half(bias)}
+        epsilon = self.np.float16(max(self.arch.epsilon, MIN_EPSILON))
+        return self.mb.layer_norm(x=x, axes=[axis], gamma=self.half(weight), epsilon=epsilon, **extra)
 
     def rms_norm(self, x: Any, weight: F32, axis: int = 1) -> Any:
         mb, np = self.mb, self.np
         doubled = mb.concat(values=[x, mb.mul(x=x, y=np.float16(-1))], axis=axis)
-        normed = mb.layer_norm(
-            x=doubled,
-            axes=[axis],
-            gamma=self.half(np.concatenate([weight, weight])),
-            epsilon=np.float16(max(self.arch.epsilon, MIN_EPSILON)),
-        )
+        normed = self.normed(doubled, np.concatenate([weight, weight]), axis=axis)
         return mb.split(x=normed, num_splits=2, axis=axis)[0]
 
     def lookup(self, table: F32, ids: Any) -> Any:
@@ -180,13 +158,9 @@ class _Graph:
         """Rotate halves of the head axis; *x* [1, heads, head_dim, S]."""
         mb, (cos, sin) = self.mb, tables
         first, second = mb.split(x=x, num_splits=2, axis=2)
-        return mb.concat(
-            values=[
-                mb.sub(x=mb.mul(x=first, y=cos), y=mb.mul(x=second, y=sin)),
-                mb.add(x=mb.mul(x=second, y=cos), y=mb.mul(x=first, y=sin)),
-            ],
-            axis=2,
-        )
+        turned = mb.sub(x=mb.mul(x=first, y=cos), y=mb.mul(x=second, y=sin))
+        other = mb.add(x=mb.mul(x=second, y=cos), y=mb.mul(x=first, y=sin))
+        return mb.concat(values=[turned, other], axis=2)
 
     def heads(self, x: Any, count: int) -> Any:
         """[1, count * head_dim, 1, S] -> [1, count, head_dim, S]."""
@@ -208,20 +182,18 @@ class _Graph:
         joined = mb.concat(values=outs, axis=1) if len(outs) > 1 else outs[0]
         return mb.reshape(x=joined, shape=[1, arch.heads * arch.head_dim, 1, self.width])
 
-    # --- families ----------------------------------------------------------------------------------------------------
-
     def bert(self, inputs: Any, bias: Any, local: Any) -> Any:
         mb, arch, get = self.mb, self.arch, self.get
         positions = get("embeddings.position_embeddings.weight")[: self.width]
         types = get("embeddings.token_type_embeddings.weight")
         words = self.lookup(get("embeddings.word_embeddings.weight"), inputs["input_ids"])
-        if not arch.token_types:
+        if not arch.rules.token_types:
             positions = positions + types[0]
         if "position_ids" in inputs:
             words = mb.add(x=words, y=self.lookup(positions, inputs["position_ids"]))
         else:
             words = mb.add(x=words, y=self.half(positions[None]))
-        if arch.token_types:
+        if arch.rules.token_types:
             words = mb.add(x=words, y=self.lookup(types, inputs["token_type_ids"]))
         x = self.layer_norm(self.channels_first(words), "embeddings.LayerNorm")
         scale = 1.0 / math.sqrt(arch.head_dim)
@@ -242,20 +214,14 @@ class _Graph:
         words = self.lookup(get("embeddings.tok_embeddings.weight"), inputs["input_ids"])
         x = self.layer_norm(self.channels_first(words), "embeddings.norm")
         position_ids = inputs.get("position_ids")
-        tables = {
-            False: self.rotary(arch.theta or 0.0, position_ids),
-            True: self.rotary(arch.local_theta or 0.0, position_ids),
-        }
+        tables = {False: self.rotary(arch.theta, position_ids), True: self.rotary(arch.local_theta, position_ids)}
         scale = np.repeat(np.float32([1.0 / math.sqrt(arch.head_dim), 1.0, 1.0]), arch.hidden)
         for n in range(arch.layers):
             layer, near = f"layers.{n}", n in arch.local_layers
             normed = x if n == 0 else self.layer_norm(x, f"{layer}.attn_norm")
             stacked = self.bias(f"{layer}.attn.Wqkv.bias")
-            qkv = self.linear(
-                normed,
-                get(f"{layer}.attn.Wqkv.weight") * scale[:, None],
-                None if stacked is None else stacked * scale,
-            )
+            weight = get(f"{layer}.attn.Wqkv.weight") * scale[:, None]
+            qkv = self.linear(normed, weight, None if stacked is None else stacked * scale)
             query, key, value = (self.heads(part, arch.heads) for part in mb.split(x=qkv, num_splits=3, axis=1))
             mixed = self.attend(
                 self.rotate(query, tables[near]), self.rotate(key, tables[near]), value, local if near else bias
@@ -269,7 +235,7 @@ class _Graph:
     def qwen3(self, inputs: Any, bias: Any, local: Any) -> Any:
         mb, arch, get = self.mb, self.arch, self.get
         x = self.channels_first(self.lookup(get("embed_tokens.weight"), inputs["input_ids"]))
-        tables = self.rotary(arch.theta or 0.0, inputs.get("position_ids"))
+        tables = self.rotary(arch.theta, inputs.get("position_ids"))
         scale = 1.0 / math.sqrt(arch.head_dim)
         for n in range(arch.layers):
             layer = f"layers.{n}"
@@ -287,8 +253,6 @@ class _Graph:
             x = mb.add(x=x, y=self.dense(inner, f"{layer}.mlp.down_proj"))
         return self.rms_norm(x, get("norm.weight"))
 
-    # --- ends --------------------------------------------------------------------------------------------------------
-
     def key_mask(self, mask: Any) -> Any:
         """int32 [1, S] of 1 and 0 -> fp16 [1, 1, 1, S] of 0 and -10,000."""
         mb, np = self.mb, self.np
@@ -300,7 +264,7 @@ class _Graph:
         np = self.np
         place = np.arange(self.width)
         allowed = np.ones((self.width, self.width), bool)
-        if self.arch.causal:
+        if self.arch.rules.causal:
             allowed &= place[None, :] <= place[:, None]
         if window is not None:
             allowed &= np.abs(place[:, None] - place[None, :]) <= window
@@ -325,32 +289,33 @@ class _Graph:
         return mb.reshape(x=self.dense(pooled, "classifier"), shape=[1], name=SCORE)
 
 
-def function(checkpoint: Checkpoint, *, width: int, packed: bool, opset: Any) -> Any:
-    """Return the MIL function of one bucket (*packed* False) or one packed width, in tokens.
+def function(checkpoint: Checkpoint, key: Key, opset: Any) -> Any:
+    """Return the MIL function of one bucket or one packed width.
 
-    Inputs and output as :mod:`engines.ane.inputs` and :data:`HIDDEN` / :data:`SCORE` say. Raises ValueError for a
-    packed reranker or a width above the position table.
+    Its inputs and output are those of :func:`engines.ane.signature.expected`. Raises ValueError for a packed reranker
+    or a bucket above the position table.
     """
     from coremltools.converters.mil.mil import Builder, Function, types
 
     arch = Arch.of(checkpoint)
+    packed, width = key.kind == "packed", key.tokens
     if packed and arch.task != "embed":
         raise ValueError("packed functions exist for embedding models only")
     if width > arch.positions and not packed:
         raise ValueError(f"bucket {width} is above the model's {arch.positions} positions")
-    spec = expected(Key("packed" if packed else "shape", width), arch.rules, task=arch.task, hidden=arch.hidden)
+    spec = expected(key, arch.rules, task=arch.task, hidden=arch.hidden)
     dtypes = {"int32": types.int32, "float16": types.fp16}
     placeholders = {
         name: Builder.placeholder(shape=one.shape, dtype=dtypes[one.dtype]) for name, one in spec.inputs.items()
     }
-    graph = _Graph(arch, checkpoint.f32, lambda name: name in checkpoint.tensors, width)
+    graph = _Graph(arch, checkpoint, width)
     with Function(placeholders, opset_version=opset) as built:
         inputs = built.inputs
         if packed:
             bias, local = inputs["attention_bias"], inputs.get("local_bias")
         else:
             bias = graph.key_mask(inputs["attention_mask"])
-            near = graph.forbidden(arch.window) if arch.window is not None else None
+            near = graph.forbidden(arch.rules.window) if arch.rules.window is not None else None
             local = bias if near is None else Builder.add(x=bias, y=near)
             far = graph.forbidden(None)
             bias = bias if far is None else Builder.add(x=bias, y=far)

@@ -15,16 +15,12 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from engines.ane import artifact as files
-from engines.ane.compute_plan import Device
-from engines.ane.placement import CPU_ALLOWED, main_function, stages
+from engines.ane.compute_plan import CPU_ALLOWED, Device, main_function, stages
+from engines.ane.coreml import CoreML
 from engines.bundle import manifest
-from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
-    from engines.ane.backend import Backend
     from engines.ane.compute_plan import PlanView
-
-Report = Callable[[str, int, int], None]
 
 
 def counted(plan: PlanView | None, name: str | None = None) -> dict[str, Any]:
@@ -46,26 +42,17 @@ def counted(plan: PlanView | None, name: str | None = None) -> dict[str, Any]:
     return {"operations": operations, "cost": cost, "ops_sha256": digest}
 
 
-def plan(path: Path, manifest_path: Path, *, backend: Backend | None = None, progress: Report) -> dict[str, Any]:
-    """Return the result line for the artifact at *path* (what LOAD names) of the bundle's manifest.
+def plan(path: Path, manifest_path: Path, *, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+    """Return the result line for the compiled artifact at *path* (what LOAD names) of the bundle's manifest.
 
     EngineError backend_missing off a Mac, and what finding and loading a function raises.
     """
-    if backend is None:
-        from engines.ane.coreml import CoreML
-
-        backend = CoreML()
+    backend = CoreML()
     backend.require()
-    bundle = manifest.read(manifest_path)
-    artifacts = [artifact for artifact in bundle.manifest.artifacts if artifact.format == "coreml"]
-    record = None
-    if not backend.reads_packages:
-        digests = [artifact.digest for artifact in artifacts]
-        record = files.prepared(path, source_digests=digests, os_build=backend.os_build(), allow_cold=True)
-        artifacts = [a for a in artifacts if a.digest == record.source_digest]
-    if not artifacts or artifacts[0].functions is UNSET:
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{manifest_path}: no coreml artifact with functions")
-    functions = artifacts[0].functions
+    artifacts = {artifact.digest: artifact for artifact in manifest.read(manifest_path).artifacts("coreml")}
+    record = files.prepared(path, source_digests=artifacts, os_build=backend.os_build(), allow_cold=True)
+    functions = artifacts[record.source_digest].functions
+    assert functions is not UNSET, "the manifest's check"
     found = files.sources(path, [function.name for function in functions], backend, record)
     rows = []
     for done, function in enumerate(functions):

@@ -12,26 +12,29 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from msgspec import UNSET
 
+from engines.ane.artifact import MAIN, SPEC, SUFFIX
 from engines.ane.backend import Source
-from engines.ane.package import MAIN, SPEC, SUFFIX, PackageSpec, read_spec
+from engines.ane.build.package import read_spec
 from engines.bundle import manifest, preparation
 from engines.bundle.digest import same, tree_digest
 from engines.bundle.manifest import BundleError
-from engines.bundle.preparation import FunctionRecord, Preparation, TensorRecord, sweep
+from engines.bundle.preparation import FunctionRecord, Preparation, sweep
 
 if TYPE_CHECKING:
     from engines.ane.backend import Backend
     from engines.bundle.manifest import Artifact
 
 COMPILED_SUFFIX = ".mlmodelc"
+Compiler: TypeAlias = Callable[[Path], Path]
+Progress: TypeAlias = Callable[[str, int, int], None]
 
 
 def prepare(
@@ -39,10 +42,10 @@ def prepare(
     cache: Path | None = None,
     *,
     backend: Backend | None = None,
-    compiler: Callable[[Path], Path] | None = None,
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    compiler: Compiler | None = None,
+    progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """Prepare every coreml artifact of a bundle; return {prepared: [{source_digest, path, digest, functions}]}.
+    """Prepare every coreml artifact of a bundle; return {prepared: [{source_digest, path, digest, …}]}.
 
     Raises BundleError (digest, manifest) or EngineError (backend_missing off a Mac, what compiling and loading raise).
     *backend* and *compiler* are the two calls into the framework; tests pass others.
@@ -58,17 +61,11 @@ def prepare(
     if not artifacts:
         raise BundleError(f"{found.root}: no coreml artifact; build one with `python -m engines.ane build`")
     cache = cache if cache is not None else preparation.default_cache()
-    results = [_prepare(found.path(one.path), one, cache, backend, compiler, progress) for one in artifacts]
-    return {"prepared": results}
+    return {"prepared": [_prepare(found.path(a.path), a, cache, backend, compiler, progress) for a in artifacts]}
 
 
 def _prepare(
-    source: Path,
-    artifact: Artifact,
-    cache: Path,
-    backend: Backend,
-    compiler: Callable[[Path], Path],
-    progress: Callable[[str, int, int], None],
+    source: Path, artifact: Artifact, cache: Path, backend: Backend, compiler: Compiler, progress: Progress
 ) -> dict[str, Any]:
     found = tree_digest(source, partial(progress, "digest"))
     if not same(artifact.digest, found.compatible):
@@ -80,77 +77,58 @@ def _prepare(
     sweep(root)
     names = [function.name for function in artifact.functions] if artifact.functions is not UNSET else []
     functions = _compile(source, root, names, compiler, progress)
-    compiled = root / preparation.COMPILED
-    record = Preparation(
-        source_digest=artifact.digest,
-        compiled_digest=f"sha256:{tree_digest(compiled).compatible}",
-        os_build=backend.os_build(),
-        functions=functions,
-    )
+    compiled, file = root / preparation.COMPILED, root / preparation.RECORD
+    digest = f"sha256:{tree_digest(compiled).compatible}"
+    record = Preparation(artifact.digest, digest, backend.os_build(), functions)
     # First without load times, so that an interrupted preparation is visible as one; then function by function.
-    write(root / preparation.RECORD, record)
-    for index, name in enumerate(names):
-        one = record.functions[name]
+    write(file, record)
+    for done, (name, one) in enumerate(functions.items(), 1):
         started = time.monotonic()
-        program = backend.open(
-            Source(compiled / one.bundle, name if one.multi else MAIN, one.multi), units="cpu_and_ne"
-        )
-        program.close()
-        took = round((time.monotonic() - started) * 1000)
-        timed = msgspec.structs.replace(one, first_load_ms=took)
+        where = Source(compiled / one.bundle, name if one.multi else MAIN, one.multi)
+        backend.open(where, units="cpu_and_ne").close()
+        timed = msgspec.structs.replace(one, first_load_ms=round((time.monotonic() - started) * 1000))
         record = msgspec.structs.replace(record, functions={**record.functions, name: timed})
-        write(root / preparation.RECORD, record)
-        progress("load", index + 1, len(names))
+        write(file, record)
+        progress("load", done, len(names))
     return {
         "source_digest": record.source_digest,
         "path": str(compiled),
-        "digest": record.compiled_digest,
+        "digest": digest,
         "os_build": record.os_build,
         "first_load_ms": {name: function.first_load_ms for name, function in record.functions.items()},
     }
 
 
 def _compile(
-    source: Path,
-    root: Path,
-    names: list[str],
-    compiler: Callable[[Path], Path],
-    progress: Callable[[str, int, int], None],
+    source: Path, root: Path, names: Sequence[str], compiler: Compiler, progress: Progress
 ) -> dict[str, FunctionRecord]:
     """Compile into a staging folder beside the final one and rename it; a finished ``compiled`` folder is kept."""
     multi = (source / SPEC).exists()
-    packages = {None: source} if multi else {name: source / f"{name}{SUFFIX}" for name in names}
-    specs = {key: read_spec(path) for key, path in packages.items()}
+    packages = {"model": source} if multi else {name: source / f"{name}{SUFFIX}" for name in names}
+    specs = {stem: read_spec(path) for stem, path in packages.items()}
     final = root / preparation.COMPILED
     if not final.exists():
         staging = Path(tempfile.mkdtemp(dir=root, prefix=".compiled.", suffix=".tmp"))
         try:
-            for index, (key, path) in enumerate(packages.items()):
-                target = staging / f"{key or 'model'}{COMPILED_SUFFIX}"
+            for done, (stem, path) in enumerate(packages.items(), 1):
                 # The compiler's place may be another volume, so this may copy; only the rename below has to be atomic.
-                # coremltools' own helper moves *into* an existing folder of that name; the target here is always new.
-                shutil.move(str(compiler(path)), str(target))
-                progress("compile", index + 1, len(packages))
+                shutil.move(str(compiler(path)), str(staging / f"{stem}{COMPILED_SUFFIX}"))
+                progress("compile", done, len(packages))
             staging.rename(final)
         except OSError:
-            # Another preparer won the race: its result stands at the same path.
+            # Another preparer was quicker: its result lies at the same path.
             if not final.is_dir():
                 raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-    return {name: _record(specs[None if multi else name], name, multi) for name in names}
-
-
-def _record(spec: PackageSpec, name: str, multi: bool) -> FunctionRecord:
-    one = spec.functions.get(name if multi else MAIN)
-    if one is None:
-        raise BundleError(f"the package has no function {name!r} (it has: {sorted(spec.functions)})")
-    return FunctionRecord(
-        inputs={key: TensorRecord(list(t.shape), t.dtype) for key, t in one.inputs.items()},
-        outputs={key: TensorRecord(list(t.shape), t.dtype) for key, t in one.outputs.items()},
-        bundle=f"{'model' if multi else name}{COMPILED_SUFFIX}",
-        multi=multi,
-    )
+    records = {}
+    for name in names:
+        stem, inner = ("model", name) if multi else (name, MAIN)
+        if inner not in specs[stem]:
+            raise BundleError(f"the package has no function {name!r} (it has: {sorted(specs[stem])})")
+        spec = specs[stem][inner]
+        records[name] = FunctionRecord(spec.inputs, spec.outputs, f"{stem}{COMPILED_SUFFIX}", multi)
+    return records
 
 
 def write(file: Path, record: Preparation) -> None:

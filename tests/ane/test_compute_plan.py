@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engines.ane import compute_plan, placement
+from engines.ane import compute_plan
 from engines.ane.build.plan import counted
 from engines.ane.compute_plan import Device, Function, Operation, PlanView
 from engines.bundle.manifest import Bundle
@@ -38,63 +38,46 @@ def plan(**functions: tuple[Operation, ...]) -> PlanView:
     return PlanView("program", {name: Function(("input_ids",), body) for name, body in functions.items()})
 
 
-def test_the_reference_package_gives_upstream_s_number_to_the_last_digit() -> None:
-    # ane.md 1.3: 846 on the ANE, 5 on the CPU, 1,042 constants without usage.
-    assert placement.share(plan(main=ops(unknown=1042, ane=846, cpu=5))) == 846 / (846 + 5) == 0.9941245593419507
-
-
-@pytest.mark.parametrize(("ane", "cpu"), [(11_660, 13), (20_712, 21), (38_816, 37), (75_024, 69)])
-def test_tiled_reference_values(ane: int, cpu: int) -> None:
-    got = placement.share(plan(main=ops(ane=ane, cpu=cpu)))
-    assert got == ane / (ane + cpu) and 0.9988 < got < 0.9992
-
-
-def test_everything_on_the_gpu_is_zero_not_absent() -> None:
-    assert placement.share(plan(main=ops(gpu=75_093, unknown=10))) == 0.0
-
-
-def test_nested_blocks_are_counted() -> None:
-    body = Operation(
-        "ios17.while_loop", CPU, blocks=(ops(ane=2), (Operation("ios17.cond", ANE, blocks=(ops(cpu=1),)),))
-    )
-    assert placement.share(plan(main=(body,))) == 3 / 5
-
-
-def test_several_functions_main_wins_and_a_name_beats_main() -> None:
-    view = plan(other=ops(cpu=1), main=ops(ane=1, cpu=1), s128=ops(ane=3, cpu=1))
-    assert placement.share(view) == 0.5
-    assert placement.share(view, "s128") == 0.75
-    assert placement.share(view, "no such function") == 0.5
-
-
-def test_without_main_the_function_with_fewest_inputs_is_taken() -> None:
-    view = PlanView("program", {"a": Function(("x", "y"), ops(cpu=1)), "b": Function(("x",), ops(ane=1))})
-    assert placement.share(view) == 1.0
+NESTED = Operation("ios17.while_loop", CPU, blocks=(ops(ane=2), (Operation("ios17.cond", ANE, blocks=(ops(cpu=1),)),)))
+SEVERAL = plan(other=ops(cpu=1), main=ops(ane=1, cpu=1), s128=ops(ane=3, cpu=1))
+FEWEST = PlanView("program", {"a": Function(("x", "y"), ops(cpu=1)), "b": Function(("x",), ops(ane=1))})
 
 
 @pytest.mark.parametrize(
-    "view",
+    ("view", "name", "share"),
     [
-        None,
-        plan(main=()),
-        plan(main=ops(unknown=40)),
-        plan(main=(Operation("ios17.conv", UNKNOWN),)),
-        PlanView("program", {}),
-        PlanView("other"),
+        # ane.md 1.3: 846 on the ANE, 5 on the CPU, 1,042 constants without usage.
+        (plan(main=ops(unknown=1042, ane=846, cpu=5)), None, 0.9941245593419507),
+        (plan(main=ops(gpu=75_093, unknown=10)), None, 0.0),
+        (plan(main=(NESTED,)), None, 3 / 5),
+        (SEVERAL, None, 0.5),
+        (SEVERAL, "s128", 0.75),
+        (SEVERAL, "no such function", 0.5),
+        (FEWEST, None, 1.0),
+        (plan(main=(*ops(ane=3, cpu=1), Operation("ios17.matmul", UNKNOWN))), None, 0.75),
+        # Constants are not left out by name: if a plan reports a device for one, upstream's formula counts it.
+        (plan(main=(Operation("const", CPU), Operation("ios17.conv", ANE))), None, 0.5),
+        (None, None, None),
+        (plan(main=()), None, None),
+        (plan(main=ops(unknown=40)), None, None),
+        (plan(main=(Operation("ios17.conv", UNKNOWN),)), None, None),
+        (PlanView("program", {}), None, None),
+        (PlanView("other"), None, None),
     ],
-    ids=["no plan", "no operations", "only constants", "all unknown", "no function", "other"],
 )
-def test_what_cannot_be_told_is_absent_never_zero_or_one(view: PlanView | None) -> None:
-    assert placement.share(view) is None
+def test_the_share_is_upstream_s_and_absent_where_it_cannot_be_told(
+    view: PlanView | None, name: str | None, share: float | None
+) -> None:
+    assert compute_plan.share(view, name) == share
 
 
 def test_a_real_operation_without_usage_drops_out_like_a_constant() -> None:
-    assert placement.share(plan(main=(*ops(ane=3, cpu=1), Operation("ios17.matmul", UNKNOWN)))) == 0.75
+    assert compute_plan.share(plan(main=(*ops(ane=3, cpu=1), Operation("ios17.matmul", UNKNOWN)))) == 0.75
 
 
 def test_constants_are_not_excluded_by_name() -> None:
     # If a plan did report a device for a constant, upstream's formula counts it.
-    assert placement.share(plan(main=(Operation("const", CPU), Operation("ios17.conv", ANE)))) == 0.5
+    assert compute_plan.share(plan(main=(Operation("const", CPU), Operation("ios17.conv", ANE)))) == 0.5
 
 
 def function_of(*body: Operation) -> documents.Function:
@@ -106,7 +89,7 @@ def function_of(*body: Operation) -> documents.Function:
 def test_the_share_is_unweighted_and_the_cost_share_is_not() -> None:
     body = (Operation("ios17.cast", ANE, 0.01), Operation("ios17.conv", ANE, 0.09), Operation("ios17.matmul", CPU, 0.9))
     function = function_of(*body)
-    assert figures.share_of(function) == placement.share(plan(main=body)) == 2 / 3
+    assert figures.share_of(function) == compute_plan.share(plan(main=body)) == 2 / 3
     assert figures.cost_share_of(function) == pytest.approx(0.1)
 
 
@@ -131,7 +114,7 @@ def test_two_percent_without_usage_are_still_reported() -> None:
     [([0.99, 0.95], 0.95), ([0.99], 0.99), ([], None), ([0.99, None], None), ([None], None), ([0.0, 1.0], 0.0)],
 )
 def test_the_wire_value_is_the_minimum_and_fails_closed(shares: list[float | None], wire: float | None) -> None:
-    assert placement.worst(shares) == wire
+    assert compute_plan.worst(shares) == wire
 
 
 # --- CPU operations --------------------------------------------------------------------------------------------------
@@ -153,7 +136,7 @@ def plan_of(operations: tuple[Operation, ...], outputs: tuple[str, ...] = ("out"
 
 def refused(view: PlanView) -> str:
     with pytest.raises(EngineError) as found:
-        placement.cpu_stages(view)
+        compute_plan.cpu_stages(view)
     assert found.value.code is ErrorCode.INVALID_PLACEMENT
     return found.value.msg
 
@@ -192,7 +175,7 @@ ENCODER = (
     ],
 )
 def test_set_up_and_read_out_may_stay_on_the_cpu(cpu: str, stages: list[str]) -> None:
-    assert placement.cpu_stages(traced(*ENCODER, cpu=cpu)) == stages
+    assert compute_plan.cpu_stages(traced(*ENCODER, cpu=cpu)) == stages
 
 
 @pytest.mark.parametrize(
@@ -203,31 +186,30 @@ def test_the_model_s_work_on_the_cpu_refuses_the_admission_whatever_the_operator
     assert f"({cpu})" in refused(traced(*ENCODER, cpu=cpu))
 
 
-def test_sixteen_products_of_a_body_are_no_mask() -> None:
-    body = [("conv", "input_ids", "x")] + [("mul", "x one", f"y{n}") for n in range(16)]
-    assert "(y0)" in refused(traced(*body, cpu=" ".join(f"y{n}" for n in range(16))))
+LOOSE = Operation("ios17.cast", CPU)
+MATMUL = Operation("ios17.cond", ANE, blocks=((Operation("ios17.matmul", CPU),),))
 
 
-def test_a_value_read_by_the_body_as_well_is_no_read_out() -> None:
-    steps = [("conv", "input_ids", "x"), ("squeeze", "x", "out"), ("softmax", "out", "y")]
-    assert "(out)" in refused(traced(*steps, cpu="out"))
+@pytest.mark.parametrize(
+    ("view", "named"),
+    [
+        (traced(("conv", "input_ids", "x"), ("squeeze", "x", "out"), ("softmax", "out", "y"), cpu="out"), "(out)"),
+        (plan_of((LOOSE,)), "cast"),
+        (plan_of((Operation("ios17.cast", CPU, inputs=("somewhere",)),)), "cast"),
+        (traced(("mul", "one", "x"), cpu="x"), "(x)"),
+        (plan(main=ops(ane=3, gpu=1)), "GPU"),
+        (plan(main=(MATMUL,)), "matmul"),
+    ],
+    ids=["read by the body as well", "untraced", "from nowhere", "from constants", "on the GPU", "in a nested block"],
+)
+def test_what_is_not_traced_to_set_up_or_read_out_is_the_model_s_work(view: PlanView, named: str) -> None:
+    assert named in refused(view)
 
 
-def test_what_a_plan_does_not_trace_is_the_model_s_work() -> None:
-    assert "cast" in refused(plan_of((Operation("ios17.cast", CPU),)))
-    assert "cast" in refused(plan_of((Operation("ios17.cast", CPU, inputs=("somewhere",)),)))
-    assert "(x)" in refused(traced(("mul", "one", "x"), cpu="x")), "the other factor may be anything"
-
-
-def test_the_gpu_is_never_allowed_and_neither_are_many_small_operations() -> None:
-    assert "GPU" in refused(plan(main=ops(ane=3, gpu=1)))
+def test_many_small_operations_are_too_many() -> None:
     mask = Operation("ios17.cast", CPU, inputs=("attention_mask",))
-    assert placement.cpu_stages(plan_of((mask,) * placement.STAGE_LIMIT)) == ["mask_position"]
-    assert "at most" in refused(plan_of((mask,) * (placement.STAGE_LIMIT + 1)))
-
-
-def test_cpu_work_inside_a_nested_block_is_found() -> None:
-    assert "matmul" in refused(plan(main=(Operation("ios17.cond", ANE, blocks=((Operation("ios17.matmul", CPU),),)),)))
+    assert compute_plan.cpu_stages(plan_of((mask,) * compute_plan.STAGE_LIMIT)) == ["mask_position"]
+    assert "at most" in refused(plan_of((mask,) * (compute_plan.STAGE_LIMIT + 1)))
 
 
 def test_the_plan_tool_counts_what_may_stay_with_its_stage() -> None:
@@ -235,7 +217,7 @@ def test_the_plan_tool_counts_what_may_stay_with_its_stage() -> None:
     on_cpu = {operator: devices["cpu"] for operator, devices in told["operations"].items() if "cpu" in devices}
     assert on_cpu == {"ios17.mul@mask_position": 1, "ios17.gather@token_embedding": 1, "ios17.mul": 1}
     assert told["operations"]["ios17.mul"] == {"cpu": 1, "neuralEngine": 1}
-    off_the_list = {operator.rpartition(".")[2] for operator in on_cpu} - placement.CPU_ALLOWED
+    off_the_list = {operator.rpartition(".")[2] for operator in on_cpu} - compute_plan.CPU_ALLOWED
     assert off_the_list == {"mul"}, "certification compares the last part of a name with the list"
 
 
@@ -260,7 +242,7 @@ def test_of_our_own_graphs_only_mask_and_look_up_may_leave_the_engine(
     operations = tuple(Operation(op.operator, ANE, outputs=op.outputs, inputs=op.inputs) for op in built.operations)
     view = Function(tuple(built.spec.inputs), operations, tuple(built.spec.outputs))
     found: dict[str, set[str]] = {}
-    for operation, stage in placement.stages(view):
+    for operation, stage in compute_plan.stages(view):
         if stage is not None:
             found.setdefault(stage, set()).add(operation.operator.removeprefix("ios18."))
     assert found == OURS[name, function]
@@ -272,7 +254,7 @@ def test_an_inventory_covers_each_layer_once_and_its_id_names_everything_that_se
             "bundle": "b", "function": "s128", "units": "cpu_and_ne", "hints": "h", "os_build": "24A1",
             "version": "v", "layers": 3, "stages": ["pooling"],
         }  # fmt: skip
-        return placement.inventory(**{**fields, **changes})
+        return compute_plan.inventory(**{**fields, **changes})
 
     first = make()
     assert [one.layers for one in first.executables] == [[0, 1, 2]] and first.cpu_stages == ["pooling"]
@@ -287,30 +269,16 @@ def test_an_inventory_covers_each_layer_once_and_its_id_names_everything_that_se
 # --- walkers ---------------------------------------------------------------------------------------------------------
 
 
-class MLCPUComputeDevice: ...
-
-
-class MLGPUComputeDevice: ...
-
-
-class MLNeuralEngineComputeDevice: ...
-
-
-class MLSomethingNewComputeDevice: ...
+def device(kind: str) -> object:
+    return type(f"ML{kind}ComputeDevice", (), {})()
 
 
 @pytest.mark.parametrize(
-    ("device", "label"),
-    [
-        (MLCPUComputeDevice(), CPU),
-        (MLGPUComputeDevice(), GPU),
-        (MLNeuralEngineComputeDevice(), ANE),
-        (MLSomethingNewComputeDevice(), UNKNOWN),
-        (None, UNKNOWN),
-    ],
+    ("kind", "label"), [("CPU", CPU), ("GPU", GPU), ("NeuralEngine", ANE), ("SomethingNew", UNKNOWN)]
 )
-def test_labels(device: object, label: Device) -> None:
-    assert compute_plan.device_of(device) is label
+def test_labels(kind: str, label: Device) -> None:
+    assert compute_plan.device_of(device(kind)) is label
+    assert compute_plan.device_of(None) is UNKNOWN
 
 
 def test_a_coremltools_plan_is_read_through_its_own_dataclasses() -> None:
@@ -332,11 +300,7 @@ def test_a_coremltools_plan_is_read_through_its_own_dataclasses() -> None:
         inputs=[make("ProgramNamedValueType", name="input_ids")],
         block=make("ProgramBlock", operations=body),
     )
-    usage = {
-        "ios17.conv": MLNeuralEngineComputeDevice(),
-        "ios17.cond": MLCPUComputeDevice(),
-        "ios17.mul": MLGPUComputeDevice(),
-    }
+    usage = {"ios17.conv": device("NeuralEngine"), "ios17.cond": device("CPU"), "ios17.mul": device("GPU")}
     fake = SimpleNamespace(
         model_structure=SimpleNamespace(
             neuralnetwork=None, program=make("Program", functions={"main": function}), pipeline=None
@@ -351,5 +315,5 @@ def test_a_coremltools_plan_is_read_through_its_own_dataclasses() -> None:
     view = from_coremltools(fake)
     assert [op.preferred for op in view.functions["main"].walk()] == [UNKNOWN, ANE, CPU, GPU]
     assert view.functions["main"].inputs == ("input_ids",)
-    assert placement.share(view) == 1 / 3
+    assert compute_plan.share(view) == 1 / 3
     assert msgspec.json.decode(msgspec.json.encode(view), type=PlanView) == view, "a recorded plan is the same plan"
