@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engines.cuda.binding import Binding, Cuda
 from engines.cuda.buckets import Bucket, Policy
-from engines.cuda.graph import Graph
+from engines.cuda.graphs.builder import Graph
 from engines.cuda.staging import RESIDENT, Filler, Shape, Slot, layout, slot_bytes
 from engines.machine import bound_to
 from engines.protocol.errors import EngineError

@@ -16,7 +16,7 @@ from engines.protocol.messages import MAX_ITEMS, PackedCapability, Request
 from engines.runtime.engine import OWNED_SERVING, Engine, EngineIdentity, Probe, WorkerOptions
 
 if TYPE_CHECKING:
-    from engines.cuda.graph import Precision
+    from engines.cuda.graphs.builder import Precision
     from engines.protocol.messages import Load
     from engines.runtime.engine import Model
     from engines.runtime.progress import ProgressReporter
@@ -125,10 +125,18 @@ def kernel_revision(version: str, device: str, precision: str, capability: tuple
 
     On a GPU also its compute capability, by which onnxruntime and cuBLAS choose their kernels.
     """
-    from engines.cuda.revision import source_revision
-
     kind = device.partition(":")[0] + ("-sm_{}{}".format(*capability) if capability else "")
     return f"graph-{source_revision()}/onnxruntime-{version}/{kind}/{precision}"
+
+
+def source_revision() -> str:
+    """Return 12 hex digits over the sources that decide the numbers: the graphs, session and provider options."""
+    import hashlib
+
+    here, digest = Path(__file__).parent, hashlib.sha256()
+    for path in (*sorted(here.joinpath("graphs").glob("*.py")), here / "options.py"):
+        digest.update(path.read_bytes().replace(b"\r\n", b"\n"))
+    return digest.hexdigest()[:12]
 
 
 def missing_package() -> str | None:

@@ -38,7 +38,7 @@ from engines.runtime.engine import DeviceLost, Probe
 
 if TYPE_CHECKING:
     from engines.cuda.binding import Cuda
-    from engines.cuda.graph import Graph, Precision, Variant, WeightStore
+    from engines.cuda.graphs.builder import Graph, Precision, Variant, WeightStore
     from engines.cuda.model import OwnedModel
     from engines.protocol.messages import Load
     from engines.runtime.progress import ProgressReporter
@@ -182,7 +182,7 @@ class _Assembly:
         int8: bool,
         progress: ProgressReporter,
     ) -> None:
-        from engines.cuda.graph import ModelSpec, WeightStore
+        from engines.cuda.graphs.builder import ModelSpec, WeightStore
         from engines.cuda.model import MAX_TOKENS, Facts
 
         manifest = bundle.manifest
@@ -230,14 +230,14 @@ class _Assembly:
         return self._cpu() if self.device == "cpu" else self._cuda()
 
     def _graph(self, variant: Variant) -> Graph:
-        from engines.cuda.families import build
+        from engines.cuda.graphs.families import build
 
         return build(self.spec, self.store, variant)
 
     def _cpu(self) -> OwnedModel:
         from engines.cuda import binding
         from engines.cuda.devices import CpuDevice, Route
-        from engines.cuda.families import cpu_variants
+        from engines.cuda.graphs.families import cpu_variants
         from engines.cuda.model import OwnedModel
 
         multiple, free = self.blocks()
@@ -286,7 +286,7 @@ class _Assembly:
     def _on_cuda(self, cuda: Cuda) -> OwnedModel:
         from engines.cuda import binding
         from engines.cuda.devices import CudaDevice, Route
-        from engines.cuda.families import cuda_variants, recorded_variants
+        from engines.cuda.graphs.families import cuda_variants, recorded_variants
         from engines.cuda.model import OwnedModel
 
         main = cuda_variants(self.spec, self.chosen.attention, self.precision)
@@ -363,7 +363,7 @@ class _Assembly:
         """Return (multiple, free): above *free* tokens a ModernBERT row's width is a whole number of half windows."""
         if self.spec.family != "modernbert":
             return 1, 0
-        from engines.cuda.graph_modernbert import half_window
+        from engines.cuda.graphs.modernbert import half_window
 
         window = half_window(self.spec.number("local_attention", 128))
         return window, window + 1

@@ -16,7 +16,7 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from engines.cuda.graph import CONTRIB, Graph
+from engines.cuda.graphs.builder import CONTRIB, Graph
 
 OPEN = np.float32(1000.0)
 """What stands where an operator's output is not defined."""

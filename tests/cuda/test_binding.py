@@ -18,9 +18,9 @@ from cuda.bindings import driver, runtime
 
 from engines.bundle.checkpoint import Checkpoint
 from engines.cuda import binding
-from engines.cuda.families import build
 from engines.cuda.faults import KEPT, STICKY, refuse
-from engines.cuda.graph import Graph, Variant, WeightStore
+from engines.cuda.graphs.builder import Graph, Variant, WeightStore
+from engines.cuda.graphs.families import build
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime.engine import DeviceLost
 from tests.cuda.test_graph import spec_of
@@ -114,7 +114,7 @@ def test_size_and_sources() -> None:
 
 
 def test_no_other_file_imports_a_native_library() -> None:
-    for file in Path(binding.__file__).parent.glob("*.py"):
+    for file in Path(binding.__file__).parent.rglob("*.py"):
         if file.name != "binding.py":
             assert not re.search(r"^\s*(from|import) (onnxruntime|cuda)\b", file.read_text(), re.M), file.name
 

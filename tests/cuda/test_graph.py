@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,13 +13,12 @@ import pytest
 
 from engines.bundle import facts
 from engines.bundle.checkpoint import Checkpoint
-from engines.cuda import binding, graph
-from engines.cuda.families import build, cpu_variants, cuda_variants, recorded_variants
-from engines.cuda.graph import CONTRIB, Graph, GraphBuilder, ModelSpec, Variant, WeightStore, rope_tables
-from engines.cuda.revision import SOURCES, source_revision
+from engines.cuda import binding, staging
+from engines.cuda.graphs.builder import CONTRIB, Graph, GraphBuilder, ModelSpec, Variant, WeightStore, rope_tables
+from engines.cuda.graphs.families import build, cpu_variants, cuda_variants, recorded_variants
 from engines.protocol.errors import EngineError, ErrorCode
 from tests.cuda.cases import CASES, Case
-from tests.cuda.conftest import case, cosines
+from tests.cuda.conftest import batch_of, case, cosines
 from tests.cuda.contrib_operators import evaluate
 
 Checkpoints = Callable[[str], Checkpoint]
@@ -124,20 +121,17 @@ def test_the_gpus_padded_graph_equals_transformers(
 
 def packed_feed(rows: Sequence[Sequence[int]], spare: int = 0) -> dict[str, np.ndarray]:
     """What the packed graph reads of *rows*, with *spare* columns beyond the longest."""
-    from engines.cuda import inputs
-    from tests.cuda.conftest import batch_of
-
     batch = batch_of(rows)
     lens = np.array([len(row) for row in rows], np.int32)
     width = int(lens.max()) + spare
-    offset, cumulative, positions = inputs.packed_offsets(lens, width)
+    offset, cumulative, positions = staging.packed_offsets(lens, width)
     return {
         "input_ids": batch.input_ids,
         "positions": positions,
         "token_offset": offset,
         "cu_seqlens": cumulative,
         "columns": np.arange(width, dtype=np.int32),
-        "type_starts": np.repeat(inputs.type_starts(batch, 3), lens),
+        "type_starts": np.repeat(staging.type_starts(batch, 3), lens),
     }
 
 
@@ -440,8 +434,3 @@ def test_rope_examples() -> None:
     angles = np.array([3.0, 2.062968, 1.418612])
     assert cos[3, :3] == pytest.approx(np.cos(angles), abs=1e-6)
     assert cos.shape == (8, 32) and cos.dtype == np.float32
-
-
-def test_revision_follows_every_source_of_numbers() -> None:
-    assert re.fullmatch(r"[0-9a-f]{12}", source_revision())
-    assert {file.name for file in Path(graph.__file__).parent.glob("graph*.py")} < set(SOURCES)

@@ -17,8 +17,8 @@ from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import Artifact, Bundle
 from engines.bundle.package import profile_of, write_package
 from engines.cuda.engine import CudaEngine
-from engines.cuda.families import build
-from engines.cuda.graph import ModelSpec, Variant, WeightStore
+from engines.cuda.graphs.builder import ModelSpec, Variant, WeightStore
+from engines.cuda.graphs.families import build
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Load
 from engines.runtime.batch import TokenBatch

@@ -21,10 +21,9 @@ from engines.bundle.manifest import Bundle
 from engines.cuda import binding
 from engines.cuda import engine as engine_module
 from engines.cuda.devices import CudaDevice
-from engines.cuda.engine import CudaEngine, kernel_revision, runtime_version
-from engines.cuda.graph import Graph, Variant
+from engines.cuda.engine import CudaEngine, kernel_revision, runtime_version, source_revision
+from engines.cuda.graphs.builder import Graph, Variant
 from engines.cuda.model import OwnedModel
-from engines.cuda.revision import source_revision
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import MAX_ITEMS, EmbedBatch, Load, PackedCapability, Phase, RerankSequences
 from engines.runtime.artifact import ArtifactFile
@@ -238,6 +237,18 @@ def test_identity_says_what_runs(bundles: Bundles) -> None:
     assert gpu.build_flags["minimum_device_cc"] == "7.5" and gpu.build_flags["minimum_cuda_driver_api"] == "13000"
     assert (cpu.build_flags["dtype"], gpu.build_flags["dtype"]) == ("f32", "f16")
     assert CudaEngine.serves == {EmbedBatch, RerankSequences}
+
+
+@pytest.mark.parametrize("source", ["options.py", "graphs/bert.py", "graphs/builder.py", "graphs/families.py"])
+def test_revision_follows_every_source_of_numbers(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Path(engine_module.__file__).parent
+    shutil.copytree(here, tmp_path / "cuda", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(engine_module, "__file__", str(tmp_path / "cuda/engine.py"))
+    before = source_revision()
+    assert len(before) == 12
+    with (tmp_path / "cuda" / source).open("a") as file:
+        file.write("\n")
+    assert source_revision() != before
 
 
 def test_kernel_revision_names_the_numerics() -> None:

@@ -19,8 +19,8 @@ from engines.bundle.checkpoint import Checkpoint
 from engines.cuda import binding
 from engines.cuda.buckets import Bucket, Policy, ladder_up_to, plan
 from engines.cuda.devices import CAPTURED_ROWS, CudaDevice, Route
-from engines.cuda.families import UNLIMITED, build
-from engines.cuda.graph import Variant, WeightStore
+from engines.cuda.graphs.builder import Variant, WeightStore
+from engines.cuda.graphs.families import UNLIMITED, build
 from engines.cuda.model import Facts, OwnedModel
 from engines.cuda.pipeline import Pipeline
 from engines.cuda.staging import Filler, Shape, Slot, layout, slot_bytes

@@ -233,8 +233,8 @@ import sys
 from pathlib import Path
 from engines.bundle.checkpoint import Checkpoint
 from engines.cuda import binding
-from engines.cuda.families import build
-from engines.cuda.graph import Variant, WeightStore
+from engines.cuda.graphs.families import build
+from engines.cuda.graphs.builder import Variant, WeightStore
 from engines.protocol.errors import EngineError
 from tests.cuda.test_graph import spec_of
 from tests.support.toy_models import write_bert

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engines.cuda.graph import CONTRIB, MASKED, Graph, GraphBuilder
-from engines.cuda.graph_int8 import After, Int8Dense, Part
+from engines.cuda.graphs.builder import CONTRIB, MASKED, Graph, GraphBuilder
+from engines.cuda.graphs.int8 import After, Int8Dense, Part
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:

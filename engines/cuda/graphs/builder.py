@@ -1,8 +1,7 @@
 """ONNX graphs written node by node with the ``onnx`` helpers, in memory, at LOAD: no exporter, no torch.
 
 What every family shares lives here: the builder, dense layers, norms, masks, pooling, the L2 form and the read-outs.
-The families (:mod:`graph_bert`, :mod:`graph_modernbert`, :mod:`graph_qwen3`) import this module; the table of them is
-:mod:`engines.cuda.families`.
+The families' own modules import this one.
 
 Rules of every graph (llama-cuda.md 8.5): int32 inputs; no Shape node and no arithmetic on shapes (reshapes are
 constants of 0 and -1), so no node needs the host; heads, L2 and logits in float32; raw logits out, never a sigmoid.
@@ -52,7 +51,7 @@ class Variant:
     """``fused`` for the CUDA provider's kernels: BERT's rows by GroupQueryAttention, because MultiHeadAttention there
     asks for cuDNN; Qwen3's norm weights inside GroupQueryAttention, which the CPU provider doesn't take."""
     int8: bool = False
-    """The layers' matrices are int8 (:mod:`graph_int8`); BERT, plain, float32 otherwise."""
+    """The layers' matrices are int8 (:mod:`engines.cuda.graphs.int8`); BERT, plain, float32 otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

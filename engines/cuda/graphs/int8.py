@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from engines.bundle.layout import APART, CHANNELS, SCALE
-from engines.cuda.graph import CONTRIB, GraphBuilder
+from engines.cuda.graphs.builder import CONTRIB, GraphBuilder
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Rows:
 
 
 class Int8Dense:
-    """Dense layers of :mod:`engines.cuda.graph_bert` with int8 matrices."""
+    """Dense layers of :mod:`engines.cuda.graphs.bert` with int8 matrices."""
 
     def __init__(self, b: GraphBuilder) -> None:
         self.b = b

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from engines.cuda import graph_bert, graph_modernbert, graph_qwen3
-from engines.cuda.graph import Attention, Graph, GraphBuilder, ModelSpec, Precision, Variant, WeightStore
+from engines.cuda.graphs import bert, modernbert, qwen3
+from engines.cuda.graphs.builder import Attention, Graph, GraphBuilder, ModelSpec, Precision, Variant, WeightStore
 from engines.protocol.errors import EngineError, ErrorCode
 
 BUILDERS: Final[Mapping[str, Callable[[GraphBuilder], Graph]]] = {
-    "bert": graph_bert.build,
-    "modernbert": graph_modernbert.build,
-    "qwen3": graph_qwen3.build,
+    "bert": bert.build,
+    "modernbert": modernbert.build,
+    "qwen3": qwen3.build,
 }
 UNLIMITED: Final = 2**31 - 1
 """A width that no row reaches."""
@@ -67,5 +67,5 @@ def _by_width(spec: ModelSpec, variant: Variant) -> list[tuple[Variant, int]]:
     if spec.family != "modernbert" or "sliding_attention" not in spec.value("layer_types", []):
         return [(variant, UNLIMITED)]
     # Up to one half window plus one token, every pair is inside the window: local layers need no blocks there.
-    short = graph_modernbert.half_window(spec.number("local_attention", 128)) + 1
+    short = modernbert.half_window(spec.number("local_attention", 128)) + 1
     return [(variant, short), (replace(variant, window=True), UNLIMITED)]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engines.cuda.graph import CONTRIB, Graph, GraphBuilder
-from engines.cuda.graph_modernbert import dense, rope_weights, rotate
+from engines.cuda.graphs.builder import CONTRIB, Graph, GraphBuilder
+from engines.cuda.graphs.modernbert import dense, rope_weights, rotate
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:

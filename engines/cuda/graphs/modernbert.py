@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from engines.cuda.graph import CONTRIB, MASKED, Graph, GraphBuilder, rope_tables
+from engines.cuda.graphs.builder import CONTRIB, MASKED, Graph, GraphBuilder, rope_tables
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
