@@ -371,10 +371,7 @@ class _Assembly:
     def _options(self, cuda: Cuda, memory_limit: int) -> dict[str, str]:
         """Provider options of a session (7.1)."""
         return cuda_provider(
-            index=cuda.index,
-            stream=int(cuda.stream),
-            cuda_graphs=self.chosen.cuda_graphs,
-            memory_limit=memory_limit,
+            index=cuda.index, stream=int(cuda.stream), cuda_graphs=self.chosen.cuda_graphs, memory_limit=memory_limit
         )
 
     def _smoke(self, model: OwnedModel, lengths: list[int]) -> None:
