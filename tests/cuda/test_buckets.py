@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,11 +33,6 @@ def test_worked_example_merged() -> None:
     policy = Policy(tokens=32768)
     assert shapes(EXAMPLE, policy) == [([5, 9, 28], 32), ([64, 70], 96), ([130, 131], 160), ([400], 448)]
     assert cells(plan(EXAMPLE, policy)) == 1056
-
-
-def test_one_padded_batch_would_waste_three_quarters() -> None:
-    assert len(EXAMPLE) * int(EXAMPLE.max()) == 3200
-    assert 1 - int(EXAMPLE.sum()) / 3200 == pytest.approx(0.74, abs=0.005)
 
 
 def test_order_is_stable_for_equal_lengths() -> None:

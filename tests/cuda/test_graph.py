@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,7 +14,7 @@ import pytest
 from engines.bundle import facts
 from engines.bundle.checkpoint import Checkpoint
 from engines.cuda import binding, staging
-from engines.cuda.graphs.builder import CONTRIB, Graph, GraphBuilder, ModelSpec, Variant, WeightStore, rope_tables
+from engines.cuda.graphs.builder import Graph, GraphBuilder, ModelSpec, Variant, WeightStore, rope_tables
 from engines.cuda.graphs.families import build, cpu_variants, cuda_variants, recorded_variants
 from engines.protocol.errors import EngineError, ErrorCode
 from tests.cuda.cases import CASES, Case
@@ -105,20 +105,6 @@ def test_equals_transformers(
         error(c, output, goldens[name][chosen])
 
 
-@pytest.mark.parametrize("name", ["bert-mean", "bert-rerank", "modernbert-mean"])
-def test_the_gpus_padded_graph_equals_transformers(
-    name: str, checkpoints: Checkpoints, goldens: dict[str, np.ndarray]
-) -> None:
-    """The graph that is recorded on the GPU, in float32, where the CPU provider has all its operators."""
-    c = case(name)
-    for variant in variants(name, "fused"):
-        variant = replace(variant, cuda=True)
-        chosen = rows_for(name, variant)
-        rows = [c.rows()[i] for i in chosen]
-        output = run(graph_of(checkpoints(name), variant), rows, width_for(rows, variant))
-        error(c, output, goldens[name][chosen])
-
-
 def packed_feed(rows: Sequence[Sequence[int]], spare: int = 0) -> dict[str, np.ndarray]:
     """What the packed graph reads of *rows*, with *spare* columns beyond the longest."""
     batch = batch_of(rows)
@@ -189,27 +175,6 @@ def test_padding_never_reaches_a_row(name: str, checkpoints: Checkpoints) -> Non
     assert np.abs(alone - base).max() <= 2e-5
 
 
-def test_the_window_matters(checkpoints: Checkpoints, goldens: dict[str, np.ndarray]) -> None:
-    """The local test can fail: with full attention everywhere, long rows come out different."""
-    checkpoint = checkpoints("modernbert-cls")
-    spec = spec_of(checkpoint)
-    config = {**checkpoint.config, "layer_types": ["full_attention"] * checkpoint.config["num_hidden_layers"]}
-    full = ModelSpec(spec.family, spec.task, spec.dims, config, spec.pooling, spec.normalize)
-    graph = build(full, WeightStore(checkpoint.tensors, "f32"), Variant("f32", "plain", window=True))
-    rows = case("modernbert-cls").rows()
-    similar = cosines(run(graph, rows, 200), goldens["modernbert-cls"])
-    assert similar[-1] < 0.999
-
-
-def test_token_types_matter(checkpoints: Checkpoints, goldens: dict[str, np.ndarray]) -> None:
-    checkpoint = checkpoints("bert-rerank")
-    spec = spec_of(checkpoint)
-    untyped = ModelSpec(spec.family, spec.task, 1, spec.config, head=spec.head)
-    graph = build(untyped, WeightStore(checkpoint.tensors, "f32"), Variant())
-    rows = case("bert-rerank").rows()
-    assert np.abs(run(graph, rows, 64)[:, 0] - goldens["bert-rerank"]).max() > 0.1
-
-
 # --- structure -------------------------------------------------------------------------------------------------------
 
 
@@ -254,51 +219,6 @@ def test_structure_of_every_variant(name: str, checkpoints: Checkpoints) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_plain_graphs_are_standard_onnx(name: str, checkpoints: Checkpoints) -> None:
-    for variant in variants(name, "plain"):
-        graph = graph_of(checkpoints(name), variant)
-        model = onnx.load_model_from_string(graph.model)
-        assert {node.domain for node in model.graph.node} == {""}
-        for tensor in model.graph.initializer:  # the checker wants files or data, these come from memory
-            if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                array = graph.weights[tensor.name]
-                tensor.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
-        onnx.checker.check_model(model, full_check=True)
-
-
-def test_gpu_variants_use_the_runtimes_attention(checkpoints: Checkpoints) -> None:
-    def kinds(name: str, attention: str = "auto") -> set[str]:
-        found: set[str] = set()
-        for variant, _ in cuda_variants(spec_of(checkpoints(name)), attention, "f16"):
-            model = onnx.load_model_from_string(graph_of(checkpoints(name), variant).model)
-            found |= {node.op_type for node in model.graph.node if node.domain == CONTRIB}
-        return found
-
-    assert {"PackedMultiHeadAttention", "SkipLayerNormalization", "BiasGelu"} == kinds("bert-mean")
-    assert {"GroupQueryAttention", "SkipLayerNormalization", "BiasGelu"} == kinds("bert-mean", "fused")
-    assert {"GroupQueryAttention", "SkipLayerNormalization"} <= kinds("modernbert-cls")
-    assert {"GroupQueryAttention", "SkipSimplifiedLayerNormalization", "QuickGelu"} <= kinds("qwen3-last")
-
-
-@pytest.mark.parametrize("name", ["bert-mean", "modernbert-mean", "qwen3-last"])
-@pytest.mark.parametrize("precision", ["f16", "f32"])
-def test_gpu_graphs_hold_only_what_the_cuda_provider_has(
-    name: str, precision: Literal["f16", "f32"], checkpoints: Checkpoints
-) -> None:
-    """Float32 takes standard operators only, float16 what the provider runs without cuDNN."""
-    spec = spec_of(checkpoints(name))
-    for variant, _ in [*cuda_variants(spec, "auto", precision), *recorded_variants(spec, precision)]:
-        model = onnx.load_model_from_string(graph_of(checkpoints(name), variant).model)
-        kinds = {node.op_type for node in model.graph.node}
-        assert precision == "f16" or not any(node.domain for node in model.graph.node)
-        assert precision == "f32" or not any(kind.startswith("Reduce") for kind in kinds)
-        assert not kinds & {"MultiHeadAttention", "RestorePadding"}  # one needs cuDNN, the other waits for the device
-        for node in model.graph.node:
-            if node.op_type == "GroupQueryAttention":
-                assert len(node.output) == 3 and all(node.output), "the CUDA kernel demands present_key, present_value"
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_every_input_and_weight_is_read(name: str, checkpoints: Checkpoints) -> None:
     """An input that no node reads costs a copy to the host in every run on the GPU."""
     for variant in every_variant(checkpoints(name)):
@@ -309,17 +229,6 @@ def test_every_input_and_weight_is_read(name: str, checkpoints: Checkpoints) -> 
         assert {i.name for i in model.graph.initializer} <= read and set(graph.weights) <= read
         used = read | {model.graph.output[0].name}
         assert all(used.intersection(node.output) for node in model.graph.node)
-
-
-def test_packed_graph_takes_rows_end_to_end(checkpoints: Checkpoints) -> None:
-    graph = graph_of(checkpoints("bert-rerank"), Variant("f16", "packed"))
-    assert set(graph.inputs) == {"input_ids", "positions", "type_starts", "token_offset", "cu_seqlens"}
-    model = onnx.load_model_from_string(graph.model)
-    packed = [node for node in model.graph.node if node.op_type == "PackedMultiHeadAttention"]
-    assert len(packed) == 2
-    for node in packed:
-        assert list(node.input[4:6]) == ["token_offset", "cu_seqlens"]
-        assert {a.name: a.i for a in node.attribute if a.name == "num_heads"} == {"num_heads": 4}
 
 
 def test_modernbert_takes_blocks_only_beyond_its_window(checkpoints: Checkpoints) -> None:
@@ -338,14 +247,6 @@ def test_the_same_checkpoint_gives_the_same_bytes(checkpoints: Checkpoints) -> N
     first, second = (graph_of(checkpoints("qwen3-rerank"), Variant("f16", "fused")) for _ in range(2))
     assert first.model == second.model
     assert all(np.array_equal(first.weights[key], second.weights[key]) for key in first.weights)
-
-
-def test_graphs_of_a_model_share_their_weights(checkpoints: Checkpoints) -> None:
-    checkpoint = checkpoints("modernbert-cls")
-    store = WeightStore(checkpoint.tensors, "f32")
-    short, long = (build(spec_of(checkpoint), store, v) for v, _ in cpu_variants(spec_of(checkpoint), "auto"))
-    shared = set(short.weights) & set(long.weights)
-    assert len(shared) > 10 and all(short.weights[key] is long.weights[key] for key in shared)
 
 
 def test_a_table_is_not_copied(checkpoints: Checkpoints) -> None:

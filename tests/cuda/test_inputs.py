@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,19 +103,3 @@ def test_the_first_submission_reports_pieces_and_never_its_last_row() -> None:
     shape = layout(PADDED, rows=100, width=400)
     Filler(batch, made, pad_id=0, separator=None).fill(slot_for(shape.size), made.buckets[0], shape, told.append)
     assert len(told) > 1 and sum(told) < 100
-
-
-@pytest.mark.bench
-def test_preparation_stays_under_a_fifth_of_a_microsecond_per_token() -> None:
-    lengths = np.clip(np.exp(np.random.default_rng(0).normal(np.log(40), 0.8, 64)), 6, 256).astype(int)
-    batch = batch_of([[5] * int(n) for n in lengths])
-    slot = slot_for(1 << 20)
-    best = float("inf")
-    for _ in range(50):
-        started = time.perf_counter()
-        made = plan(batch.lengths, Policy(tokens=32768))
-        filler = Filler(batch, made, pad_id=0, separator=None)
-        for bucket in made.buckets:
-            filler.fill(slot, bucket, layout(PADDED, rows=bucket.rows, width=bucket.width))
-        best = min(best, time.perf_counter() - started)
-    assert best / len(batch.input_ids) < 0.2e-6

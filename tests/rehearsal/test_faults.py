@@ -151,6 +151,8 @@ def test_weights_lie_on_the_device_once_and_share_one_limit(bundles: Bundles, re
     assert load["device_peak"] < limit * 2**20 + staging, load["device_peak"]
     served(found["steps"]["asked"])
     nothing_left(found)
+    load = rehearse(bundle, [], gpu_mem_limit_mb="2")["steps"]["load"]
+    assert (load["ok"], load["code"]) == (False, "oom") and "the weights alone take" in load["text"], load
 
 
 def test_float32_calls_are_cut_by_their_attention_scores(bundles: Bundles, rehearse: Rehearse) -> None:

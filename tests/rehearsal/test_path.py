@@ -67,6 +67,7 @@ def test_a_cell(name: str, precision: str, capability: str, bundles: Bundles, re
     assert found["sessions"]
     for session in found["sessions"]:
         assert set(session["nodes"]) == {"CUDAExecutionProvider"} and session["memcpy"] == 0, session
+        assert session["options"]["use_tf32"] == session["options"]["enable_cudnn"] == "0", session
     loaded = served(found["steps"]["load"])
     assert loaded["captures"] == 16 and loaded["graph_launches"] >= 16
     assert loaded["recorded"]["kernels"] > 16 * 10 and loaded["recorded"]["host"] == 0
