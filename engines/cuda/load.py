@@ -248,7 +248,7 @@ class _Assembly:
         cpus = machine.whole_machine(self.chosen.threads)
         bound = ";".join(str(cpu + 1) for cpu in cpus[1:])
         routes = []
-        for variant, limit in cpu_variants(self.spec, self.chosen.attention, int8=self.int8):
+        for variant, limit in cpu_variants(self.spec, int8=self.int8):
             graph = self._graph(variant)
             # A single call waits for its threads some sixty times; with nothing beside it they may stay awake.
             made = binding.session(graph, threads=self.chosen.threads, spin=twin, cpus=bound)

@@ -65,7 +65,7 @@ def changed(request: Load, **fields: Any) -> Load:
         ({"runtime_config": {"warm": "2"}}, ErrorCode.CONFIG_INVALID, "warm"),
         ({"runtime_config": {"bucket_policy": "v9"}}, ErrorCode.CONFIG_INVALID, "bucket_policy"),
         ({"runtime_config": {"precision": "f16"}}, ErrorCode.CONFIG_INVALID, "SYNAPSE_CUDA_PRECISION"),
-        ({"runtime_config": {"attention": "packed"}}, ErrorCode.CONFIG_INVALID, "attention"),
+        ({"runtime_config": {"attention": "fused"}}, ErrorCode.CONFIG_INVALID, "attention"),
         ({"runtime_config": {"gpu_mem_limit_mb": "-1"}}, ErrorCode.CONFIG_INVALID, "gpu_mem_limit_mb"),
     ],
 )

@@ -19,8 +19,8 @@ from engines.bundle.checkpoint import Checkpoint
 from engines.cuda import binding
 from engines.cuda.buckets import Bucket, Policy, ladder_up_to, plan
 from engines.cuda.devices import CAPTURED_ROWS, CudaDevice, Route
-from engines.cuda.graphs.builder import Variant, WeightStore
-from engines.cuda.graphs.families import UNLIMITED, build
+from engines.cuda.graphs.builder import WeightStore
+from engines.cuda.graphs.families import build, cuda_variants
 from engines.cuda.model import Facts, OwnedModel
 from engines.cuda.pipeline import Pipeline
 from engines.cuda.staging import Filler, Shape, Slot, layout, slot_bytes
@@ -189,23 +189,18 @@ def cuda_model(checkpoints: Callable[[str], Checkpoint]):  # type: ignore[no-unt
         spec, special = spec_of(checkpoint), facts.of_checkpoint(checkpoint).special_ids
         store, widest = WeightStore(checkpoint.tensors, "f32"), checkpoint.config["max_position_embeddings"]
         windowed = spec.family == "modernbert"
-        wanted = [(Variant("f32", "fused"), 9 if windowed else UNLIMITED)]
-        if windowed:
-            wanted.append((Variant("f32", "fused", window=True), UNLIMITED))
         routes = [
-            Route(graph := build(spec, store, v), binding.session(graph, threads=1), limit) for v, limit in wanted
+            Route(graph := build(spec, store, variant), binding.session(graph, threads=1), limit)
+            for variant, limit in cuda_variants(spec, "plain", "f32")
         ]
         ladder = ladder_up_to(widest, multiple=8, free=9) if windowed else ladder_up_to(widest)
         policy = Policy(tokens=tokens, ladder=ladder, rows=64)
         cuda = HostCuda()
         device = CudaDevice(
-            cuda,
+            cuda,  # type: ignore[arg-type]
             routes,
-            policy=policy,
-            dims=spec.dims,
-            widest=widest,
-            captured=routes if record else (),  # type: ignore[arg-type]
-        )
+            policy=policy, dims=spec.dims, widest=widest, captured=routes if record else (),
+        )  # fmt: skip
         if record:
             device.record(lambda: None)
         limits = Facts(

@@ -165,16 +165,15 @@ def _fused_layer(b: GraphBuilder, states: str, prefix: str, *, lens: str, offset
 
     qkv = b.op("MatMul", states, b.derived(own + "qkv.weight:T", lambda: joined("weight", (hidden, hidden))))
     bias = b.derived(own + "qkv.bias", lambda: joined("bias", (hidden,)))
-    if b.variant.cuda:
-        qkv = b.add(qkv, bias)  # GroupQueryAttention takes no bias
-    q, k, v = b.ops("Split", qkv, axis=1 if offsets else 2, num_outputs=3, outputs=3)
-    common: dict[str, Any] = {"num_heads": heads, "scale": 1.0, "mask_filter_value": MASKED, "domain": CONTRIB}
     if offsets:
-        context = b.op("PackedMultiHeadAttention", q, k, v, bias, offsets, cu, **common)
-    elif b.variant.cuda:
+        parts = b.ops("Split", qkv, axis=1, num_outputs=3, outputs=3)
+        context = b.op(
+            "PackedMultiHeadAttention", *parts, bias, offsets, cu,
+            num_heads=heads, scale=1.0, mask_filter_value=MASKED, domain=CONTRIB,
+        )  # fmt: skip
+    else:  # MultiHeadAttention would ask for cuDNN; GroupQueryAttention takes no bias
+        q, k, v = b.ops("Split", b.add(qkv, bias), axis=2, num_outputs=3, outputs=3)
         context = b.attend_by_length(q, k, v, lens, num_heads=heads, kv_num_heads=heads, causal=0, scale=1.0)
-    else:
-        context = b.op("MultiHeadAttention", q, k, v, bias, lens, **common)
     projected = b.linear(context, prefix + "attention.output.dense.weight", out=hidden, into=hidden)
     states = b.skip_layer_norm(
         projected, states, prefix + "attention.output.LayerNorm", eps=eps,

@@ -39,17 +39,14 @@ MASKED: Final = -10000.0
 class Variant:
     """Which graph of a model: *precision* of storage and products, *attention* operators, *window* layers present.
 
-    ``plain``: standard operators only. ``fused``: onnxruntime's attention and skip-norm operators, right-padded rows.
-    ``packed``: rows end to end without padding (BERT on CUDA). ``window``: ModernBERT's local layers run block-local
-    and S must be a multiple of the half window; without it S must be so small that the window covers every pair.
+    ``plain``: standard operators only. ``fused``: the CUDA provider's attention and skip-norm operators, right-padded
+    rows. ``packed``: the same for rows end to end without padding (BERT). ``window``: ModernBERT's local layers run in
+    blocks, S is a multiple of the half window; without it S must be so small that the window covers every pair.
     """
 
     precision: Precision = "f32"
     attention: Attention = "plain"
     window: bool = False
-    cuda: bool = False
-    """``fused`` for the CUDA provider's kernels: BERT's rows by GroupQueryAttention, because MultiHeadAttention there
-    asks for cuDNN; Qwen3's norm weights inside GroupQueryAttention, which the CPU provider doesn't take."""
     int8: bool = False
     """The layers' matrices are int8 (:mod:`engines.cuda.graphs.int8`); BERT, plain, float32 otherwise."""
 
@@ -287,7 +284,7 @@ class GraphBuilder:
         return array if factor == 1.0 else np.asarray(array, np.float32) * np.float32(factor)
 
     def add(self, x: str, y: str) -> str:
-        """Add."""
+        """Add two values."""
         return self.op("Add", x, y)
 
     def layer_norm(self, x: str, prefix: str, *, eps: float, bias: bool, f32: bool = False) -> str:
@@ -391,13 +388,11 @@ class GraphBuilder:
 
         *more*: the operator's further inputs, rotary tables first. Keeps the flash kernel, which a mask would not.
         """
-        # The CUDA kernel refuses a node without present_key and present_value, though nothing here reads them; the
-        # CPU kernel does without and would only copy.
-        outputs = 3 if self.variant.cuda else 1
+        # The CUDA kernel refuses a node without present_key and present_value, though nothing here reads them.
         seqlens = self.once("Sub", lens, self.scalar(1, "i32"))
         total = self.input("max_len", [1])
         inputs = (q, k, v, "", "", seqlens, total, *more)
-        return self.ops("GroupQueryAttention", *inputs, outputs=outputs, domain=CONTRIB, **attributes)[0]
+        return self.ops("GroupQueryAttention", *inputs, outputs=3, domain=CONTRIB, **attributes)[0]
 
     def join_heads(self, x: str, hidden: int) -> str:
         """(B, heads, S, d) -> (B, S, heads·d)."""

@@ -25,8 +25,6 @@ def half_window(config_local_attention: float) -> int:
 def build(b: GraphBuilder) -> Graph:
     """Build a ModernBERT graph on right-padded rows."""
     spec = b.spec
-    if b.variant.attention == "packed":
-        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, "packed attention is built for BERT only")
     hidden, eps = spec.integer("hidden_size"), spec.number("norm_eps", 1e-5)
     biased = spec.value("norm_bias", False)
     lens = b.input("lens", ["B"])

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 def build(b: GraphBuilder) -> Graph:
     """Build a Qwen3 graph on right-padded rows: embedding, or the yes-minus-no logit of a reranker."""
     spec = b.spec
-    if b.variant.attention == "packed":
-        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, "packed attention is built for BERT only")
     hidden, eps = spec.integer("hidden_size"), spec.number("rms_norm_eps", 1e-6)
     lens = b.input("lens", ["B"])
     ids, positions = b.input("input_ids", ["B", "S"]), b.input("positions", ["S"])
@@ -138,19 +136,13 @@ class _Attention:
         return rms_norm(b, b.op("Reshape", x, b.ints(0, 0, heads, d)), name, d, self.eps, scale=scale)
 
     def _fused(self, q: str, k: str, v: str, prefix: str) -> str:
+        """The operator norms and rotates by itself; five optional inputs before the norm weights stay empty."""
         b, d = self.b, self.head_dim
-        optional: list[str] = []
-        attributes: dict[str, Any] = {"num_heads": self.heads, "kv_num_heads": self.groups, "do_rotary": 1}
-        if b.variant.cuda:
-            optional = ["", "", "", "", "", *(b.weight(f"{prefix}{name}_norm.weight", (d,)) for name in "qk")]
-            attributes["qk_norm_epsilon"] = float(self.eps)
-        else:
-            q, k = (
-                b.op("Reshape", self._normed(x, f"{prefix}{name}_norm.weight", heads, 1.0), b.ints(0, 0, heads * d))
-                for x, name, heads in ((q, "q", self.heads), (k, "k", self.groups))
-            )
-        more = (self.cos, self.sin, *optional)
-        return b.attend_by_length(q, k, v, self.lens, *more, scale=float(d**-0.5), **attributes)
+        norms = [b.weight(f"{prefix}{name}_norm.weight", (d,)) for name in "qk"]
+        return b.attend_by_length(
+            q, k, v, self.lens, self.cos, self.sin, *[""] * 5, *norms, num_heads=self.heads, kv_num_heads=self.groups,
+            do_rotary=1, scale=float(d**-0.5), qk_norm_epsilon=float(self.eps),
+        )  # fmt: skip
 
     def _plain(self, q: str, k: str, v: str, prefix: str) -> str:
         b, d = self.b, self.head_dim
