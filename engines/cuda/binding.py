@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from engines.cuda import dlpack
 from engines.cuda.faults import STICKY, refuse
 from engines.cuda.floor import LINUX, WINDOWS, Facts
-from engines.cuda.graphs.builder import Graph
 from engines.cuda.options import CPU_OPTIMIZERS_OFF, CUDA_OPTIMIZERS_OFF, session_entries
 from engines.protocol.errors import EngineError, ErrorCode
 
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
+
+    from engines.cuda.graphs.builder import Graph
 
 
 def driver_facts(index: int) -> Facts:

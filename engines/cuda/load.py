@@ -7,10 +7,12 @@ made, a bucket warmed.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import numpy as np
 from msgspec import UNSET
 
 from engines import machine
@@ -20,8 +22,14 @@ from engines.bundle.layout import INT8
 from engines.bundle.manifest import Artifact, Bundle, BundleError
 from engines.bundle.package import profile_of
 from engines.bundle.safetensors import SafetensorsFile
-from engines.cuda import floor, settings
+from engines.cuda import binding, floor, settings
+from engines.cuda.binding import Cuda
 from engines.cuda.buckets import Policy, ladder_up_to
+from engines.cuda.devices import CAPTURED_ROWS, CAPTURED_WIDTHS, CpuDevice, CudaDevice, Route
+from engines.cuda.graphs.builder import Graph, ModelSpec, Precision, Variant, WeightStore
+from engines.cuda.graphs.families import build, cpu_variants, cuda_variants, recorded_variants
+from engines.cuda.graphs.modernbert import half_window
+from engines.cuda.model import MAX_TOKENS, Facts, OwnedModel
 from engines.cuda.options import cuda_provider
 from engines.cuda.settings import (
     CPU_CALL_TOKENS,
@@ -34,14 +42,12 @@ from engines.cuda.settings import (
 )
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime import artifact
+from engines.runtime.batch import TokenBatch
 from engines.runtime.engine import DeviceLost, Probe
+from engines.runtime.progress import ProgressReporter, silent
 
 if TYPE_CHECKING:
-    from engines.cuda.binding import Cuda
-    from engines.cuda.graphs.builder import Graph, Precision, Variant, WeightStore
-    from engines.cuda.model import OwnedModel
     from engines.protocol.messages import Load
-    from engines.runtime.progress import ProgressReporter
 
 FORMAT = "safetensors-package"
 TWIN_LIMIT = 512 * 2**20
@@ -182,9 +188,6 @@ class _Assembly:
         int8: bool,
         progress: ProgressReporter,
     ) -> None:
-        from engines.cuda.graphs.builder import ModelSpec, WeightStore
-        from engines.cuda.model import MAX_TOKENS, Facts
-
         manifest = bundle.manifest
         self.chosen, self.device, self.precision, self.progress = chosen, device, precision, progress
         self.int8 = int8
@@ -230,16 +233,9 @@ class _Assembly:
         return self._cpu() if self.device == "cpu" else self._cuda()
 
     def _graph(self, variant: Variant) -> Graph:
-        from engines.cuda.graphs.families import build
-
         return build(self.spec, self.store, variant)
 
     def _cpu(self) -> OwnedModel:
-        from engines.cuda import binding
-        from engines.cuda.devices import CpuDevice, Route
-        from engines.cuda.graphs.families import cpu_variants
-        from engines.cuda.model import OwnedModel
-
         multiple, free = self.blocks()
         widest = max(_round(self.facts.max_tokens, multiple, free), self.facts.max_tokens)
         usual = CPU_CALL_TOKENS_INT8 if self.int8 else CPU_CALL_TOKENS
@@ -271,8 +267,6 @@ class _Assembly:
         return model
 
     def _cuda(self) -> OwnedModel:
-        from engines.cuda import binding
-
         cuda = binding.Cuda(int(self.device.partition(":")[2] or 0))
         try:
             return self._on_cuda(cuda)
@@ -284,11 +278,6 @@ class _Assembly:
             raise
 
     def _on_cuda(self, cuda: Cuda) -> OwnedModel:
-        from engines.cuda import binding
-        from engines.cuda.devices import CudaDevice, Route
-        from engines.cuda.graphs.families import cuda_variants, recorded_variants
-        from engines.cuda.model import OwnedModel
-
         main = cuda_variants(self.spec, self.chosen.attention, self.precision)
         recorded = recorded_variants(self.spec, self.precision) if self.chosen.cuda_graphs else []
         widths = dict([*recorded, *main])
@@ -345,8 +334,6 @@ class _Assembly:
 
         Every session has an arena of its own, so what the weights leave is divided by the size of their calls.
         """
-        from engines.cuda.devices import CAPTURED_ROWS, CAPTURED_WIDTHS
-
         limit = self.chosen.gpu_mem_limit_mb * 2**20
         if not limit:
             return dict.fromkeys(graphs, 0)
@@ -363,8 +350,6 @@ class _Assembly:
         """Return (multiple, free): above *free* tokens a ModernBERT row's width is a whole number of half windows."""
         if self.spec.family != "modernbert":
             return 1, 0
-        from engines.cuda.graphs.modernbert import half_window
-
         window = half_window(self.spec.number("local_attention", 128))
         return window, window + 1
 
@@ -376,11 +361,6 @@ class _Assembly:
 
     def _smoke(self, model: OwnedModel, lengths: list[int]) -> None:
         """Run rows of pad tokens and look at the result: a model that can't answer isn't loaded."""
-        import numpy as np
-
-        from engines.runtime.batch import TokenBatch
-        from engines.runtime.progress import silent
-
         cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
         batch = TokenBatch(np.full(cu_seqlens[-1], self.facts.pad_id, np.int32), cu_seqlens)
@@ -409,8 +389,6 @@ def _round(width: int, multiple: int, free: int) -> int:
 
 def _forget_frames(exc: BaseException) -> None:
     """Clear the frames that a failure went through: they hold sessions, which go before the memory they work with."""
-    import traceback
-
     link: BaseException | None = exc
     while link is not None:
         traceback.clear_frames(link.__traceback__)

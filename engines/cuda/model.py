@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from engines.cuda.buckets import Policy, plan
 from engines.cuda.pipeline import Pipeline
 from engines.cuda.staging import Filler
@@ -77,8 +79,6 @@ class OwnedModel(Model):
 
     def forward(self, batch: TokenBatch, progress: ProgressReporter) -> FloatArray:
         """Return float32 (rows, dims): vectors, or logits with dims 1."""
-        import numpy as np
-
         self._check(batch)
         chosen = plan(batch.lengths, self.policy)
         filler = Filler(batch, chosen, pad_id=self.facts.pad_id, separator=self.facts.separator)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.cuda.buckets import Bucket, Plan
+import numpy as np
+import numpy.typing as npt
+
+from engines.cuda.buckets import Bucket, Order, Plan
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from engines.cuda.buckets import Order
     from engines.runtime.batch import FloatArray, IntArray, TokenBatch
 
     Bytes = npt.NDArray[Any]
@@ -79,8 +79,6 @@ class Slot:
 
     def view(self, shape: Shape, name: str) -> IntArray:
         """Return an input's place as int32 of its shape."""
-        import numpy as np
-
         offset, dims = shape.places[name]
         view: IntArray = self.host[offset : offset + 4 * prod(dims)].view(np.int32).reshape(dims)
         return view
@@ -102,9 +100,7 @@ class Filler:
         return layout(names, rows=rows, width=width, tokens=tokens)
 
     def fill(self, slot: Slot, bucket: Bucket, shape: Shape, done: Callable[[int], None] | None = None) -> None:
-        """Write all  *done* is told rows prepared piece by piece, except the last piece."""
-        import numpy as np
-
+        """Write all inputs. *done* is told rows prepared piece by piece, except the last piece."""
         rows = self.plan.order[bucket.start : bucket.stop]
         ids = slot.view(shape, "input_ids")
         if "token_offset" in shape.places:
@@ -136,8 +132,6 @@ def fill_rows(batch: TokenBatch, rows: Order, ids: IntArray, lens: IntArray, *, 
 
     Rows of *ids* beyond ``len(rows)`` (a captured shape has a fixed count) become one pad token each.
     """
-    import numpy as np
-
     count, width = len(rows), ids.shape[1]
     starts = batch.cu_seqlens[rows]
     lens[:count] = batch.cu_seqlens[rows + 1] - starts
@@ -151,8 +145,6 @@ def fill_rows(batch: TokenBatch, rows: Order, ids: IntArray, lens: IntArray, *, 
 
 def fill_packed(batch: TokenBatch, rows: Order, ids: IntArray) -> None:
     """Write *rows* end to end into *ids*, int32 (their tokens,)."""
-    import numpy as np
-
     starts = batch.cu_seqlens[rows]
     lens = batch.cu_seqlens[rows + 1] - starts
     ends = np.cumsum(lens)
@@ -166,8 +158,6 @@ def packed_offsets(lens: IntArray, width: int) -> tuple[IntArray, IntArray, IntA
 
     ``token_offset`` lists the padded places of all real tokens, then those of the padding (8.3.4).
     """
-    import numpy as np
-
     rows = len(lens)
     real = (np.arange(width, dtype=np.int32) < lens[:, None]).reshape(-1)
     offset = np.concatenate([np.flatnonzero(real), np.flatnonzero(~real)]).astype(np.int32).reshape(rows, width)
@@ -182,8 +172,6 @@ def type_starts(batch: TokenBatch, separator: int) -> IntArray:
 
     A row without one is a single segment: its length, so that every token has type 0.
     """
-    import numpy as np
-
     starts, ends = batch.cu_seqlens[:-1], batch.cu_seqlens[1:]
     places = np.append(np.flatnonzero(batch.input_ids == separator), len(batch.input_ids))
     first = places[np.searchsorted(places, starts)]

@@ -5,14 +5,14 @@ Tensor names as transformers writes them, without a leading ``bert.``. Post-norm
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from engines.cuda.graphs.builder import CONTRIB, MASKED, Graph, GraphBuilder
 from engines.cuda.graphs.int8 import After, Int8Dense, Part
 from engines.protocol.errors import EngineError, ErrorCode
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 
 def build(b: GraphBuilder) -> Graph:
@@ -157,8 +157,6 @@ def _fused_layer(b: GraphBuilder, states: str, prefix: str, *, lens: str, offset
 
     def joined(part: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """q, k and v side by side; the softmax scale is folded into q."""
-        import numpy as np
-
         q, k, v = (b.store.raw(f"{own}{name}.{part}", shape) for name in ("query", "key", "value"))
         arrays = [np.asarray(q, np.float32) * np.float32(scale), np.asarray(k, np.float32), np.asarray(v, np.float32)]
         return np.concatenate(arrays, axis=0).T

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from engines.protocol.errors import EngineError, ErrorCode
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
+Array = npt.NDArray[Any]
 
 OPSET: Final = 20
 """Standard operators: 20 brought Gelu; LayerNormalization is older."""
@@ -103,8 +103,6 @@ class WeightStore:
     """
 
     def __init__(self, tensors: Mapping[str, Array], precision: Precision, on_tensor: Callable[[], None] | None = None):
-        import numpy as np
-
         self.tensors = tensors
         self.dtype = np.dtype(np.float16 if precision == "f16" else np.float32)
         self._cache: dict[str, Array] = {}
@@ -124,8 +122,6 @@ class WeightStore:
 
     def get(self, key: str, make: Callable[[], Array], *, f32: bool = False, int8: bool = False) -> Array:
         """Return the array cached as *key*, else make it in the storage dtype (float32 or int8 where asked)."""
-        import numpy as np
-
         array = self._cache.get(key)
         if array is None:
             array = np.asarray(make())
@@ -143,8 +139,6 @@ class WeightStore:
 
     def not_finite(self) -> str | None:
         """Return the name of a converted tensor that holds NaN or infinity; None where all are finite."""
-        import numpy as np
-
         for name, array in self._cache.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 return name
@@ -179,14 +173,10 @@ class GraphBuilder:
 
     def ints(self, *values: int) -> str:
         """Return an int64 vector constant (axes, shapes, starts)."""
-        import numpy as np
-
         return self.constant("i_" + "_".join(str(v).replace("-", "m") for v in values), np.array(values, np.int64))
 
     def scalar(self, value: float, kind: Literal["f", "f32", "f64", "i32"] = "f") -> str:
         """Return a constant of shape (1,), in the compute dtype unless *kind* says otherwise."""
-        import numpy as np
-
         names = {"f": self.store.dtype.name, "f32": "float32", "f64": "float64", "i32": "int32"}
         array = np.array([value], np.dtype(names[kind]))
         return self.constant(f"c_{array.dtype.name}_{value!r}", array)
@@ -278,8 +268,6 @@ class GraphBuilder:
         return self.add(x, self.derived(key, lambda: self._scaled(name, (out,), factor)))
 
     def _scaled(self, name: str, shape: tuple[int, ...], factor: float) -> Array:
-        import numpy as np
-
         array = self.store.raw(name, shape)
         return array if factor == 1.0 else np.asarray(array, np.float32) * np.float32(factor)
 
@@ -335,8 +323,6 @@ class GraphBuilder:
 
     def pool(self, states: str, real: str, lens: str, pooling: str) -> str:
         """Return float32 (B, H) of states (B, S, H): ``cls``, ``mean`` over real positions, or the ``last``."""
-        import numpy as np
-
         if pooling == "cls":
             return self.float32(self.op("Gather", states, self.constant("zero", np.array(0, np.int64)), axis=1))
         if pooling == "mean":
@@ -404,8 +390,6 @@ def rope_tables(theta: float, head_dim: int, length: int) -> tuple[Array, Array]
 
     Angles are computed in float64 and rounded once (6.4.5).
     """
-    import numpy as np
-
     frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     angles = np.arange(length, dtype=np.float64)[:, None] * frequencies
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
