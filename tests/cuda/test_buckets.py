@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.cuda.buckets import LADDER, Bucket, Plan, Policy, ladder_up_to, plan
+from engines.cuda.buckets import LADDER, Plan, Policy, ladder_up_to, plan
 
 EXAMPLE = np.array([5, 400, 9, 28, 131, 70, 64, 130], np.int32)
 
@@ -60,10 +60,6 @@ def test_ladder_of_a_model_ends_at_its_maximum_and_keeps_whole_blocks() -> None:
     blocks = ladder_up_to(8192, multiple=64, free=65)
     assert blocks[:6] == (16, 32, 48, 64, 128, 192) and blocks[-1] == 8192
     assert all(step <= 65 or step % 64 == 0 for step in blocks)
-
-
-def test_halves_cover_a_bucket() -> None:
-    assert Bucket(3, 8, 32).halves() == (Bucket(3, 5, 32), Bucket(5, 8, 32))
 
 
 POLICIES = st.one_of(

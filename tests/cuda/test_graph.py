@@ -202,28 +202,14 @@ def test_structure_of_every_variant(name: str, checkpoints: Checkpoints) -> None
         if variant.precision == "f16":
             assert all(array.dtype == np.float16 for key, array in big.items() if key != "readout")
         for node in model.graph.node:
-            schema = schemas[node.domain, node.op_type]
-            single = [i for i in schema.inputs if str(i.option).endswith("Single")]
-            assert len(single) <= len(node.input), node
-            if not any(str(i.option).endswith("Variadic") for i in schema.inputs):
-                assert len(node.input) <= len(schema.inputs), node
-            assert len(node.output) <= len(schema.outputs) or node.op_type == "Split", node
-            assert {a.name for a in node.attribute} <= set(schema.attributes), node
-            needed = {key for key, a in schema.attributes.items() if a.required}
-            assert needed <= {a.name for a in node.attribute}, node
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_input_and_weight_is_read(name: str, checkpoints: Checkpoints) -> None:
-    """An input that no node reads costs a copy to the host in every run on the GPU."""
-    for variant in every_variant(checkpoints(name)):
-        graph = graph_of(checkpoints(name), variant)
-        model = onnx.load_model_from_string(graph.model)
+            schema, given = schemas[node.domain, node.op_type], {a.name for a in node.attribute}
+            assert given <= set(schema.attributes), node
+            assert {key for key, a in schema.attributes.items() if a.required} <= given, node
+        # An input that no node reads costs a copy to the host in every run on the GPU.
         read = {value for node in model.graph.node for value in node.input}
         assert {i.name for i in model.graph.input} == set(graph.inputs) <= read
         assert {i.name for i in model.graph.initializer} <= read and set(graph.weights) <= read
-        used = read | {model.graph.output[0].name}
-        assert all(used.intersection(node.output) for node in model.graph.node)
+        assert all((read | {output.name}).intersection(node.output) for node in model.graph.node)
 
 
 def test_modernbert_takes_blocks_only_beyond_its_window(checkpoints: Checkpoints) -> None:
@@ -236,12 +222,6 @@ def test_modernbert_takes_blocks_only_beyond_its_window(checkpoints: Checkpoints
     # Query 0 of a block sees the whole block before it, its own place and the window after it, inclusive.
     assert (band[0] == 0).nonzero()[0].tolist() == list(range(2 * WINDOW + 1))
     assert (band[-1] == 0).nonzero()[0].tolist() == list(range(WINDOW - 1, 3 * WINDOW))
-
-
-def test_the_same_checkpoint_gives_the_same_bytes(checkpoints: Checkpoints) -> None:
-    first, second = (graph_of(checkpoints("qwen3-rerank"), Variant("f16", "fused")) for _ in range(2))
-    assert first.model == second.model
-    assert all(np.array_equal(first.weights[key], second.weights[key]) for key in first.weights)
 
 
 def test_a_table_is_not_copied(checkpoints: Checkpoints) -> None:
@@ -263,8 +243,6 @@ def test_refuses_what_it_cannot_build(checkpoints: Checkpoints) -> None:
 
     checkpoint = checkpoints("bert-mean")
     spec, tensors = spec_of(checkpoint), dict(checkpoint.tensors)
-    refused(ErrorCode.MODEL_UNSUPPORTED, "llama", ModelSpec("llama", "embed", 64, spec.config), tensors)
-    refused(ErrorCode.MODEL_UNSUPPORTED, "generate", ModelSpec("qwen3", "generate", 64, spec.config), tensors)
     refused(ErrorCode.MODEL_UNSUPPORTED, "pooling", ModelSpec("bert", "embed", 64, spec.config, "max"), tensors)
     relu = {**spec.config, "hidden_act": "relu"}
     refused(ErrorCode.MODEL_UNSUPPORTED, "hidden_act", ModelSpec("bert", "embed", 64, relu), tensors)
@@ -311,16 +289,6 @@ def test_l2_examples(vector: list[float], expected: list[float]) -> None:
         return b.embedding(b.add(b.constant("v", np.array([vector], np.float32)), zero))
 
     assert small(body, normalize=True, lens=np.array([1], np.int32))[0] == pytest.approx(expected, abs=1e-7)
-
-
-def test_yes_minus_no_is_a_raw_logit(checkpoints: Checkpoints) -> None:
-    """h = [1, 2], yes = [2, 3], no = [1, 2]: the page's sigmoid of 3 starts from a logit of 3."""
-    h, yes, no = np.array([1.0, 2.0]), np.array([2.0, 3.0]), np.array([1.0, 2.0])
-    assert h @ (yes - no) == 3.0
-    checkpoint = checkpoints("qwen3-rerank")
-    readout = graph_of(checkpoint, Variant()).weights["readout"]
-    head, table = spec_of(checkpoint).head, checkpoint.tensors["embed_tokens.weight"]
-    assert np.array_equal(readout[:, 0], table[head["yes"]] - table[head["no"]])
 
 
 def test_rope_examples() -> None:

@@ -94,12 +94,3 @@ def test_inputs_lie_apart_and_aligned() -> None:
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert spans[-1][1] <= shape.size <= slot_bytes(PACKED, cells=15, rows=3)
     assert "positions" not in layout(PADDED, rows=3, width=5).places  # resident, not sent
-
-
-def test_the_first_submission_reports_pieces_and_never_its_last_row() -> None:
-    batch = batch_of([[1] * 400] * 100)
-    made = plan(batch.lengths, Policy(tokens=1 << 20, ladder=()))
-    told: list[int] = []
-    shape = layout(PADDED, rows=100, width=400)
-    Filler(batch, made, pad_id=0, separator=None).fill(slot_for(shape.size), made.buckets[0], shape, told.append)
-    assert len(told) > 1 and sum(told) < 100

@@ -115,24 +115,19 @@ def test_the_next_bucket_is_prepared_while_one_is_in_flight() -> None:
     assert events[0] == "prepare 0" and events[-1] == "wait"
 
 
-def test_frames_of_the_worked_example() -> None:
-    """100 rows, first submission 60: the switch says 60, finished buckets say 120 and 160 (8.4)."""
-    device = Recorder()
-    _, frames = run(device, [1] * 60 + [2] * 40, tokens=80)
-    assert frames == [(60, Phase.INFERENCE), (120, Phase.INFERENCE), (160, Phase.INFERENCE)]
-
-
-def test_setup_frames_stay_below_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Filler, "PIECE", 20)
-    _, frames = run(Recorder(), [1] * 60 + [2] * 40, tokens=80)
-    assert frames[:2] == [(20, Phase.SETUP), (40, Phase.SETUP)]
-    assert frames[2:] == [(60, Phase.INFERENCE), (120, Phase.INFERENCE), (160, Phase.INFERENCE)]
-
-
-def test_the_switch_is_sent_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Filler, "PIECE", 1)
-    _, frames = run(Recorder(), [1] * 10, clock=lambda: 0.0)
-    assert frames == [(10, Phase.INFERENCE)]
+@pytest.mark.parametrize(
+    ("piece", "frozen", "setup"),
+    [(16384, False, []), (20, False, [20, 40]), (1, True, [])],
+    ids=["whole", "pieces", "frozen"],
+)
+def test_progress_of_the_worked_example(
+    piece: int, frozen: bool, setup: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 rows, first submission 60: the switch says 60 whatever the clock says, finished buckets 120 and 160 (8.4)."""
+    monkeypatch.setattr(Filler, "PIECE", piece)
+    _, frames = run(Recorder(), [1] * 60 + [2] * 40, tokens=80, clock=(lambda: 0.0) if frozen else None)
+    rows = [60] if frozen else [60, 120, 160]
+    assert frames == [(count, Phase.SETUP) for count in setup] + [(count, Phase.INFERENCE) for count in rows]
 
 
 def test_out_of_memory_runs_the_bucket_once_more_in_halves() -> None:

@@ -5,7 +5,7 @@ Tensor names as transformers writes them, without a leading ``bert.``. Post-norm
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +96,7 @@ def _layer(b: GraphBuilder, states: str, prefix: str, *, mask: str, first: bool)
     hidden, ffn = spec.integer("hidden_size"), spec.integer("intermediate_size")
     heads, eps = spec.integer("num_attention_heads"), spec.number("layer_norm_eps", 1e-12)
     head_dim = hidden // heads
-    dense: Dense = Int8Dense(b) if b.variant.int8 else FloatDense(b)
+    dense: Any = Int8Dense(b) if b.variant.int8 else FloatDense(b)  # each takes the rows that it made
     own = prefix + "attention.self."
 
     def in_heads(rows: Any, name: str, factor: float = 1.0) -> str:
@@ -116,18 +116,6 @@ def _layer(b: GraphBuilder, states: str, prefix: str, *, mask: str, first: bool)
     active = b.gelu(dense.product(rows, Part(prefix + "intermediate.dense", ffn)))
     narrow = dense.product(dense.rows(active, into=ffn, after="gelu"), Part(prefix + "output.dense", hidden))
     return b.skip_layer_norm(narrow, states, prefix + "output.LayerNorm", eps=eps, bias=None)
-
-
-class Dense(Protocol):
-    """How a layer multiplies by its matrices: :class:`FloatDense` or :class:`Int8Dense`."""
-
-    def rows(self, x: str, *, into: int, after: After) -> Any:
-        """Return *x* (…, into) as :meth:`product` takes it: made once, multiplied by several matrices."""
-        ...
-
-    def product(self, rows: Any, part: Part) -> str:
-        """Multiply by the part's matrix and add its bias: (…, out)."""
-        ...
 
 
 class FloatDense:

@@ -24,13 +24,7 @@ UNLIMITED: Final = 2**31 - 1
 
 
 def build(spec: ModelSpec, store: WeightStore, variant: Variant) -> Graph:
-    """Build one graph of a model; ``model_unsupported`` for a family this engine doesn't know."""
-    if spec.family not in BUILDERS:
-        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"family {spec.family!r} is not bert, modernbert or qwen3")
-    if spec.task not in ("embed", "rerank"):
-        raise EngineError(
-            ErrorCode.MODEL_UNSUPPORTED, f"this engine embeds and reranks, the bundle's task is {spec.task}"
-        )
+    """Build one graph of a model whose family and task LOAD has checked; ``model_unsupported`` for what it can't."""
     if variant.int8 and (spec.family != "bert" or variant.attention != "plain"):
         raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"int8 is built for bert on the CPU, not for {spec.family}")
     return BUILDERS[spec.family](GraphBuilder(spec, store, variant))
