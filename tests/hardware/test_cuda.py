@@ -460,7 +460,7 @@ def test_a_lost_device_is_answered_and_its_process_leaves(bundle_of: BundleOf, n
     """A kernel that reads at an address nobody owns, in a worker of its own: ERR, then exit status 1."""
     bundle = bundle_of(case("bert-mean"))
     with worker(bundle, "tests.hardware.lost_device") as client:
-        reply = client.embed(load_in(client, bundle), case("bert-mean").rows()).reply
+        reply = client.embed(load_in(client, bundle), case("bert-mean").rows() * 4).reply
         lost = isinstance(reply, Err)
         status = client.process.wait(30) if lost else client.shutdown()
         note(reply=str(getattr(reply, "msg", "no error")), exit_status=status)
