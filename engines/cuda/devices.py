@@ -72,15 +72,9 @@ class CpuDevice:
     """The CPU provider. Several buckets run side by side on one thread each; a single one takes all threads."""
 
     def __init__(
-        self,
-        routes: Sequence[Route],
-        *,
-        policy: Policy,
-        dims: int,
-        widest: int,
-        threads: int,
-        cpus: tuple[int, ...] = (),
-    ) -> None:
+        self, routes: Sequence[Route], *,
+        policy: Policy, dims: int, widest: int, threads: int, cpus: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         self.routes, self.dims, self.threads = routes, dims, threads
         # The wide session's threads have every CPU but the first. A caller that wakes up on one of theirs shares it for
         # most of a short run, since nothing moves either of them away in time.
@@ -147,15 +141,9 @@ class CudaDevice:
     """
 
     def __init__(
-        self,
-        cuda: Cuda,
-        routes: Sequence[Route],
-        *,
-        policy: Policy,
-        dims: int,
-        widest: int,
-        captured: Sequence[Route] = (),
-    ) -> None:
+        self, cuda: Cuda, routes: Sequence[Route], *,
+        policy: Policy, dims: int, widest: int, captured: Sequence[Route] = (),
+    ) -> None:  # fmt: skip
         self.cuda, self.routes, self.captured, self.dims = cuda, routes, captured, dims
         self._host_counting = np.arange(widest + 1, dtype=np.int32)
         pinned, address = cuda.pinned(self._host_counting.nbytes)
