@@ -89,14 +89,10 @@ def _opens(library: str) -> bool:
 
 
 def session(
-    graph: Graph,
-    *,
-    threads: int,
-    spin: bool = False,
-    cpus: str = "",
-    cuda: dict[str, str] | None = None,
-    shared: Mapping[str, Any] | None = None,
-) -> Any:
+    graph: Graph, *,
+    threads: int, spin: bool = False, cpus: str = "",
+    cuda: dict[str, str] | None = None, shared: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
     """Create a session, by *cuda* on the GPU only (EngineError); *cpus*: of its threads but the caller's, from 1.
 
     *shared*: weights by name that lie on the device already (:meth:`Cuda.upload`); the session makes no copy of them.

@@ -47,14 +47,9 @@ class OwnedModel(Model):
         self._pipeline = Pipeline(device)
 
     def embed(
-        self,
-        batch: TokenBatch,
-        *,
-        pooling: Pooling,
-        normalize: bool,
-        packed_width: int | None,
-        progress: ProgressReporter,
-    ) -> FloatArray:
+        self, batch: TokenBatch, *,
+        pooling: Pooling, normalize: bool, packed_width: int | None, progress: ProgressReporter,
+    ) -> FloatArray:  # fmt: skip
         """Return float32 (rows, dims), request order; a request that contradicts the manifest is refused."""
         if self.facts.task != "embed":
             self._mismatch("embed")

@@ -239,13 +239,9 @@ class GraphBuilder:
                 read.update(node.input)
         inputs = [info for info in self._inputs if info.name in read]
         output = self._helper.make_tensor_value_info(name, self._proto.FLOAT, list(shape))
-        graph = self._helper.make_graph(
-            nodes[::-1],
-            f"{self.spec.family}-{self.spec.task}",
-            inputs,
-            [output],
-            [initializer for key, initializer in self._initializers.items() if key in read],
-        )
+        initializers = [initializer for key, initializer in self._initializers.items() if key in read]
+        title = f"{self.spec.family}-{self.spec.task}"
+        graph = self._helper.make_graph(nodes[::-1], title, inputs, [output], initializers)
         opset = OPSET_INT8 if self.variant.int8 else OPSET
         opsets = [self._helper.make_opsetid("", opset), self._helper.make_opsetid(CONTRIB, 1)]
         model = self._helper.make_model(
