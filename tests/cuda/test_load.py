@@ -105,9 +105,7 @@ def test_hardware_comes_before_the_artifact(bundles: Bundles, monkeypatch: pytes
     monkeypatch.setattr("engines.cuda.binding.session", lambda *a, **k: pytest.fail("a session was made"))
     request = changed(load_request(bundle), artifact_path="/nowhere/at.all", artifact_digest="1" * 64)
     refused(engine, request, ErrorCode.BACKEND_MISSING, "^backend_missing: cuda_no_driver: ")
-    refused(
-        engine, changed(request, format="gguf"), ErrorCode.ARTIFACT_INVALID, "only"
-    )  # needs no file, so comes first
+    refused(engine, changed(request, format="gguf"), ErrorCode.ARTIFACT_INVALID, "only")
     refused(
         engine, changed(request, runtime_config={"operation": "rerank"}), ErrorCode.OPERATION_MISMATCH, "task is embed"
     )
