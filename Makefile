@@ -14,7 +14,7 @@
 #   make bench-rivals   install what it is compared with into .venv-rivals and .venv-infinity (torch twice: large)
 #   make goldens   recompute the golden files (needs torch and transformers in .venv-reference)
 #   make rehearse-cuda   the CUDA lane on stub libraries, every family, precision and compute capability (no GPU)
-#   make hw-cuda   hardware tests on an NVIDIA GPU, at most ten minutes; fails rather than skips without one
+#   make hw-cuda   hardware tests on an NVIDIA GPU, at most eight minutes; fails rather than skips without one
 #   make hw-ane    hardware tests on the Apple Neural Engine; fails rather than skips without one
 #   make hw-mac-cpu   the Core ML binding on the CPU of any Apple-silicon machine; fails rather than skips elsewhere
 #   make hw-metal  hardware tests on Metal; fails rather than skips without it
@@ -89,7 +89,7 @@ rehearse-cuda: setup
 	@$(BIN)/python -m pytest -m "soak or not soak" tests/rehearsal
 
 hw-cuda: setup
-	@$(BIN)/python -m pytest -m cuda --hw=cuda --session-timeout=590 tests/hardware
+	@$(BIN)/python -m pytest -m cuda --hw=cuda --session-timeout=470 tests/hardware
 
 hw-ane: setup
 	@$(BIN)/python -m pytest -m ane --hw=ane tests/hardware

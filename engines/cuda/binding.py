@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from engines.cuda import dlpack
 from engines.cuda.faults import STICKY, refuse
 from engines.cuda.floor import LINUX, WINDOWS, Facts
-from engines.cuda.graphs.builder import Graph
 from engines.cuda.options import CPU_OPTIMIZERS_OFF, CUDA_OPTIMIZERS_OFF, session_entries
 from engines.protocol.errors import EngineError, ErrorCode
 
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
+
+    from engines.cuda.graphs.builder import Graph
 
 
 def driver_facts(index: int) -> Facts:
@@ -88,14 +89,10 @@ def _opens(library: str) -> bool:
 
 
 def session(
-    graph: Graph,
-    *,
-    threads: int,
-    spin: bool = False,
-    cpus: str = "",
-    cuda: dict[str, str] | None = None,
-    shared: Mapping[str, Any] | None = None,
-) -> Any:
+    graph: Graph, *,
+    threads: int, spin: bool = False, cpus: str = "",
+    cuda: dict[str, str] | None = None, shared: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
     """Create a session, by *cuda* on the GPU only (EngineError); *cpus*: of its threads but the caller's, from 1.
 
     *shared*: weights by name that lie on the device already (:meth:`Cuda.upload`); the session makes no copy of them.

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from engines.runtime.batch import IntArray
 
-    Order = npt.NDArray[np.intp]
+Order: TypeAlias = npt.NDArray[np.intp]
 
 LADDER: Final = (
     16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
@@ -54,8 +54,6 @@ class Policy:
 
     def widths(self, lengths: IntArray) -> IntArray:
         """Return the width each length runs at, int32, same shape."""
-        import numpy as np
-
         if self.ladder:
             ladder = np.asarray(self.ladder, np.int32)
             step = np.minimum(np.searchsorted(ladder, lengths), len(ladder) - 1)
@@ -101,8 +99,6 @@ def ladder_up_to(widest: int, *, multiple: int = 1, free: int = 0) -> tuple[int,
 
 def plan(lengths: IntArray, policy: Policy) -> Plan:
     """Return the plan for rows of *lengths*, int32 (rows,), each at least 1. Equal input gives an equal plan."""
-    import numpy as np
-
     order = np.argsort(lengths, kind="stable")
     widths = policy.widths(lengths[order])
     groups = _merged(widths, policy.merge_cells) if policy.ladder else iter([(0, len(widths))])
@@ -113,8 +109,6 @@ def plan(lengths: IntArray, policy: Policy) -> Plan:
 
 def _merged(widths: IntArray, merge_cells: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of groups of equal width, merged into the next one while all merges together stay cheap."""
-    import numpy as np
-
     edges = [0, *(np.flatnonzero(np.diff(widths)) + 1).tolist(), len(widths)]
     start, added = 0, 0
     for edge, following in pairwise(edges[1:]):
@@ -139,8 +133,6 @@ def _cut_even(widths: IntArray, start: int, stop: int, policy: Policy) -> Iterat
 
 def _cut_greedy(widths: IntArray, start: int, stop: int, policy: Policy) -> Iterator[Bucket]:
     """Take as many neighbours as fit the budget at the widest one's width, from the shortest on."""
-    import numpy as np
-
     while start < stop:
         window = widths[start : min(stop, start + policy.max_rows(int(widths[start])))].astype(np.int64)
         fits = np.arange(1, len(window) + 1) * window <= policy.tokens

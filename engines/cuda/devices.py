@@ -11,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from engines.cuda.binding import Binding, Cuda
 from engines.cuda.buckets import Bucket, Policy
 from engines.cuda.graphs.builder import Graph
@@ -70,17 +72,9 @@ class CpuDevice:
     """The CPU provider. Several buckets run side by side on one thread each; a single one takes all threads."""
 
     def __init__(
-        self,
-        routes: Sequence[Route],
-        *,
-        policy: Policy,
-        dims: int,
-        widest: int,
-        threads: int,
-        cpus: tuple[int, ...] = (),
-    ) -> None:
-        import numpy as np
-
+        self, routes: Sequence[Route], *,
+        policy: Policy, dims: int, widest: int, threads: int, cpus: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         self.routes, self.dims, self.threads = routes, dims, threads
         # The wide session's threads have every CPU but the first. A caller that wakes up on one of theirs shares it for
         # most of a short run, since nothing moves either of them away in time.
@@ -95,8 +89,6 @@ class CpuDevice:
         self.slots: tuple[Slot, ...] = tuple(self._slot(size, policy) for _ in range(count))
 
     def _slot(self, size: int, policy: Policy) -> Slot:
-        import numpy as np
-
         host = np.empty(size, np.uint8)
         out = np.empty(min(policy.rows, policy.tokens) * self.dims, np.float32)
         return Slot(host, host.ctypes.data, out, out.ctypes.data)
@@ -149,17 +141,9 @@ class CudaDevice:
     """
 
     def __init__(
-        self,
-        cuda: Cuda,
-        routes: Sequence[Route],
-        *,
-        policy: Policy,
-        dims: int,
-        widest: int,
-        captured: Sequence[Route] = (),
-    ) -> None:
-        import numpy as np
-
+        self, cuda: Cuda, routes: Sequence[Route], *,
+        policy: Policy, dims: int, widest: int, captured: Sequence[Route] = (),
+    ) -> None:  # fmt: skip
         self.cuda, self.routes, self.captured, self.dims = cuda, routes, captured, dims
         self._host_counting = np.arange(widest + 1, dtype=np.int32)
         pinned, address = cuda.pinned(self._host_counting.nbytes)
@@ -178,8 +162,6 @@ class CudaDevice:
         self._recorded: dict[tuple[int, int], tuple[Binding, int, int, str]] = {}
 
     def _slot(self, size: int) -> Slot:
-        import numpy as np
-
         host, address = self.cuda.pinned(size)
         out, out_address = self.cuda.pinned(self._out)
         native = {

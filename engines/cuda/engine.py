@@ -47,25 +47,19 @@ class CudaEngine(Engine):
         """Return what HELLO says, from metadata, the manifest, this package's source and the driver's word on a GPU."""
         version = runtime_version()
         flags = {
-            "backend": "cpu" if self.on_cpu else "cuda",
-            "family": "worker",
-            "dtype": self.precision,
-            "device": self.options.device,
-            "risk_class": "abort_capable",
-        }
+            "backend": "cpu" if self.on_cpu else "cuda", "family": "worker", "dtype": self.precision,
+            "device": self.options.device, "risk_class": "abort_capable",
+        }  # fmt: skip
         if self.on_cpu:
             flags["hardware_floor"] = "skipped"
         else:
             flags["minimum_cuda_driver_api"] = str(floor.MIN_DRIVER_API)
             flags["minimum_device_cc"] = "{}.{}".format(*floor.MIN_CAPABILITY)
         return EngineIdentity(
-            engine=self.name,
-            version=f"onnxruntime-{version}",
-            build_flags=flags,
+            engine=self.name, version=f"onnxruntime-{version}", build_flags=flags, packed=self._packed(),
             manifest_digest=self._bundle.digest if self._bundle is not None else None,
             kernel_revision=kernel_revision(version, self.options.device, self.precision, self._capability()),
-            packed=self._packed(),
-        )
+        )  # fmt: skip
 
     def probe_floor(self) -> Probe:
         """Return the floor's verdict; on the CPU only the runtime must be there."""
@@ -112,10 +106,8 @@ class CudaEngine(Engine):
         allowed = ("f32",) if self.on_cpu else ("f16", "f32")
         text = os.environ.get(PRECISION_VARIABLE, allowed[0])
         if text not in allowed:
-            print(
-                f"{PRECISION_VARIABLE}={text!r} must be {' or '.join(allowed)} on {self.options.device}",
-                file=sys.stderr,
-            )
+            wrong = f"{PRECISION_VARIABLE}={text!r} must be {' or '.join(allowed)} on {self.options.device}"
+            print(wrong, file=sys.stderr)
             raise SystemExit(2)
         return cast("Precision", text)
 
@@ -125,10 +117,18 @@ def kernel_revision(version: str, device: str, precision: str, capability: tuple
 
     On a GPU also its compute capability, by which onnxruntime and cuBLAS choose their kernels.
     """
-    from engines.cuda.revision import source_revision
-
     kind = device.partition(":")[0] + ("-sm_{}{}".format(*capability) if capability else "")
     return f"graph-{source_revision()}/onnxruntime-{version}/{kind}/{precision}"
+
+
+def source_revision() -> str:
+    """Return 12 hex digits over the sources that decide the numbers: the graphs, session and provider options."""
+    import hashlib
+
+    here, digest = Path(__file__).parent, hashlib.sha256()
+    for path in (*sorted(here.joinpath("graphs").glob("*.py")), here / "options.py"):
+        digest.update(path.read_bytes().replace(b"\r\n", b"\n"))
+    return digest.hexdigest()[:12]
 
 
 def missing_package() -> str | None:

@@ -7,10 +7,12 @@ made, a bucket warmed.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import numpy as np
 from msgspec import UNSET
 
 from engines import machine
@@ -20,8 +22,14 @@ from engines.checkpoint.layout import INT8
 from engines.checkpoint.package import profile_of
 from engines.checkpoint.read import Checkpoint, complete_config, restore_numbers
 from engines.checkpoint.safetensors import SafetensorsFile
-from engines.cuda import floor, settings
+from engines.cuda import binding, floor, settings
+from engines.cuda.binding import Cuda
 from engines.cuda.buckets import Policy, ladder_up_to
+from engines.cuda.devices import CAPTURED_ROWS, CAPTURED_WIDTHS, CpuDevice, CudaDevice, Route
+from engines.cuda.graphs.builder import Graph, ModelSpec, Precision, Variant, WeightStore
+from engines.cuda.graphs.families import build, cpu_variants, cuda_variants, recorded_variants
+from engines.cuda.graphs.modernbert import half_window
+from engines.cuda.model import MAX_TOKENS, Facts, OwnedModel
 from engines.cuda.options import cuda_provider
 from engines.cuda.settings import (
     CPU_CALL_TOKENS,
@@ -31,17 +39,15 @@ from engines.cuda.settings import (
     CUDA_SCORE_BYTES,
     PRECISION_VARIABLE,
     Settings,
-)
+)  # fmt: skip
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime import artifact
+from engines.runtime.batch import TokenBatch
 from engines.runtime.engine import DeviceLost, Probe
+from engines.runtime.progress import ProgressReporter, silent
 
 if TYPE_CHECKING:
-    from engines.cuda.binding import Cuda
-    from engines.cuda.graphs.builder import Graph, Precision, Variant, WeightStore
-    from engines.cuda.model import OwnedModel
     from engines.protocol.messages import Load
-    from engines.runtime.progress import ProgressReporter
 
 FORMAT = "safetensors-package"
 TWIN_LIMIT = 512 * 2**20
@@ -50,14 +56,9 @@ log = logging.getLogger(__name__)
 
 
 def load(
-    request: Load,
-    bundle: Bundle,
-    *,
-    device: str,
-    precision: Precision,
-    probe: Callable[[], Probe],
-    progress: ProgressReporter,
-) -> OwnedModel:
+    request: Load, bundle: Bundle, *,
+    device: str, precision: Precision, probe: Callable[[], Probe], progress: ProgressReporter,
+) -> OwnedModel:  # fmt: skip
     """Verify and load one artifact after :func:`check_request`. Raises EngineError; nothing stays behind then."""
     chosen = settings.parse(request.runtime_config, device=device, precision=precision)
     check_manifest(request, bundle)
@@ -72,13 +73,9 @@ def load(
         file.verify(entry.digest, progress)
         try:
             checkpoint = Checkpoint.from_package(
-                request.artifact_path,
-                config=config,
-                family=bundle.manifest.family,
-                task=bundle.manifest.task,
-                fd=file.fileno(),
-                int8=int8,
-            )
+                request.artifact_path, config=config, family=bundle.manifest.family, task=bundle.manifest.task,
+                fd=file.fileno(), int8=int8,
+            )  # fmt: skip
         except BundleError as exc:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
         model = _Assembly(
@@ -172,19 +169,9 @@ class _Assembly:
     """Checkpoint and settings -> graphs, sessions, device, model."""
 
     def __init__(
-        self,
-        bundle: Bundle,
-        checkpoint: Checkpoint,
-        chosen: Settings,
-        *,
-        device: str,
-        precision: Precision,
-        int8: bool,
-        progress: ProgressReporter,
-    ) -> None:
-        from engines.cuda.graphs.builder import ModelSpec, WeightStore
-        from engines.cuda.model import MAX_TOKENS, Facts
-
+        self, bundle: Bundle, checkpoint: Checkpoint, chosen: Settings, *,
+        device: str, precision: Precision, int8: bool, progress: ProgressReporter,
+    ) -> None:  # fmt: skip
         manifest = bundle.manifest
         self.chosen, self.device, self.precision, self.progress = chosen, device, precision, progress
         self.int8 = int8
@@ -194,30 +181,25 @@ class _Assembly:
         if types and "sep" not in special:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, "manifest.json: token_types needs special_ids.sep")
         self.spec = ModelSpec(
-            family=manifest.family,
-            task=manifest.task,
-            dims=manifest.dims,
-            config=config,
+            manifest.family, manifest.task, manifest.dims, config,
             pooling=manifest.pooling.value if manifest.pooling is not UNSET else "cls",
-            normalize=manifest.normalize is True,
-            token_types=types,
+            normalize=manifest.normalize is True, token_types=types,
             head=manifest.head if manifest.head is not UNSET else {},
-        )
+        )  # fmt: skip
         if manifest.task == "embed" and manifest.dims != config["hidden_size"]:
             raise EngineError(
                 ErrorCode.ARTIFACT_INVALID,
                 f"manifest.json: dims {manifest.dims}, the checkpoint has {config['hidden_size']}",
             )
         self.facts = Facts(
-            task=manifest.task,
-            dims=manifest.dims,
+            task=manifest.task, dims=manifest.dims,
             max_tokens=min(manifest.max_tokens, config["max_position_embeddings"], MAX_TOKENS),
             vocab=config["vocab_size"],
             pad_id=int(special.get("pad", config.get("pad_token_id") or 0)),
             pooling=self.spec.pooling if manifest.task == "embed" else None,
             normalize=self.spec.normalize if manifest.task == "embed" else None,
             separator=special.get("sep") if types else None,
-        )
+        )  # fmt: skip
         if not 0 <= self.facts.pad_id < self.facts.vocab:
             raise EngineError(
                 ErrorCode.ARTIFACT_INVALID, f"manifest.json: pad id {self.facts.pad_id} is not in the vocabulary"
@@ -229,17 +211,7 @@ class _Assembly:
         """Build everything and run it once."""
         return self._cpu() if self.device == "cpu" else self._cuda()
 
-    def _graph(self, variant: Variant) -> Graph:
-        from engines.cuda.graphs.families import build
-
-        return build(self.spec, self.store, variant)
-
     def _cpu(self) -> OwnedModel:
-        from engines.cuda import binding
-        from engines.cuda.devices import CpuDevice, Route
-        from engines.cuda.graphs.families import cpu_variants
-        from engines.cuda.model import OwnedModel
-
         multiple, free = self.blocks()
         widest = max(_round(self.facts.max_tokens, multiple, free), self.facts.max_tokens)
         usual = CPU_CALL_TOKENS_INT8 if self.int8 else CPU_CALL_TOKENS
@@ -248,8 +220,8 @@ class _Assembly:
         cpus = machine.whole_machine(self.chosen.threads)
         bound = ";".join(str(cpu + 1) for cpu in cpus[1:])
         routes = []
-        for variant, limit in cpu_variants(self.spec, self.chosen.attention, int8=self.int8):
-            graph = self._graph(variant)
+        for variant, limit in cpu_variants(self.spec, int8=self.int8):
+            graph = build(self.spec, self.store, variant)
             # A single call waits for its threads some sixty times; with nothing beside it they may stay awake.
             made = binding.session(graph, threads=self.chosen.threads, spin=twin, cpus=bound)
             self.progress.advance()
@@ -271,8 +243,6 @@ class _Assembly:
         return model
 
     def _cuda(self) -> OwnedModel:
-        from engines.cuda import binding
-
         cuda = binding.Cuda(int(self.device.partition(":")[2] or 0))
         try:
             return self._on_cuda(cuda)
@@ -284,32 +254,28 @@ class _Assembly:
             raise
 
     def _on_cuda(self, cuda: Cuda) -> OwnedModel:
-        from engines.cuda import binding
-        from engines.cuda.devices import CudaDevice, Route
-        from engines.cuda.graphs.families import cuda_variants, recorded_variants
-        from engines.cuda.model import OwnedModel
-
         main = cuda_variants(self.spec, self.chosen.attention, self.precision)
         recorded = recorded_variants(self.spec, self.precision) if self.chosen.cuda_graphs else []
         widths = dict([*recorded, *main])
         policy, widest = self._cuda_policy(stores_scores=any(v.attention == "plain" for v, _ in main))
-        graphs = {variant: self._graph(variant) for variant in widths}
+        graphs = {variant: build(self.spec, self.store, variant) for variant in widths}
         weights = {name: array for graph in graphs.values() for name, array in graph.weights.items()}
         limits = self._memory_limits(graphs, [v for v, _ in main], policy, sum(a.nbytes for a in weights.values()))
         shared = cuda.upload(weights)
         made: dict[Variant, Route] = {}
         for variant, graph in graphs.items():
-            session = binding.session(graph, threads=1, cuda=self._options(cuda, limits[variant]), shared=shared)
+            options = cuda_provider(
+                index=cuda.index, stream=int(cuda.stream), cuda_graphs=self.chosen.cuda_graphs,
+                memory_limit=limits[variant],
+            )  # fmt: skip
+            session = binding.session(graph, threads=1, cuda=options, shared=shared)
             made[variant] = Route(graph, session, min(widths[variant], widest))
             self.progress.advance()
         device = CudaDevice(
             cuda,
             [made[variant] for variant, _ in main],
-            policy=policy,
-            dims=self.facts.dims,
-            widest=widest,
-            captured=[made[variant] for variant, _ in recorded],
-        )
+            policy=policy, dims=self.facts.dims, widest=widest, captured=[made[variant] for variant, _ in recorded],
+        )  # fmt: skip
         model = OwnedModel(self.facts, policy, device)
         if self.chosen.warm:
             for step in policy.ladder:
@@ -345,8 +311,6 @@ class _Assembly:
 
         Every session has an arena of its own, so what the weights leave is divided by the size of their calls.
         """
-        from engines.cuda.devices import CAPTURED_ROWS, CAPTURED_WIDTHS
-
         limit = self.chosen.gpu_mem_limit_mb * 2**20
         if not limit:
             return dict.fromkeys(graphs, 0)
@@ -363,27 +327,11 @@ class _Assembly:
         """Return (multiple, free): above *free* tokens a ModernBERT row's width is a whole number of half windows."""
         if self.spec.family != "modernbert":
             return 1, 0
-        from engines.cuda.graphs.modernbert import half_window
-
         window = half_window(self.spec.number("local_attention", 128))
         return window, window + 1
 
-    def _options(self, cuda: Cuda, memory_limit: int) -> dict[str, str]:
-        """Provider options of a session (7.1)."""
-        return cuda_provider(
-            index=cuda.index,
-            stream=int(cuda.stream),
-            cuda_graphs=self.chosen.cuda_graphs,
-            memory_limit=memory_limit,
-        )
-
     def _smoke(self, model: OwnedModel, lengths: list[int]) -> None:
         """Run rows of pad tokens and look at the result: a model that can't answer isn't loaded."""
-        import numpy as np
-
-        from engines.runtime.batch import TokenBatch
-        from engines.runtime.progress import silent
-
         cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
         batch = TokenBatch(np.full(cu_seqlens[-1], self.facts.pad_id, np.int32), cu_seqlens)
@@ -412,8 +360,6 @@ def _round(width: int, multiple: int, free: int) -> int:
 
 def _forget_frames(exc: BaseException) -> None:
     """Clear the frames that a failure went through: they hold sessions, which go before the memory they work with."""
-    import traceback
-
     link: BaseException | None = exc
     while link is not None:
         traceback.clear_frames(link.__traceback__)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from engines.cuda.buckets import Policy, plan
 from engines.cuda.pipeline import Pipeline
 from engines.cuda.staging import Filler
@@ -45,14 +47,9 @@ class OwnedModel(Model):
         self._pipeline = Pipeline(device)
 
     def embed(
-        self,
-        batch: TokenBatch,
-        *,
-        pooling: Pooling,
-        normalize: bool,
-        packed_width: int | None,
-        progress: ProgressReporter,
-    ) -> FloatArray:
+        self, batch: TokenBatch, *,
+        pooling: Pooling, normalize: bool, packed_width: int | None, progress: ProgressReporter,
+    ) -> FloatArray:  # fmt: skip
         """Return float32 (rows, dims), request order; a request that contradicts the manifest is refused."""
         if self.facts.task != "embed":
             self._mismatch("embed")
@@ -77,8 +74,6 @@ class OwnedModel(Model):
 
     def forward(self, batch: TokenBatch, progress: ProgressReporter) -> FloatArray:
         """Return float32 (rows, dims): vectors, or logits with dims 1."""
-        import numpy as np
-
         self._check(batch)
         chosen = plan(batch.lengths, self.policy)
         filler = Filler(batch, chosen, pad_id=self.facts.pad_id, separator=self.facts.separator)

@@ -37,7 +37,7 @@ class Settings(Struct, frozen=True):
     bucket_policy: str = "v2"
     warm: bool = True
     call_tokens: int = 0
-    attention: Literal["auto", "plain", "fused", "packed"] = "auto"
+    attention: Literal["auto", "plain", "fused"] = "auto"
 
 
 def parse(config: Mapping[str, str], *, device: str, precision: str) -> Settings:
@@ -55,10 +55,8 @@ def parse(config: Mapping[str, str], *, device: str, precision: str) -> Settings
             "set SYNAPSE_CUDA_PRECISION in the engine's env of the matrix",
         )
     attention = config.get("attention", "auto")
-    if attention not in ("auto", "plain", "fused", "packed") or (attention == "packed" and kind == "cpu"):
-        raise EngineError(
-            ErrorCode.CONFIG_INVALID, f"attention {attention!r} must be auto, plain, fused or (cuda) packed"
-        )
+    if attention not in ("auto", "plain", "fused") or (attention == "fused" and kind == "cpu"):
+        raise EngineError(ErrorCode.CONFIG_INVALID, f"attention {attention!r} must be auto, plain or (cuda) fused")
     policy = config.get("bucket_policy", "v2")
     if policy not in ("v1", "v2"):
         raise EngineError(ErrorCode.CONFIG_INVALID, f"bucket_policy {policy!r} must be v1 or v2")

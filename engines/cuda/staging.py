@@ -1,6 +1,7 @@
-"""Where a bucket's inputs lie: one block of host memory, filled in place, uploaded in one copy.
+"""A bucket's inputs: one block of host memory, filled in place from the token rows, uploaded in one copy.
 
-Pure numpy. A slot's memory may be page-locked or not; it doesn't matter here.
+Pure numpy, no loop over rows: the only copy between a request's frame and the device. A slot's memory may be
+page-locked or not; it doesn't matter here.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.cuda import inputs
-from engines.cuda.buckets import Bucket, Plan
+import numpy as np
+import numpy.typing as npt
+
+from engines.cuda.buckets import Bucket, Order, Plan
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from engines.runtime.batch import FloatArray, IntArray, TokenBatch
 
     Bytes = npt.NDArray[Any]
@@ -78,8 +79,6 @@ class Slot:
 
     def view(self, shape: Shape, name: str) -> IntArray:
         """Return an input's place as int32 of its shape."""
-        import numpy as np
-
         offset, dims = shape.places[name]
         view: IntArray = self.host[offset : offset + 4 * prod(dims)].view(np.int32).reshape(dims)
         return view
@@ -93,7 +92,7 @@ class Filler:
 
     def __init__(self, batch: TokenBatch, plan: Plan, *, pad_id: int, separator: int | None) -> None:
         self.batch, self.plan, self.pad_id = batch, plan, pad_id
-        self.starts = inputs.type_starts(batch, separator) if separator is not None else None
+        self.starts = type_starts(batch, separator) if separator is not None else None
 
     def shape(self, bucket: Bucket, names: Sequence[str], *, rows: int, width: int, packed: bool) -> Shape:
         """Return the layout of *bucket* run as (rows, width)."""
@@ -102,16 +101,14 @@ class Filler:
 
     def fill(self, slot: Slot, bucket: Bucket, shape: Shape, done: Callable[[int], None] | None = None) -> None:
         """Write all inputs. *done* is told rows prepared piece by piece, except the last piece."""
-        import numpy as np
-
         rows = self.plan.order[bucket.start : bucket.stop]
         ids = slot.view(shape, "input_ids")
         if "token_offset" in shape.places:
             lens = self.batch.lengths[rows]
-            offset, cu_seqlens, positions = inputs.packed_offsets(lens, shape.width)
+            offset, cu_seqlens, positions = packed_offsets(lens, shape.width)
             for name, value in (("token_offset", offset), ("cu_seqlens", cu_seqlens), ("positions", positions)):
                 slot.view(shape, name)[...] = value
-            inputs.fill_packed(self.batch, rows, ids)
+            fill_packed(self.batch, rows, ids)
             if "type_starts" in shape.places and self.starts is not None:
                 slot.view(shape, "type_starts")[...] = np.repeat(self.starts[rows], lens)
             return
@@ -125,6 +122,58 @@ class Filler:
             high = min(low + step, len(rows))
             last = high == len(rows)
             until = shape.rows if last else high  # the last piece also fills a captured shape's spare rows
-            inputs.fill_rows(self.batch, rows[low:high], ids[low:until], lens[low:until], pad_id=self.pad_id)
+            fill_rows(self.batch, rows[low:high], ids[low:until], lens[low:until], pad_id=self.pad_id)
             if not last and done is not None:
                 done(high - low)
+
+
+def fill_rows(batch: TokenBatch, rows: Order, ids: IntArray, lens: IntArray, *, pad_id: int) -> None:
+    """Write *rows* of *batch* into *ids* (len(rows) or more, width), right-padded, and their lengths into *lens*.
+
+    Rows of *ids* beyond ``len(rows)`` (a captured shape has a fixed count) become one pad token each.
+    """
+    count, width = len(rows), ids.shape[1]
+    starts = batch.cu_seqlens[rows]
+    lens[:count] = batch.cu_seqlens[rows + 1] - starts
+    lens[count:] = 1
+    columns = np.arange(width, dtype=np.int32)
+    # One gather of whole rows: beyond a row's end it reads its neighbour (clipped at the frame's), overwritten next.
+    np.take(batch.input_ids, starts[:, None] + columns, mode="clip", out=ids[:count])
+    np.copyto(ids[:count], np.int32(pad_id), where=columns >= lens[:count, None])
+    ids[count:] = pad_id
+
+
+def fill_packed(batch: TokenBatch, rows: Order, ids: IntArray) -> None:
+    """Write *rows* end to end into *ids*, int32 (their tokens,)."""
+    starts = batch.cu_seqlens[rows]
+    lens = batch.cu_seqlens[rows + 1] - starts
+    ends = np.cumsum(lens)
+    # Each token's place in the frame: its own index, shifted by how far its row was moved.
+    shift = np.repeat(starts - (ends - lens), lens)
+    np.take(batch.input_ids, np.arange(len(ids)) + shift, mode="clip", out=ids)
+
+
+def packed_offsets(lens: IntArray, width: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Return (token_offset (rows, width), cu_seqlens (rows + 1,), positions (tokens,)), int32, for packed attention.
+
+    ``token_offset`` lists the padded places of all real tokens, then those of the padding (8.3.4).
+    """
+    rows = len(lens)
+    real = (np.arange(width, dtype=np.int32) < lens[:, None]).reshape(-1)
+    offset = np.concatenate([np.flatnonzero(real), np.flatnonzero(~real)]).astype(np.int32).reshape(rows, width)
+    cu_seqlens = np.zeros(rows + 1, np.int32)
+    np.cumsum(lens, out=cu_seqlens[1:])
+    positions = np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], lens)
+    return offset, cu_seqlens, positions
+
+
+def type_starts(batch: TokenBatch, separator: int) -> IntArray:
+    """Return int32 (rows,): the column after each row's first *separator*, where token type 1 begins.
+
+    A row without one is a single segment: its length, so that every token has type 0.
+    """
+    starts, ends = batch.cu_seqlens[:-1], batch.cu_seqlens[1:]
+    places = np.append(np.flatnonzero(batch.input_ids == separator), len(batch.input_ids))
+    first = places[np.searchsorted(places, starts)]
+    result: IntArray = np.where(first < ends, first + 1 - starts, ends - starts).astype(np.int32)
+    return result

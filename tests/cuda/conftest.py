@@ -40,9 +40,10 @@ def batch_of(rows: Sequence[Sequence[int]]) -> TokenBatch:
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return each row's cosine, float64."""
+    """Return each row's cosine, float64; NaN, which is below every bound, for a row of zeros."""
     a, b = a.astype(np.float64), b.astype(np.float64)
-    return (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
 
 
 @pytest.fixture(scope="session")

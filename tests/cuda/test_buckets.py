@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.cuda.buckets import LADDER, Bucket, Plan, Policy, ladder_up_to, plan
+from engines.cuda.buckets import LADDER, Plan, Policy, ladder_up_to, plan
 
 EXAMPLE = np.array([5, 400, 9, 28, 131, 70, 64, 130], np.int32)
 
@@ -36,11 +35,6 @@ def test_worked_example_merged() -> None:
     assert cells(plan(EXAMPLE, policy)) == 1056
 
 
-def test_one_padded_batch_would_waste_three_quarters() -> None:
-    assert len(EXAMPLE) * int(EXAMPLE.max()) == 3200
-    assert 1 - int(EXAMPLE.sum()) / 3200 == pytest.approx(0.74, abs=0.005)
-
-
 def test_order_is_stable_for_equal_lengths() -> None:
     assert plan(np.array([7, 3, 7, 3, 7], np.int32), Policy(tokens=64)).order.tolist() == [1, 3, 0, 2, 4]
 
@@ -66,10 +60,6 @@ def test_ladder_of_a_model_ends_at_its_maximum_and_keeps_whole_blocks() -> None:
     blocks = ladder_up_to(8192, multiple=64, free=65)
     assert blocks[:6] == (16, 32, 48, 64, 128, 192) and blocks[-1] == 8192
     assert all(step <= 65 or step % 64 == 0 for step in blocks)
-
-
-def test_halves_cover_a_bucket() -> None:
-    assert Bucket(3, 8, 32).halves() == (Bucket(3, 5, 32), Bucket(5, 8, 32))
 
 
 POLICIES = st.one_of(

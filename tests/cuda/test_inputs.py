@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.cuda import inputs
+from engines.cuda import staging
 from engines.cuda.buckets import Policy, plan
 from engines.cuda.staging import Filler, Slot, layout, slot_bytes
 from tests.cuda.conftest import batch_of
@@ -27,13 +25,13 @@ def slot_for(size: int) -> Slot:
 
 def test_rows_are_padded_on_the_right_and_their_lengths_never_follow_the_pad_id() -> None:
     ids, lens = np.empty((2, 3), np.int32), np.empty(2, np.int32)
-    inputs.fill_rows(batch_of([[10, 151643], [20, 21, 22]]), np.arange(2), ids, lens, pad_id=151643)
+    staging.fill_rows(batch_of([[10, 151643], [20, 21, 22]]), np.arange(2), ids, lens, pad_id=151643)
     assert ids.tolist() == [[10, 151643, 151643], [20, 21, 22]]
     assert lens.tolist() == [2, 3]
 
 
 def test_packed_offsets_worked_example() -> None:
-    offset, cu_seqlens, positions = inputs.packed_offsets(np.array([1, 2, 4], np.int32), 4)
+    offset, cu_seqlens, positions = staging.packed_offsets(np.array([1, 2, 4], np.int32), 4)
     assert cu_seqlens.tolist() == [0, 1, 3, 7]
     assert offset.reshape(-1).tolist() == [0, 4, 5, 8, 9, 10, 11, 1, 2, 3, 6, 7]
     assert positions.tolist() == [0, 0, 1, 0, 1, 2, 3]
@@ -41,8 +39,8 @@ def test_packed_offsets_worked_example() -> None:
 
 def test_token_type_one_starts_after_the_first_separator() -> None:
     batch = batch_of([[2, 9, 3, 8, 3], [2, 9], [3], [2, 3, 3]])
-    assert inputs.type_starts(batch, 3).tolist() == [3, 2, 1, 2]
-    assert inputs.type_starts(batch_of([[5, 6], [7]]), 3).tolist() == [2, 1]
+    assert staging.type_starts(batch, 3).tolist() == [3, 2, 1, 2]
+    assert staging.type_starts(batch_of([[5, 6], [7]]), 3).tolist() == [2, 1]
 
 
 @given(rows=ROWS, policy=st.sampled_from([Policy(tokens=128), Policy(tokens=64, ladder=())]), spare=st.integers(0, 3))
@@ -96,28 +94,3 @@ def test_inputs_lie_apart_and_aligned() -> None:
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert spans[-1][1] <= shape.size <= slot_bytes(PACKED, cells=15, rows=3)
     assert "positions" not in layout(PADDED, rows=3, width=5).places  # resident, not sent
-
-
-def test_the_first_submission_reports_pieces_and_never_its_last_row() -> None:
-    batch = batch_of([[1] * 400] * 100)
-    made = plan(batch.lengths, Policy(tokens=1 << 20, ladder=()))
-    told: list[int] = []
-    shape = layout(PADDED, rows=100, width=400)
-    Filler(batch, made, pad_id=0, separator=None).fill(slot_for(shape.size), made.buckets[0], shape, told.append)
-    assert len(told) > 1 and sum(told) < 100
-
-
-@pytest.mark.bench
-def test_preparation_stays_under_a_fifth_of_a_microsecond_per_token() -> None:
-    lengths = np.clip(np.exp(np.random.default_rng(0).normal(np.log(40), 0.8, 64)), 6, 256).astype(int)
-    batch = batch_of([[5] * int(n) for n in lengths])
-    slot = slot_for(1 << 20)
-    best = float("inf")
-    for _ in range(50):
-        started = time.perf_counter()
-        made = plan(batch.lengths, Policy(tokens=32768))
-        filler = Filler(batch, made, pad_id=0, separator=None)
-        for bucket in made.buckets:
-            filler.fill(slot, bucket, layout(PADDED, rows=bucket.rows, width=bucket.width))
-        best = min(best, time.perf_counter() - started)
-    assert best / len(batch.input_ids) < 0.2e-6

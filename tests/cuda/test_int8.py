@@ -21,7 +21,6 @@ from engines.cuda.engine import CudaEngine
 from engines.cuda.graphs.builder import ModelSpec, Variant, WeightStore
 from engines.cuda.graphs.families import build
 from engines.protocol.errors import EngineError, ErrorCode
-from engines.protocol.messages import Load
 from engines.runtime.batch import TokenBatch
 from engines.runtime.engine import Probe, WorkerOptions
 from engines.runtime.progress import silent
@@ -121,82 +120,57 @@ def test_the_gpu_refuses_it(bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -
     assert caught.value.code is ErrorCode.MODEL_UNSUPPORTED
 
 
-def change_scale(tensors: dict[str, np.ndarray], value: float) -> None:
-    tensors["encoder.layer.0.output.dense.weight.scale"][1] = value
-
-
-def drop_scale(tensors: dict[str, np.ndarray]) -> None:
-    del tensors["encoder.layer.0.attention.self.key.weight.scale"]
-
-
-def shorten_apart(tensors: dict[str, np.ndarray]) -> None:
-    name = "encoder.layer.0.attention.self.query.weight.apart"
-    tensors[name] = tensors[name][:, :3].copy()
-
-
-def wrong_channel(tensors: dict[str, np.ndarray]) -> None:
-    tensors["apart"][0] = 64
-
-
-def repeated_channel(tensors: dict[str, np.ndarray]) -> None:
-    tensors["apart"][0] = tensors["apart"][1]
-
-
-def poison_apart(tensors: dict[str, np.ndarray]) -> None:
-    tensors["encoder.layer.1.intermediate.dense.weight.apart"][0, 0] = np.inf
-
-
-def poison_bias(tensors: dict[str, np.ndarray]) -> None:
-    tensors["encoder.layer.0.intermediate.dense.bias"][0] = np.nan
-
-
-def float_matrix(tensors: dict[str, np.ndarray]) -> None:
-    name = "encoder.layer.0.output.dense.weight"
-    tensors[name] = tensors[name].astype(np.float32)
+LAYER = "encoder.layer.0."
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("name", "change", "words"),
     [
-        (lambda t: change_scale(t, np.nan), "dense.weight.scale holds NaN or infinity"),
-        (lambda t: change_scale(t, 0.0), "dense.weight.scale holds a value that isn't above 0"),
-        (lambda t: change_scale(t, np.inf), "dense.weight.scale holds NaN or infinity"),
-        (drop_scale, "key.weight.scale is missing"),
-        (shorten_apart, r"query.weight.apart has shape \[64, 3\]"),
-        (wrong_channel, "apart holds .*not different channels below 64"),
-        (repeated_channel, "apart holds .*not different channels below 64"),
-        (poison_apart, "dense.weight.apart holds NaN or infinity"),
-        (poison_bias, "intermediate.dense.bias holds NaN or infinity"),
-        (float_matrix, "dtype F32, an int8 package has I8"),
+        (LAYER + "output.dense.weight.scale", lambda a: put(a, np.nan), "dense.weight.scale holds NaN or infinity"),
+        (LAYER + "output.dense.weight.scale", lambda a: put(a, np.inf), "dense.weight.scale holds NaN or infinity"),
+        (LAYER + "output.dense.weight.scale", lambda a: put(a, 0.0), "scale holds a value that isn't above 0"),
+        (LAYER + "attention.self.key.weight.scale", lambda a: None, "key.weight.scale is missing"),
+        (LAYER + "attention.self.query.weight.apart", lambda a: a[:, :3].copy(), r"apart has shape \[64, 3\]"),
+        ("apart", lambda a: put(a, 64), "apart holds .*not different channels below 64"),
+        ("apart", lambda a: put(a, a[1]), "apart holds .*not different channels below 64"),
+        (LAYER + "intermediate.dense.weight.apart", lambda a: put(a, np.inf), "dense.weight.apart holds NaN"),
+        (LAYER + "intermediate.dense.bias", lambda a: put(a, np.nan), "intermediate.dense.bias holds NaN or infinity"),
+        (LAYER + "output.dense.weight", lambda a: a.astype(np.float32), "dtype F32, an int8 package has I8"),
     ],
 )
 def test_a_damaged_package_is_refused(
-    change: Callable[[dict[str, np.ndarray]], None], words: str, bundles: Bundles, tmp_path: Path
+    name: str, change: Callable[[np.ndarray], np.ndarray | None], words: str, bundles: Bundles, tmp_path: Path
 ) -> None:
-    bundle, request = forged(bundles("bert-rerank", dtype="int8"), tmp_path, change)
+    refused(forged(bundles("bert-rerank", dtype="int8"), tmp_path, name, change), words)
+
+
+def test_a_manifest_that_calls_it_f32_is_refused(bundles: Bundles, tmp_path: Path) -> None:
+    source = bundles("bert-rerank", dtype="int8")
+    refused(forged(source, tmp_path, "apart", np.copy, dtype="f32"), "dtype I8, only F32")
+
+
+def put(array: np.ndarray, value: float) -> np.ndarray:
+    array.flat[0] = value
+    return array
+
+
+def refused(bundle: Bundle, words: str) -> None:
     engine = CudaEngine(WorkerOptions(device="cpu", manifest=bundle.root / manifest.FILE_NAME))
     with pytest.raises(EngineError, match=words) as caught:
-        engine.load(request, progress=silent())
+        engine.load(load_request(bundle), progress=silent())
     assert caught.value.code is ErrorCode.ARTIFACT_INVALID
 
 
 def forged(
-    source: Bundle, root: Path, change: Callable[[dict[str, np.ndarray]], None], **fields: str
-) -> tuple[Bundle, Load]:
-    """Copy a bundle with a changed package, described by an honest digest."""
+    source: Bundle, root: Path, name: str, change: Callable[[np.ndarray], np.ndarray | None], **fields: str
+) -> Bundle:
+    """Copy a bundle with one tensor changed, or gone where *change* returns None, described by an honest digest."""
     opened = safetensors.SafetensorsFile.open(source.path("model.safetensors"))
-    tensors = {name: np.array(opened.array(name)) for name in opened.header.tensors}
-    change(tensors)
+    tensors = {key: np.array(opened.array(key)) for key in opened.header.tensors}
+    if (changed := change(tensors.pop(name))) is not None:
+        tensors[name] = changed
     safetensors.write(root / "model.safetensors", tensors, metadata={"profile": "toy.owned-cuda"})
     text = json.loads((source.root / manifest.FILE_NAME).read_text())
     text["artifacts"][0] |= {"digest": PREFIX + file_digest(root / "model.safetensors"), **fields}
     (root / manifest.FILE_NAME).write_bytes(manifest.canonical_bytes(text))
-    bundle = manifest.read(root)
-    return bundle, load_request(bundle)
-
-
-def test_a_manifest_that_calls_it_f32_is_refused(bundles: Bundles, tmp_path: Path) -> None:
-    bundle, request = forged(bundles("bert-rerank", dtype="int8"), tmp_path, lambda _: None, dtype="f32")
-    engine = CudaEngine(WorkerOptions(device="cpu", manifest=bundle.root / manifest.FILE_NAME))
-    with pytest.raises(EngineError, match="dtype I8, only F32"):
-        engine.load(request, progress=silent())
+    return manifest.read(root)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,24 +14,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.bundle import manifest
+from engines.bundle import manifest, safetensors
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import Bundle
-from engines.checkpoint import safetensors
-from engines.cuda import binding
 from engines.cuda import engine as engine_module
-from engines.cuda.devices import CudaDevice
-from engines.cuda.engine import CudaEngine, kernel_revision, runtime_version
-from engines.cuda.graphs.builder import Graph, Variant
+from engines.cuda.engine import CudaEngine, kernel_revision, runtime_version, source_revision
 from engines.cuda.model import OwnedModel
-from engines.cuda.revision import source_revision
 from engines.protocol.errors import EngineError, ErrorCode
-from engines.protocol.messages import MAX_ITEMS, EmbedBatch, Load, PackedCapability, Phase, RerankSequences
+from engines.protocol.messages import MAX_ITEMS, EmbedBatch, Load, PackedCapability, RerankSequences
 from engines.runtime.artifact import ArtifactFile
 from engines.runtime.engine import Probe, WorkerOptions
 from engines.runtime.progress import ProgressReporter, silent
-from tests.cuda.conftest import Bundles, batch_of, case, cosines
-from tests.cuda.host_cuda import HostCuda
+from tests.cuda.conftest import Bundles
 from tests.support.owned_bundle import load_request
 
 REFUSED = Probe("refused", "cuda_no_driver", {}, None)
@@ -72,7 +65,7 @@ def changed(request: Load, **fields: Any) -> Load:
         ({"runtime_config": {"warm": "2"}}, ErrorCode.CONFIG_INVALID, "warm"),
         ({"runtime_config": {"bucket_policy": "v9"}}, ErrorCode.CONFIG_INVALID, "bucket_policy"),
         ({"runtime_config": {"precision": "f16"}}, ErrorCode.CONFIG_INVALID, "SYNAPSE_CUDA_PRECISION"),
-        ({"runtime_config": {"attention": "packed"}}, ErrorCode.CONFIG_INVALID, "attention"),
+        ({"runtime_config": {"attention": "fused"}}, ErrorCode.CONFIG_INVALID, "attention"),
         ({"runtime_config": {"gpu_mem_limit_mb": "-1"}}, ErrorCode.CONFIG_INVALID, "gpu_mem_limit_mb"),
     ],
 )
@@ -112,9 +105,7 @@ def test_hardware_comes_before_the_artifact(bundles: Bundles, monkeypatch: pytes
     monkeypatch.setattr("engines.cuda.binding.session", lambda *a, **k: pytest.fail("a session was made"))
     request = changed(load_request(bundle), artifact_path="/nowhere/at.all", artifact_digest="1" * 64)
     refused(engine, request, ErrorCode.BACKEND_MISSING, "^backend_missing: cuda_no_driver: ")
-    refused(
-        engine, changed(request, format="gguf"), ErrorCode.ARTIFACT_INVALID, "only"
-    )  # needs no file, so comes first
+    refused(engine, changed(request, format="gguf"), ErrorCode.ARTIFACT_INVALID, "only")
     refused(
         engine, changed(request, runtime_config={"operation": "rerank"}), ErrorCode.OPERATION_MISMATCH, "task is embed"
     )
@@ -241,6 +232,18 @@ def test_identity_says_what_runs(bundles: Bundles) -> None:
     assert CudaEngine.serves == {EmbedBatch, RerankSequences}
 
 
+@pytest.mark.parametrize("source", ["options.py", "graphs/bert.py", "graphs/builder.py", "graphs/families.py"])
+def test_revision_follows_every_source_of_numbers(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Path(engine_module.__file__).parent
+    shutil.copytree(here, tmp_path / "cuda", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(engine_module, "__file__", str(tmp_path / "cuda/engine.py"))
+    before = source_revision()
+    assert len(before) == 12
+    with (tmp_path / "cuda" / source).open("a") as file:
+        file.write("\n")
+    assert source_revision() != before
+
+
 def test_kernel_revision_names_the_numerics() -> None:
     revision = kernel_revision("1.31.1", "cuda:0", "f16", (9, 0))
     assert revision == f"graph-{source_revision()}/onnxruntime-1.31.1/cuda-sm_90/f16"
@@ -255,13 +258,10 @@ def test_kernel_revision_names_the_numerics() -> None:
     assert len(others | {revision}) == 6
 
 
-def test_runtime_version_is_the_installed_one() -> None:
+def test_runtime_version_is_the_installed_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import onnxruntime
 
     assert runtime_version() == onnxruntime.__version__
-
-
-def test_runtime_version_without_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path), "/nowhere"])
     assert runtime_version() == "missing"
 
@@ -286,110 +286,3 @@ def test_packing_is_announced_where_rows_run_end_to_end(name: str, device: str, 
     """Spec (protocol-v3, 3): owned-cuda may advertise varlen-v1 without widths; no request ever names one."""
     packed = engine_for(bundles(name), device).identity().packed
     assert packed == (PackedCapability("varlen-v1", [], MAX_ITEMS) if packs else None)
-
-
-# --- the CUDA lane's assembly, over host memory and the CPU provider --------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["bert-mean", "bert-rerank", "modernbert-mean"])
-@pytest.mark.parametrize("graphs", ["1", "0"])
-def test_cuda_assembly(
-    name: str, graphs: str, bundles: Bundles, goldens: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What LOAD builds for the GPU, warms and records: only the stream, the memory and the provider are replaced."""
-    asked: list[dict[str, str]] = []
-    original = binding.session
-
-    def session(graph: Graph, *, threads: int, cuda: dict[str, str] | None = None, shared: Any = None) -> Any:
-        assert cuda is not None
-        asked.append(cuda)
-        return original(graph, threads=threads)
-
-    host = HostCuda()
-    host.memory_info = lambda: (3 << 30, 4 << 30)  # type: ignore[attr-defined]
-    monkeypatch.setattr(binding, "session", session)
-    monkeypatch.setattr(binding, "Cuda", lambda index: host)
-    monkeypatch.setenv(engine_module.PRECISION_VARIABLE, "f32")
-    engine = engine_for(bundles(name), "cuda:0")
-    monkeypatch.setattr(engine, "probe_floor", lambda: Probe("ok", "ok", {}, None))
-    request = load_request(
-        bundles(name), attention="fused", cuda_graphs=graphs, gpu_mem_limit_mb="100", call_tokens="512"
-    )
-    frames: list[int] = []
-    ticks = iter(range(100_000))
-    progress = ProgressReporter(
-        lambda completed, phase: frames.append(completed), phase=Phase.SETUP, clock=lambda: float(next(ticks))
-    )
-    model = engine.load(request, progress=progress)
-    assert isinstance(model, OwnedModel) and isinstance(model.device, CudaDevice)
-    windowed = name.startswith("modernbert")
-    assert len(asked) == (2 if windowed else 1)
-    for options in asked:
-        assert options["user_compute_stream"] == "0" and options["device_id"] == "0" and options["use_tf32"] == "0"
-        assert options["enable_cudnn"] == "0"
-        assert options["enable_cuda_graph"] == graphs and options["arena_extend_strategy"] == "kSameAsRequested"
-    arenas = [int(options["gpu_mem_limit"]) for options in asked]
-    assert all(arenas) and sum(arenas) < 100 * 2**20, "one limit: the weights and all arenas together"
-    assert model.buckets == model.policy.ladder and model.buckets[-1] == (256 if windowed else 64)
-    recorded = len(model.device._recorded)
-    assert recorded == (0 if graphs == "0" else 4 * len({16, 32, 64, 128} & set(model.buckets)))
-    assert len(frames) > len(model.buckets) + recorded
-    output = model.forward(batch_of(case(name).rows()), silent())
-    if case(name).task == "rerank":
-        assert np.abs(output[:, 0] - goldens[name]).max() <= 1e-4
-    else:
-        assert cosines(output, goldens[name]).min() >= 0.99999
-    model.close()
-    assert not host.live and host.events == 0
-
-
-@pytest.mark.parametrize("fails", ["upload", "session", "slots", "record"])
-def test_a_load_that_fails_leaves_nothing(fails: str, bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever step runs out of memory: sessions go first, then all memory, then the error is told."""
-    original, sessions, closed = binding.session, [], []
-    host = HostCuda()
-    host.memory_info = lambda: (0, 1)  # type: ignore[attr-defined]
-    gone = EngineError(ErrorCode.OOM, "no memory left")
-
-    def session(graph: Graph, *, threads: int, cuda: dict[str, str], shared: Any) -> Any:
-        if fails == "session" and sessions:
-            raise gone
-        made = original(graph, threads=threads)
-        sessions.append(weakref.ref(made))
-        return made
-
-    def close() -> None:
-        closed.append([alive() is not None for alive in sessions])
-        HostCuda.close(host)
-
-    def raising(*_: object) -> None:
-        raise gone
-
-    host.close = close  # type: ignore[method-assign]
-    if fails == "upload":
-        monkeypatch.setattr(host, "upload", raising)
-    elif fails == "slots":
-        monkeypatch.setattr(host, "event", raising)
-    elif fails == "record":
-        monkeypatch.setattr(CudaDevice, "record", raising)
-    monkeypatch.setattr(binding, "session", session)
-    monkeypatch.setattr(binding, "Cuda", lambda index: host)
-    monkeypatch.setenv(engine_module.PRECISION_VARIABLE, "f32")
-    engine = engine_for(bundles("modernbert-mean"), "cuda:0")
-    monkeypatch.setattr(engine, "probe_floor", lambda: Probe("ok", "ok", {}, None))
-    refused(engine, load_request(bundles("modernbert-mean"), call_tokens="512"), ErrorCode.OOM, "no memory left")
-    assert closed == [[False] * {"upload": 0, "session": 1}.get(fails, 2)]
-    assert not host.live
-
-
-def test_a_limit_below_the_weights_is_out_of_memory(bundles: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = HostCuda()
-    monkeypatch.setattr(binding, "Cuda", lambda index: host)
-    engine = engine_for(bundles("qwen3-last"), "cuda:0")
-    monkeypatch.setattr(engine, "probe_floor", lambda: Probe("ok", "ok", {}, None))
-    monkeypatch.setattr("engines.cuda.load._Assembly._graph", lambda self, variant: heavy)
-    heavy = Graph(b"", {"table": np.zeros(3 << 20, np.uint8)}, (), "embedding", Variant())
-    refused(
-        engine, load_request(bundles("qwen3-last"), gpu_mem_limit_mb="2"), ErrorCode.OOM, "weights alone take 3 MiB"
-    )
-    assert not host.live

@@ -95,23 +95,6 @@ def test_the_manifests_limit_beats_the_position_table(bundles: Bundles, load: Lo
     refused(model, [[5] * 33], ErrorCode.INVALID_REQUEST, "at most 32")
 
 
-def test_switch_comes_before_inference_and_counts_prepared_rows(bundles: Bundles, load: Loader) -> None:
-    """256 rows in many calls: the switch frame names the first submission's rows, then finished rows follow."""
-    model = load(bundles("bert-mean"), call_tokens="64")
-    frames: list[tuple[int, Phase]] = []
-    ticks = iter(range(10_000))
-    progress = ProgressReporter(
-        lambda completed, phase: frames.append((completed, phase)), phase=Phase.SETUP, clock=lambda: next(ticks)
-    )
-    rows = [[5] * (1 + n % 40) for n in range(256)]
-    model.embed(batch_of(rows), pooling=Pooling.MEAN, normalize=True, packed_width=None, progress=progress)
-    phases = [phase for _, phase in frames]
-    switch = phases.index(Phase.INFERENCE)
-    assert Phase.SETUP not in phases[switch:]
-    counts = [completed for completed, _ in frames]
-    assert counts == sorted(set(counts)) and counts[-1] == counts[switch] + 256
-
-
 def test_progress_of_load_rises_with_finished_work(bundles: Bundles, load: Loader) -> None:
     frames: list[tuple[int, Phase]] = []
     ticks = iter(range(10_000))

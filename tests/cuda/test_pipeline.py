@@ -19,14 +19,13 @@ from engines.checkpoint.read import Checkpoint
 from engines.cuda import binding
 from engines.cuda.buckets import Bucket, Policy, ladder_up_to, plan
 from engines.cuda.devices import CAPTURED_ROWS, CudaDevice, Route
-from engines.cuda.graphs.builder import Variant, WeightStore
-from engines.cuda.graphs.families import UNLIMITED, build
+from engines.cuda.graphs.builder import WeightStore
+from engines.cuda.graphs.families import build, cuda_variants
 from engines.cuda.model import Facts, OwnedModel
 from engines.cuda.pipeline import Pipeline
 from engines.cuda.staging import Filler, Shape, Slot, layout, slot_bytes
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Phase
-from engines.runtime.engine import DeviceLost
 from engines.runtime.progress import ProgressReporter, silent
 from tests.cuda.conftest import batch_of, case, cosines
 from tests.cuda.host_cuda import HostCuda
@@ -116,24 +115,19 @@ def test_the_next_bucket_is_prepared_while_one_is_in_flight() -> None:
     assert events[0] == "prepare 0" and events[-1] == "wait"
 
 
-def test_frames_of_the_worked_example() -> None:
-    """100 rows, first submission 60: the switch says 60, finished buckets say 120 and 160 (8.4)."""
-    device = Recorder()
-    _, frames = run(device, [1] * 60 + [2] * 40, tokens=80)
-    assert frames == [(60, Phase.INFERENCE), (120, Phase.INFERENCE), (160, Phase.INFERENCE)]
-
-
-def test_setup_frames_stay_below_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Filler, "PIECE", 20)
-    _, frames = run(Recorder(), [1] * 60 + [2] * 40, tokens=80)
-    assert frames[:2] == [(20, Phase.SETUP), (40, Phase.SETUP)]
-    assert frames[2:] == [(60, Phase.INFERENCE), (120, Phase.INFERENCE), (160, Phase.INFERENCE)]
-
-
-def test_the_switch_is_sent_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Filler, "PIECE", 1)
-    _, frames = run(Recorder(), [1] * 10, clock=lambda: 0.0)
-    assert frames == [(10, Phase.INFERENCE)]
+@pytest.mark.parametrize(
+    ("piece", "frozen", "setup"),
+    [(16384, False, []), (20, False, [20, 40]), (1, True, [])],
+    ids=["whole", "pieces", "frozen"],
+)
+def test_progress_of_the_worked_example(
+    piece: int, frozen: bool, setup: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 rows, first submission 60: the switch says 60 whatever the clock says, finished buckets 120 and 160 (8.4)."""
+    monkeypatch.setattr(Filler, "PIECE", piece)
+    _, frames = run(Recorder(), [1] * 60 + [2] * 40, tokens=80, clock=(lambda: 0.0) if frozen else None)
+    rows = [60] if frozen else [60, 120, 160]
+    assert frames == [(count, Phase.SETUP) for count in setup] + [(count, Phase.INFERENCE) for count in rows]
 
 
 def test_out_of_memory_runs_the_bucket_once_more_in_halves() -> None:
@@ -161,20 +155,6 @@ def test_an_error_leaves_nothing_in_flight(slots: int, fail_at: int) -> None:
     assert not device.flying
 
 
-def test_a_device_lost_meanwhile_outranks_the_requests_own_error() -> None:
-    """The first error would leave the worker serving on a device that is gone."""
-
-    class Lost(Recorder):
-        def submit(self, slot: Slot, shape: Shape, *, alone: bool) -> None:
-            if self.submitted:
-                raise EngineError(ErrorCode.INFERENCE_FAILED, "broken")
-            super().submit(slot, shape, alone=alone)
-            slot.native["error"] = DeviceLost(ErrorCode.INFERENCE_FAILED, "the CUDA context is lost")
-
-    with pytest.raises(DeviceLost):
-        run(Lost(), [8] * 16)
-
-
 @pytest.mark.parametrize("options", [{"most_rows": 0}, {"fail_at": 1}, {"most_rows": 4}])
 def test_a_failed_request_holds_nothing(options: dict[str, int]) -> None:
     """A cycle through an exception's traceback would keep sessions and device memory until the collector comes by."""
@@ -191,25 +171,6 @@ def test_a_failed_request_holds_nothing(options: dict[str, int]) -> None:
         gc.enable()
 
 
-def test_two_requests_use_the_same_second_thread() -> None:
-    device = Recorder()
-    pipeline = Pipeline(device)
-    seen = set()
-    original = device.shape
-
-    def shape(filler: Filler, bucket: Bucket) -> Shape:
-        seen.add(threading.current_thread().name)
-        return original(filler, bucket)
-
-    device.shape = shape  # type: ignore[method-assign]
-    batch = batch_of([[1] * 8] * 6)
-    for _ in range(2):
-        filler = Filler(batch, plan(batch.lengths, Policy(tokens=16, ladder=())), pad_id=0, separator=None)
-        pipeline.run(filler, np.empty((6, 1), np.float32), silent())
-    pipeline.close()
-    assert len(seen) == 2 and threading.current_thread().name in seen
-
-
 # --- the CUDA device's loop, on host memory and the CPU provider -----------------------------------------------------
 
 
@@ -223,23 +184,18 @@ def cuda_model(checkpoints: Callable[[str], Checkpoint]):  # type: ignore[no-unt
         spec, special = spec_of(checkpoint), facts.of_checkpoint(checkpoint).special_ids
         store, widest = WeightStore(checkpoint.tensors, "f32"), checkpoint.config["max_position_embeddings"]
         windowed = spec.family == "modernbert"
-        wanted = [(Variant("f32", "fused"), 9 if windowed else UNLIMITED)]
-        if windowed:
-            wanted.append((Variant("f32", "fused", window=True), UNLIMITED))
         routes = [
-            Route(graph := build(spec, store, v), binding.session(graph, threads=1), limit) for v, limit in wanted
+            Route(graph := build(spec, store, variant), binding.session(graph, threads=1), limit)
+            for variant, limit in cuda_variants(spec, "plain", "f32")
         ]
         ladder = ladder_up_to(widest, multiple=8, free=9) if windowed else ladder_up_to(widest)
         policy = Policy(tokens=tokens, ladder=ladder, rows=64)
         cuda = HostCuda()
         device = CudaDevice(
-            cuda,
+            cuda,  # type: ignore[arg-type]
             routes,
-            policy=policy,
-            dims=spec.dims,
-            widest=widest,
-            captured=routes if record else (),  # type: ignore[arg-type]
-        )
+            policy=policy, dims=spec.dims, widest=widest, captured=routes if record else (),
+        )  # fmt: skip
         if record:
             device.record(lambda: None)
         limits = Facts(
@@ -269,13 +225,6 @@ def test_cuda_loop_equals_transformers(name: str, record: bool, cuda_model, gold
             assert cosines(output, goldens[name]).min() >= 0.99999
 
 
-def test_one_copy_each_way_and_one_event_for_a_bucket(cuda_model) -> None:  # type: ignore[no-untyped-def]
-    made = cuda_model("bert-mean", tokens=64)
-    made.cuda.calls.clear()
-    made.model.forward(batch_of([[5] * 16] * 8), silent())  # two buckets of four rows
-    assert made.cuda.calls == ["up", "down", "record 1", "up", "down", "record 2", "wait 1", "wait 2"]
-
-
 def test_a_small_bucket_takes_the_recorded_shape_that_holds_it(cuda_model) -> None:  # type: ignore[no-untyped-def]
     made = cuda_model("bert-mean", record=True)
     device = made.device
@@ -288,29 +237,3 @@ def test_a_small_bucket_takes_the_recorded_shape_that_holds_it(cuda_model) -> No
     alone = made.model.forward(batch_of([[7, 8, 9]]), silent())
     plain = cuda_model("bert-mean").model.forward(batch_of([[7, 8, 9]]), silent())
     assert np.abs(alone - plain).max() <= 2e-6
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 64])
-@pytest.mark.parametrize("record", [False, True])
-def test_a_slot_holds_any_bucket_and_any_recorded_shape(tokens: int, record: bool, cuda_model) -> None:  # type: ignore[no-untyped-def]
-    """However small the call budget is: a recorded shape has 8 rows of up to 128 tokens, a long row runs alone."""
-    made = cuda_model("bert-mean", tokens=tokens, record=record)
-    rows = case("bert-mean").rows()
-    output = made.model.forward(batch_of(rows), silent())
-    expected = cuda_model("bert-mean").model.forward(batch_of(rows), silent())
-    assert np.abs(output - expected).max() <= 2e-6
-
-
-def test_a_failed_run_is_settled_before_its_slot_is_filled_again(cuda_model, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    made = cuda_model("bert-mean", tokens=64)
-    original, failures = binding.Binding.run, iter([EngineError(ErrorCode.OOM, "the arena is full")])
-
-    def run_once(self: binding.Binding, entries: dict[str, str]) -> None:
-        if (failure := next(failures, None)) is not None:
-            raise failure
-        original(self, entries)
-
-    monkeypatch.setattr(binding.Binding, "run", run_once)
-    made.cuda.calls.clear()
-    assert np.isfinite(made.model.forward(batch_of([[5] * 16] * 4), silent())).all()
-    assert made.cuda.calls == ["up", "settle", "up", "down", "record 1", "wait 1", "up", "down", "record 1", "wait 1"]

@@ -106,14 +106,6 @@ def drained_refusals(client: WorkerClient, ref: str) -> None:
     assert client.ping().models_loaded >= 0
 
 
-def test_what_an_owned_worker_does_not_serve(start: Start, bundles: Bundles) -> None:
-    bundle = bundles("bert-mean")
-    client = start(bundle)
-    loaded = require_loaded(load(client, bundle))
-    drained_refusals(client, loaded.model_ref)
-    assert isinstance(client.embed(loaded.model_ref, [[5, 6]]).reply, Vectors)
-
-
 @pytest.mark.skipif(bool(binding.driver_facts(0).driver_api), reason="this machine has a driver")
 def test_a_machine_without_a_driver(start: Start, bundles: Bundles) -> None:
     """HELLO and PING work, LOAD is a typed refusal before the artifact is opened, and raw frames are still read."""

@@ -31,12 +31,21 @@ GROUPS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
         ("tests/placement/test_matrix.py",),
     ),
     **{
-        name: ((f"synapse_host.{name}",), (f"tests/host/test_{name}.py",))
-        for name in (
-            *("admission", "agreement", "counters", "errors", "handshake", "logring", "permits", "placement"),
-            *("quarantine", "standing", "turns", "watchdog"),
+        name: ((f"synapse_host.{room}.{name}",), (f"tests/{room}/test_{name}.py",))
+        for room, names in (
+            ("text", ("limits",)),
+            ("certificates", ("metrics",)),
+            ("worker", ("counters", "handshake", "output", "watchdog")),
+            ("placement", ("select",)),
+            ("supervision", ("quarantine", "standing")),
         )
+        for name in names
     },
+    "errors": (("synapse_host.errors",), ("tests/host/test_errors.py",)),
+    "queueing": (
+        ("synapse_host.supervision.queueing",),
+        ("tests/supervision/test_turns.py", "tests/supervision/test_permits.py"),
+    ),
 }
 """Name -> (modules, their own tests)."""
 

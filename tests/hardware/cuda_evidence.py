@@ -23,5 +23,17 @@ def write(document: dict[str, Any], folder: Path) -> Path:
     build = re.sub(r"[^A-Za-z0-9.]+", "-", platform.release())
     folder.mkdir(exist_ok=True)
     path = folder / f"cuda-{chip}-{build}.json"
-    path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(document, indent=1, default=str) + "\n")
+    part.replace(path)  # a process that dies while it writes leaves the document of the test before
     return path
+
+
+class NumbersMissed(AssertionError):
+    """A number lies outside its bound; everything before it worked."""
+
+
+def judge(**met: bool) -> None:
+    """Raise NumbersMissed with the names that are false."""
+    if missed := [name for name, good in met.items() if not good]:
+        raise NumbersMissed(f"outside their bounds: {', '.join(missed)}")

@@ -1,7 +1,7 @@
 """Every family, precision and compute capability through LOAD, recordings, requests and the end, in one process.
 
-The plain run takes both tasks of each family on one compute capability and one task on the oldest; everything else is
-marked soak and belongs to `make rehearse-cuda`.
+The plain run takes both tasks of each family on one compute capability in float16, and one task in float32 and on the
+oldest; everything else is marked soak and belongs to `make rehearse-cuda`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ LEFT = ("device_blocks", "pinned_blocks", "events", "streams", "graphs_live")
 
 
 def cells() -> list[Any]:
-    quick = {(name, OLDEST) for name in EMBED} | {(name, USUAL) for name in (*EMBED, *RERANK)}
+    quick = {(name, "f16", OLDEST) for name in EMBED} | {(name, "f16", USUAL) for name in (*EMBED, *RERANK)}
+    quick |= {(name, "f32", USUAL) for name in EMBED}
     return [
-        pytest.param(name, precision, cc, marks=() if (name, cc) in quick else (pytest.mark.soak,))
+        pytest.param(name, precision, cc, marks=() if (name, precision, cc) in quick else (pytest.mark.soak,))
         for cc in CAPABILITIES
         for name in NAMES
         for precision in ("f16", "f32")
@@ -67,6 +68,7 @@ def test_a_cell(name: str, precision: str, capability: str, bundles: Bundles, re
     assert found["sessions"]
     for session in found["sessions"]:
         assert set(session["nodes"]) == {"CUDAExecutionProvider"} and session["memcpy"] == 0, session
+        assert session["options"]["use_tf32"] == session["options"]["enable_cudnn"] == "0", session
     loaded = served(found["steps"]["load"])
     assert loaded["captures"] == 16 and loaded["graph_launches"] >= 16
     assert loaded["recorded"]["kernels"] > 16 * 10 and loaded["recorded"]["host"] == 0

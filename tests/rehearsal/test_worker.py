@@ -15,13 +15,15 @@ from tests.rehearsal.test_path import CAPABILITIES, EMBED, LEFT, RERANK, USUAL
 from tests.support.worker_client import Exchange, WorkerClient, ids_bytes, module_worker, require_loaded
 
 pytestmark = pytest.mark.process
-QUICK = ("bert-mean", "modernbert-rerank", "qwen3-last")
+QUICK = {("bert-mean", "f16"), ("modernbert-rerank", "f16"), ("qwen3-last", "f32")}
 ILLEGAL_ADDRESS = 700
 
 
 def cells() -> list[Any]:
     return [
-        pytest.param(name, precision, cc, marks=() if name in QUICK and cc == USUAL else (pytest.mark.soak,))
+        pytest.param(
+            name, precision, cc, marks=() if (name, precision) in QUICK and cc == USUAL else (pytest.mark.soak,)
+        )
         for cc in CAPABILITIES
         for name in (*EMBED, *RERANK)
         for precision in ("f16", "f32")

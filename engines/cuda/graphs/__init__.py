@@ -1,5 +1,7 @@
-"""ONNX graphs written node by node, one module a family.
+"""ONNX graphs of the model families, written in memory at LOAD from a checkpoint's tensors.
 
-`builder` is what they share, `families` the table of them and of which graphs each device runs. A graph is a value:
-nothing here opens a session. Start with `families.py`; a new family is one module and one row there.
+A model's description and its tensors come in; a serialised graph, its weights by name and the inputs it reads go out.
+Nothing here runs a graph: this folder must not know of onnxruntime, sessions, devices, files, requests or settings.
+Every file here is part of the kernel revision, because it decides which numbers come out of a checkpoint.
+Open :mod:`engines.cuda.graphs.families` first: it has the table of the families and says which graphs a device gets.
 """

@@ -5,14 +5,14 @@ Tensor names as transformers writes them, without a leading ``bert.``. Post-norm
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from engines.cuda.graphs.builder import CONTRIB, MASKED, Graph, GraphBuilder
 from engines.cuda.graphs.int8 import After, Int8Dense, Part
 from engines.protocol.errors import EngineError, ErrorCode
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 
 def build(b: GraphBuilder) -> Graph:
@@ -96,7 +96,7 @@ def _layer(b: GraphBuilder, states: str, prefix: str, *, mask: str, first: bool)
     hidden, ffn = spec.integer("hidden_size"), spec.integer("intermediate_size")
     heads, eps = spec.integer("num_attention_heads"), spec.number("layer_norm_eps", 1e-12)
     head_dim = hidden // heads
-    dense: Dense = Int8Dense(b) if b.variant.int8 else FloatDense(b)
+    dense: Any = Int8Dense(b) if b.variant.int8 else FloatDense(b)  # each takes the rows that it made
     own = prefix + "attention.self."
 
     def in_heads(rows: Any, name: str, factor: float = 1.0) -> str:
@@ -116,18 +116,6 @@ def _layer(b: GraphBuilder, states: str, prefix: str, *, mask: str, first: bool)
     active = b.gelu(dense.product(rows, Part(prefix + "intermediate.dense", ffn)))
     narrow = dense.product(dense.rows(active, into=ffn, after="gelu"), Part(prefix + "output.dense", hidden))
     return b.skip_layer_norm(narrow, states, prefix + "output.LayerNorm", eps=eps, bias=None)
-
-
-class Dense(Protocol):
-    """How a layer multiplies by its matrices: :class:`FloatDense` or :class:`Int8Dense`."""
-
-    def rows(self, x: str, *, into: int, after: After) -> Any:
-        """Return *x* (…, into) as :meth:`product` takes it: made once, multiplied by several matrices."""
-        ...
-
-    def product(self, rows: Any, part: Part) -> str:
-        """Multiply by the part's matrix and add its bias: (…, out)."""
-        ...
 
 
 class FloatDense:
@@ -157,24 +145,21 @@ def _fused_layer(b: GraphBuilder, states: str, prefix: str, *, lens: str, offset
 
     def joined(part: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """q, k and v side by side; the softmax scale is folded into q."""
-        import numpy as np
-
         q, k, v = (b.store.raw(f"{own}{name}.{part}", shape) for name in ("query", "key", "value"))
         arrays = [np.asarray(q, np.float32) * np.float32(scale), np.asarray(k, np.float32), np.asarray(v, np.float32)]
         return np.concatenate(arrays, axis=0).T
 
     qkv = b.op("MatMul", states, b.derived(own + "qkv.weight:T", lambda: joined("weight", (hidden, hidden))))
     bias = b.derived(own + "qkv.bias", lambda: joined("bias", (hidden,)))
-    if b.variant.cuda:
-        qkv = b.add(qkv, bias)  # GroupQueryAttention takes no bias
-    q, k, v = b.ops("Split", qkv, axis=1 if offsets else 2, num_outputs=3, outputs=3)
-    common: dict[str, Any] = {"num_heads": heads, "scale": 1.0, "mask_filter_value": MASKED, "domain": CONTRIB}
     if offsets:
-        context = b.op("PackedMultiHeadAttention", q, k, v, bias, offsets, cu, **common)
-    elif b.variant.cuda:
+        parts = b.ops("Split", qkv, axis=1, num_outputs=3, outputs=3)
+        context = b.op(
+            "PackedMultiHeadAttention", *parts, bias, offsets, cu,
+            num_heads=heads, scale=1.0, mask_filter_value=MASKED, domain=CONTRIB,
+        )  # fmt: skip
+    else:  # MultiHeadAttention would ask for cuDNN; GroupQueryAttention takes no bias
+        q, k, v = b.ops("Split", b.add(qkv, bias), axis=2, num_outputs=3, outputs=3)
         context = b.attend_by_length(q, k, v, lens, num_heads=heads, kv_num_heads=heads, causal=0, scale=1.0)
-    else:
-        context = b.op("MultiHeadAttention", q, k, v, bias, lens, **common)
     projected = b.linear(context, prefix + "attention.output.dense.weight", out=hidden, into=hidden)
     states = b.skip_layer_norm(
         projected, states, prefix + "attention.output.LayerNorm", eps=eps,

@@ -1,8 +1,7 @@
 """ONNX graphs written node by node with the ``onnx`` helpers, in memory, at LOAD: no exporter, no torch.
 
 What every family shares lives here: the builder, dense layers, norms, masks, pooling, the L2 form and the read-outs.
-The families (:mod:`graph_bert`, :mod:`graph_modernbert`, :mod:`graph_qwen3`) import this module; the table of them is
-:mod:`engines.cuda.graphs.families`.
+The families' own modules import this one.
 
 Rules of every graph (llama-cuda.md 8.5): int32 inputs; no Shape node and no arithmetic on shapes (reshapes are
 constants of 0 and -1), so no node needs the host; heads, L2 and logits in float32; raw logits out, never a sigmoid.
@@ -14,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from engines.protocol.errors import EngineError, ErrorCode
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
+Array = npt.NDArray[Any]
 
 OPSET: Final = 20
 """Standard operators: 20 brought Gelu; LayerNormalization is older."""
@@ -40,19 +39,16 @@ MASKED: Final = -10000.0
 class Variant:
     """Which graph of a model: *precision* of storage and products, *attention* operators, *window* layers present.
 
-    ``plain``: standard operators only. ``fused``: onnxruntime's attention and skip-norm operators, right-padded rows.
-    ``packed``: rows end to end without padding (BERT on CUDA). ``window``: ModernBERT's local layers run block-local
-    and S must be a multiple of the half window; without it S must be so small that the window covers every pair.
+    ``plain``: standard operators only. ``fused``: the CUDA provider's attention and skip-norm operators, right-padded
+    rows. ``packed``: the same for rows end to end without padding (BERT). ``window``: ModernBERT's local layers run in
+    blocks, S is a multiple of the half window; without it S must be so small that the window covers every pair.
     """
 
     precision: Precision = "f32"
     attention: Attention = "plain"
     window: bool = False
-    cuda: bool = False
-    """``fused`` for the CUDA provider's kernels: BERT's rows by GroupQueryAttention, because MultiHeadAttention there
-    asks for cuDNN; Qwen3's norm weights inside GroupQueryAttention, which the CPU provider doesn't take."""
     int8: bool = False
-    """The layers' matrices are int8 (:mod:`graph_int8`); BERT, plain, float32 otherwise."""
+    """The layers' matrices are int8 (:mod:`engines.cuda.graphs.int8`); BERT, plain, float32 otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +103,6 @@ class WeightStore:
     """
 
     def __init__(self, tensors: Mapping[str, Array], precision: Precision, on_tensor: Callable[[], None] | None = None):
-        import numpy as np
-
         self.tensors = tensors
         self.dtype = np.dtype(np.float16 if precision == "f16" else np.float32)
         self._cache: dict[str, Array] = {}
@@ -128,8 +122,6 @@ class WeightStore:
 
     def get(self, key: str, make: Callable[[], Array], *, f32: bool = False, int8: bool = False) -> Array:
         """Return the array cached as *key*, else make it in the storage dtype (float32 or int8 where asked)."""
-        import numpy as np
-
         array = self._cache.get(key)
         if array is None:
             array = np.asarray(make())
@@ -147,8 +139,6 @@ class WeightStore:
 
     def not_finite(self) -> str | None:
         """Return the name of a converted tensor that holds NaN or infinity; None where all are finite."""
-        import numpy as np
-
         for name, array in self._cache.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 return name
@@ -183,14 +173,10 @@ class GraphBuilder:
 
     def ints(self, *values: int) -> str:
         """Return an int64 vector constant (axes, shapes, starts)."""
-        import numpy as np
-
         return self.constant("i_" + "_".join(str(v).replace("-", "m") for v in values), np.array(values, np.int64))
 
     def scalar(self, value: float, kind: Literal["f", "f32", "f64", "i32"] = "f") -> str:
         """Return a constant of shape (1,), in the compute dtype unless *kind* says otherwise."""
-        import numpy as np
-
         names = {"f": self.store.dtype.name, "f32": "float32", "f64": "float64", "i32": "int32"}
         array = np.array([value], np.dtype(names[kind]))
         return self.constant(f"c_{array.dtype.name}_{value!r}", array)
@@ -253,13 +239,9 @@ class GraphBuilder:
                 read.update(node.input)
         inputs = [info for info in self._inputs if info.name in read]
         output = self._helper.make_tensor_value_info(name, self._proto.FLOAT, list(shape))
-        graph = self._helper.make_graph(
-            nodes[::-1],
-            f"{self.spec.family}-{self.spec.task}",
-            inputs,
-            [output],
-            [initializer for key, initializer in self._initializers.items() if key in read],
-        )
+        initializers = [initializer for key, initializer in self._initializers.items() if key in read]
+        title = f"{self.spec.family}-{self.spec.task}"
+        graph = self._helper.make_graph(nodes[::-1], title, inputs, [output], initializers)
         opset = OPSET_INT8 if self.variant.int8 else OPSET
         opsets = [self._helper.make_opsetid("", opset), self._helper.make_opsetid(CONTRIB, 1)]
         model = self._helper.make_model(
@@ -282,13 +264,11 @@ class GraphBuilder:
         return self.add(x, self.derived(key, lambda: self._scaled(name, (out,), factor)))
 
     def _scaled(self, name: str, shape: tuple[int, ...], factor: float) -> Array:
-        import numpy as np
-
         array = self.store.raw(name, shape)
         return array if factor == 1.0 else np.asarray(array, np.float32) * np.float32(factor)
 
     def add(self, x: str, y: str) -> str:
-        """Add."""
+        """Add two values."""
         return self.op("Add", x, y)
 
     def layer_norm(self, x: str, prefix: str, *, eps: float, bias: bool, f32: bool = False) -> str:
@@ -339,8 +319,6 @@ class GraphBuilder:
 
     def pool(self, states: str, real: str, lens: str, pooling: str) -> str:
         """Return float32 (B, H) of states (B, S, H): ``cls``, ``mean`` over real positions, or the ``last``."""
-        import numpy as np
-
         if pooling == "cls":
             return self.float32(self.op("Gather", states, self.constant("zero", np.array(0, np.int64)), axis=1))
         if pooling == "mean":
@@ -392,13 +370,11 @@ class GraphBuilder:
 
         *more*: the operator's further inputs, rotary tables first. Keeps the flash kernel, which a mask would not.
         """
-        # The CUDA kernel refuses a node without present_key and present_value, though nothing here reads them; the
-        # CPU kernel does without and would only copy.
-        outputs = 3 if self.variant.cuda else 1
+        # The CUDA kernel refuses a node without present_key and present_value, though nothing here reads them.
         seqlens = self.once("Sub", lens, self.scalar(1, "i32"))
         total = self.input("max_len", [1])
         inputs = (q, k, v, "", "", seqlens, total, *more)
-        return self.ops("GroupQueryAttention", *inputs, outputs=outputs, domain=CONTRIB, **attributes)[0]
+        return self.ops("GroupQueryAttention", *inputs, outputs=3, domain=CONTRIB, **attributes)[0]
 
     def join_heads(self, x: str, hidden: int) -> str:
         """(B, heads, S, d) -> (B, S, heads·d)."""
@@ -410,8 +386,6 @@ def rope_tables(theta: float, head_dim: int, length: int) -> tuple[Array, Array]
 
     Angles are computed in float64 and rounded once (6.4.5).
     """
-    import numpy as np
-
     frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     angles = np.arange(length, dtype=np.float64)[:, None] * frequencies
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

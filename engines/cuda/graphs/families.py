@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from engines.cuda.graphs import bert, modernbert, qwen3
-from engines.cuda.graphs.builder import Attention, Graph, GraphBuilder, ModelSpec, Precision, Variant, WeightStore
+from engines.cuda.graphs.builder import Graph, GraphBuilder, ModelSpec, Precision, Variant, WeightStore
 from engines.protocol.errors import EngineError, ErrorCode
 
 BUILDERS: Final[Mapping[str, Callable[[GraphBuilder], Graph]]] = {
@@ -24,35 +24,26 @@ UNLIMITED: Final = 2**31 - 1
 
 
 def build(spec: ModelSpec, store: WeightStore, variant: Variant) -> Graph:
-    """Build one graph of a model; ``model_unsupported`` for a family this engine doesn't know."""
-    if spec.family not in BUILDERS:
-        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"family {spec.family!r} is not bert, modernbert or qwen3")
-    if spec.task not in ("embed", "rerank"):
-        raise EngineError(
-            ErrorCode.MODEL_UNSUPPORTED, f"this engine embeds and reranks, the bundle's task is {spec.task}"
-        )
+    """Build one graph of a model whose family and task LOAD has checked; ``model_unsupported`` for what it can't."""
     if variant.int8 and (spec.family != "bert" or variant.attention != "plain"):
         raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"int8 is built for bert on the CPU, not for {spec.family}")
     return BUILDERS[spec.family](GraphBuilder(spec, store, variant))
 
 
-def cpu_variants(spec: ModelSpec, attention: str, *, int8: bool = False) -> list[tuple[Variant, int]]:
+def cpu_variants(spec: ModelSpec, *, int8: bool = False) -> list[tuple[Variant, int]]:
     """Return the graphs of a model on the CPU, each with the widest row it takes, in rising order.
 
-    Standard operators by default: as fast as the fused ones on this provider or faster (models.md 2).
+    Standard operators: as fast as the fused ones on this provider or faster (models.md 2).
     """
-    if int8:
-        return _by_width(spec, Variant("f32", "plain", int8=True))
-    chosen: Attention = "fused" if attention == "fused" else "plain"
-    return _by_width(spec, Variant("f32", chosen))
+    return _by_width(spec, Variant("f32", "plain", int8=int8))
 
 
 def cuda_variants(spec: ModelSpec, attention: str, precision: Precision) -> list[tuple[Variant, int]]:
     """Return the graphs of a model on the GPU, unless *attention* says which: packed for BERT, fused for the others."""
     if attention == "plain":
         return _by_width(spec, Variant(precision, "plain"))
-    if attention == "packed" or (attention == "auto" and spec.family == "bert" and precision == "f16"):
-        return _by_width(spec, Variant(precision, "packed"))  # the builders of the other families refuse it
+    if attention == "auto" and spec.family == "bert" and precision == "f16":
+        return _by_width(spec, Variant(precision, "packed"))
     return recorded_variants(spec, precision)
 
 
@@ -60,7 +51,7 @@ def recorded_variants(spec: ModelSpec, precision: Precision) -> list[tuple[Varia
     """Return the graphs whose launches are recorded for latency: padded rows, since a recording's shapes are fixed."""
     if precision == "f32":
         return _by_width(spec, Variant(precision, "plain"))
-    return _by_width(spec, Variant(precision, "fused", cuda=True))
+    return _by_width(spec, Variant(precision, "fused"))
 
 
 def _by_width(spec: ModelSpec, variant: Variant) -> list[tuple[Variant, int]]:

@@ -12,16 +12,16 @@ saturate pairs at 16 bits, so the matrix should ask for the instruction set.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from engines.checkpoint.layout import APART, CHANNELS, SCALE
 from engines.cuda.graphs.builder import CONTRIB, GraphBuilder
 from engines.protocol.errors import EngineError, ErrorCode
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
+Array = npt.NDArray[Any]
 
 After: TypeAlias = Literal["norm", "attention", "gelu"]
 """What a dense layer's input comes out of: it decides how the input is quantised."""
@@ -66,8 +66,6 @@ class Int8Dense:
 
     def rows(self, x: str, *, into: int, after: After) -> Rows:
         """Quantise *x*, float32 (…, into), each row by its largest value."""
-        import numpy as np
-
         b = self.b
         if after == "gelu":
             x = b.add(x, b.scalar(-GELU_FLOOR))
@@ -107,20 +105,14 @@ class Int8Dense:
         return b.add(y, b.derived(name + ".bias:int8", lambda: _bias(b, part, rows.into, above=above)))
 
     def _step(self, scale: tuple[int, int]) -> str:
-        import numpy as np
-
         return self.b.constant(f"step_{scale[0]}", np.array(1 / scale[0], np.float32))
 
     def _zero(self, scale: tuple[int, int]) -> str:
-        import numpy as np
-
         return self.b.constant(f"level_{scale[1]}", np.array(scale[1], np.uint8))
 
 
 def _bias(b: GraphBuilder, part: Part, into: int, *, above: bool) -> Array:
     """Return the bias (out,); *above*: with what the values lost when they were counted from the floor."""
-    import numpy as np
-
     bias = _floats(b, part, ".bias", (part.out,))
     if above:
         sums = _values(b, part, into).sum(axis=1, dtype=np.int64) * _scale(b, part)
@@ -134,16 +126,12 @@ def _values(b: GraphBuilder, part: Part, into: int) -> Array:
 
 def _columns(b: GraphBuilder, part: Part) -> Array:
     """Return the columns apart and below them the bias, (K + 1, out)."""
-    import numpy as np
-
     count = len(b.store.raw(CHANNELS))
     bias = _floats(b, part, ".bias", (part.out,))
     return np.concatenate([_floats(b, part, ".weight" + APART, (part.out, count)).T, bias[None]])
 
 
 def _channels(few: Array, into: int) -> Array:
-    import numpy as np
-
     if not (few >= 0).all() or not (few < into).all() or len(np.unique(few)) != len(few):
         raise EngineError(
             ErrorCode.ARTIFACT_INVALID, f"{CHANNELS} holds {few.tolist()}, not different channels below {into}"
@@ -163,8 +151,6 @@ def _floats(b: GraphBuilder, part: Part, suffix: str, shape: tuple[int, ...]) ->
 
     What integer levels would swallow is refused: a NaN inside this graph needn't come out at its end.
     """
-    import numpy as np
-
     array = b.store.raw(part.name + suffix, shape)
     if not np.isfinite(array).all():
         raise EngineError(

@@ -8,13 +8,13 @@ window of queries against the block before, their own and the next, so a row of 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from engines.cuda.graphs.builder import CONTRIB, MASKED, Graph, GraphBuilder, rope_tables
 from engines.protocol.errors import EngineError, ErrorCode
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 
 def half_window(config_local_attention: float) -> int:
@@ -25,8 +25,6 @@ def half_window(config_local_attention: float) -> int:
 def build(b: GraphBuilder) -> Graph:
     """Build a ModernBERT graph on right-padded rows."""
     spec = b.spec
-    if b.variant.attention == "packed":
-        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, "packed attention is built for BERT only")
     hidden, eps = spec.integer("hidden_size"), spec.number("norm_eps", 1e-5)
     biased = spec.value("norm_bias", False)
     lens = b.input("lens", ["B"])
@@ -89,8 +87,6 @@ class _Masks:
     @cached_property
     def blocks(self) -> str:
         """(B, 1, S / w, w, 3w): the band, and padding or missing keys, in one additive mask."""
-        import numpy as np
-
         b, w = self.b, self.window
         query, key = np.arange(w)[:, None] + w, np.arange(3 * w)[None, :]
         band = np.where(abs(query - key) <= w, 0.0, MASKED).astype(b.store.dtype)
@@ -99,8 +95,6 @@ class _Masks:
 
     def neighbours(self, x: str, *, axis: int, fill: float = 0.0) -> str:
         """Join each block along *axis* with the one before and after it; the blocks' own axis is the next one."""
-        import numpy as np
-
         b = self.b
         pads = [0] * (2 * (axis + (3 if axis == 2 else 2)))
         half = len(pads) // 2
@@ -127,8 +121,6 @@ def _attention(b: GraphBuilder, x: str, prefix: str, masks: _Masks, *, local: bo
 
     def scaled(part: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """Fold the softmax scale into the query's part; rotation is linear, so it commutes."""
-        import numpy as np
-
         array = np.array(b.store.raw(prefix + "Wqkv." + part, shape), np.float32)
         array[:hidden] *= np.float32(scale)
         return array.T

@@ -6,21 +6,19 @@ alone hides padding from every real token: no key mask exists here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from engines.cuda.graphs.builder import CONTRIB, Graph, GraphBuilder
 from engines.cuda.graphs.modernbert import dense, rope_weights, rotate
 from engines.protocol.errors import EngineError, ErrorCode
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
 
 def build(b: GraphBuilder) -> Graph:
     """Build a Qwen3 graph on right-padded rows: embedding, or the yes-minus-no logit of a reranker."""
     spec = b.spec
-    if b.variant.attention == "packed":
-        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, "packed attention is built for BERT only")
     hidden, eps = spec.integer("hidden_size"), spec.number("rms_norm_eps", 1e-6)
     lens = b.input("lens", ["B"])
     ids, positions = b.input("input_ids", ["B", "S"]), b.input("positions", ["S"])
@@ -51,8 +49,6 @@ def build(b: GraphBuilder) -> Graph:
 
 def _readout(b: GraphBuilder, vocab: tuple[int, int]) -> npt.NDArray[Any]:
     """W_yes - W_no of the output matrix, float32 (H, 1): h·W_yes - h·W_no in one product (6.6)."""
-    import numpy as np
-
     try:
         yes, no = int(b.spec.head["yes"]), int(b.spec.head["no"])
     except (KeyError, TypeError, ValueError):
@@ -70,8 +66,6 @@ def rms_norm(
     b: GraphBuilder, x: str, name: str, size: int, eps: float, *, f32: bool = False, scale: float = 1.0
 ) -> str:
     """Divide by the root mean square of the last axis, times the weight (and *scale*)."""
-    import numpy as np
-
     key = name if scale == 1.0 else f"{name}:{scale:g}"
     gamma = b.derived(key, lambda: np.asarray(b.store.raw(name, (size,)), np.float32) * np.float32(scale), f32=f32)
     if b.variant.attention == "fused":
@@ -119,8 +113,6 @@ class _Attention:
         sizes = {"q_proj": self.heads * d, "k_proj": self.groups * d, "v_proj": self.groups * d}
 
         def joined(part: str) -> npt.NDArray[Any]:
-            import numpy as np
-
             shapes = {name: (size, hidden) if part == "weight" else (size,) for name, size in sizes.items()}
             return np.concatenate([b.store.raw(f"{prefix}{n}.{part}", shape) for n, shape in shapes.items()], axis=0).T
 
@@ -138,19 +130,13 @@ class _Attention:
         return rms_norm(b, b.op("Reshape", x, b.ints(0, 0, heads, d)), name, d, self.eps, scale=scale)
 
     def _fused(self, q: str, k: str, v: str, prefix: str) -> str:
+        """The operator norms and rotates by itself; five optional inputs before the norm weights stay empty."""
         b, d = self.b, self.head_dim
-        optional: list[str] = []
-        attributes: dict[str, Any] = {"num_heads": self.heads, "kv_num_heads": self.groups, "do_rotary": 1}
-        if b.variant.cuda:
-            optional = ["", "", "", "", "", *(b.weight(f"{prefix}{name}_norm.weight", (d,)) for name in "qk")]
-            attributes["qk_norm_epsilon"] = float(self.eps)
-        else:
-            q, k = (
-                b.op("Reshape", self._normed(x, f"{prefix}{name}_norm.weight", heads, 1.0), b.ints(0, 0, heads * d))
-                for x, name, heads in ((q, "q", self.heads), (k, "k", self.groups))
-            )
-        more = (self.cos, self.sin, *optional)
-        return b.attend_by_length(q, k, v, self.lens, *more, scale=float(d**-0.5), **attributes)
+        norms = [b.weight(f"{prefix}{name}_norm.weight", (d,)) for name in "qk"]
+        return b.attend_by_length(
+            q, k, v, self.lens, self.cos, self.sin, *[""] * 5, *norms, num_heads=self.heads, kv_num_heads=self.groups,
+            do_rotary=1, scale=float(d**-0.5), qk_norm_epsilon=float(self.eps),
+        )  # fmt: skip
 
     def _plain(self, q: str, k: str, v: str, prefix: str) -> str:
         b, d = self.b, self.head_dim
@@ -167,8 +153,6 @@ class _Attention:
 
 def _mlp(b: GraphBuilder, x: str, prefix: str) -> str:
     """SwiGLU: gate and up projections in one product."""
-    import numpy as np
-
     hidden, ffn = b.spec.integer("hidden_size"), b.spec.integer("intermediate_size")
     names = (prefix + "gate_proj.weight", prefix + "up_proj.weight")
     both = b.derived(
