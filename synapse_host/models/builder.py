@@ -251,7 +251,7 @@ def reference_origin(found: str, data_dir: Path | None = None) -> Literal["proje
 
     What a bundle says of its fixtures is its author's word, so it is not asked.
     """
-    shipped = Path(__file__).parent / "fixtures"
+    shipped = Path(__file__).parents[1] / "fixtures"
     if any(digest.PREFIX + digest.file_digest(path) == found for path in shipped.glob("*.npz")):
         return "project"
     return "computed_here" if (computed_here(data_dir) / found.removeprefix(digest.PREFIX)).exists() else "bundle"

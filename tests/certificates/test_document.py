@@ -12,7 +12,7 @@ import jsonschema
 import msgspec
 import pytest
 
-from engines.ane import placement
+from engines.ane import compute_plan
 from synapse_host.certificates import document as documents
 from synapse_host.certificates import verdict
 from synapse_host.certificates.document import Evidence
@@ -131,7 +131,7 @@ def test_every_edit_is_refused_even_with_a_fitting_digest(change: Change, word: 
 
 
 def test_the_list_of_operators_on_the_cpu_is_the_engine_s() -> None:
-    assert placement.CPU_ALLOWED == CPU_ALLOWED
+    assert compute_plan.CPU_ALLOWED == CPU_ALLOWED
 
 
 def test_a_share_asked_for_is_the_one_rechecked(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.bundle import manifest, safetensors
+from engines.bundle import manifest
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import Bundle
+from engines.checkpoint import safetensors
 from engines.cuda import engine as engine_module
 from engines.cuda.engine import CudaEngine, kernel_revision, runtime_version, source_revision
 from engines.cuda.model import OwnedModel

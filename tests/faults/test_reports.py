@@ -19,9 +19,9 @@ import pytest
 from engines.ane.artifact import prepared
 from engines.ane.stderr_scan import StderrScan
 from engines.protocol.errors import EngineError, ErrorCode
-from synapse_host import process as process_module
 from synapse_host.config import Windows
 from synapse_host.errors import InvalidRequest
+from synapse_host.worker import process as process_module
 from synapse_host.worker.listener import SUN_PATH, RuntimeDirectory
 from synapse_host.worker.process import WorkerProcess
 from tests.support.lanes import FAST, FINE, SHORT, Lanes, crash, embed, on, poison, serve, spawns, until

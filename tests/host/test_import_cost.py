@@ -37,7 +37,7 @@ def test_neither_a_lane_nor_a_build_needs_numerics_or_an_engine(module: str) -> 
     modules = loaded(f"import synapse_host.{module}")
     assert not modules.intersection({"numpy", "onnx", "gguf", "llama_cpp", "tokenizers"})
     ours = {name.split(".")[1] for name in modules if name.startswith("engines.")}
-    assert ours <= {"bundle", "protocol", "machine", "finite"}
+    assert ours <= {"bundle", "checkpoint", "protocol", "machine", "finite"}
     assert module != "supervision.supervisor" or "psutil" not in modules
 
 

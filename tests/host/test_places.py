@@ -9,7 +9,7 @@ import platformdirs
 import pytest
 
 from synapse_host import doctor
-from synapse_host.certificates import binding
+from synapse_host.certificates import standing
 from synapse_host.cli import remote
 from synapse_host.host import Host
 from synapse_host.models import catalogue
@@ -39,7 +39,7 @@ def homeless(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_without_a_home(homeless: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for needs in (catalogue.models_dir, binding.folder, lambda: places.expanded("~/m")):
+    for needs in (catalogue.models_dir, standing.folder, lambda: places.expanded("~/m")):
         with pytest.raises(NoHome, match=r"has no home folder.*set HOME") as caught:
             needs()
         assert caught.value.exit_code == 2

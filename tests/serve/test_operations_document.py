@@ -66,7 +66,7 @@ def test_no_row_is_about_a_code_that_does_not_exist():
     known = {error.code for error in host_errors()} | {code.value for code in ErrorCode}
     extra = {"engine_crashed with quarantined", "invalid_request (from a worker)", "internal_error"}
     assert set(CODES) == known | extra
-    assert '"internal_error"' in (ROOT / "synapse_host" / "control.py").read_text()
+    assert '"internal_error"' in (ROOT / "synapse_host" / "serve" / "control.py").read_text()
 
 
 def test_the_exit_codes():
@@ -153,7 +153,7 @@ def test_the_numbers_are_the_defaults():
 def test_every_field_of_a_crash_is_explained():
     fields = {name for row in tables("field") for name in row[0].split(", ")}
     written: set[str] = set()
-    for module in ("standing", "lane_errors", "health"):
+    for module in ("supervision/standing", "worker/refusals", "supervision/health"):
         for node in ast.walk(ast.parse((ROOT / "synapse_host" / f"{module}.py").read_text())):
             if isinstance(node, ast.Dict):
                 keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
@@ -167,7 +167,7 @@ def test_every_field_of_a_crash_is_explained():
 
 def test_every_log_line_of_supervision_is_listed():
     lines = " ".join(row[2].replace("=", " ") for row in tables("logger"))
-    for module in ("session", "supervisor", "generations", "listener"):
+    for module in ("worker/session", "supervision/supervisor", "supervision/lifecycle", "worker/listener"):
         tree = ast.parse((ROOT / "synapse_host" / f"{module}.py").read_text())
         for node in ast.walk(tree):
             if (

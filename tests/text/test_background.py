@@ -117,10 +117,7 @@ def test_a_forked_child_starts_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_thread_that_cannot_be_started_is_told_and_harms_no_later_work(
-    monkeypatch: pytest.MonkeyPatch, apart: bool
-) -> None:
+def test_a_thread_that_cannot_be_started_is_told_and_harms_no_later_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system gives no thread: with LIMIT refusals behind it, work still runs once there is one again."""
 
     def refuse(self: threading.Thread) -> None:
@@ -131,10 +128,10 @@ def test_a_thread_that_cannot_be_started_is_told_and_harms_no_later_work(
             patch.setattr(threading.Thread, "start", refuse)
             for _ in range(background.LIMIT):
                 with pytest.raises(QueueFull) as refused:
-                    beside(lambda: 1, apart=apart)
+                    beside(lambda: 1)
                 assert refused.value.details == {"reason": "threads"}
             assert not background.busy()
-        assert await asyncio.wait_for(beside(lambda: 2, apart=apart), 60) == 2
+        assert await asyncio.wait_for(beside(lambda: 2), 60) == 2
 
     asyncio.run(body())
 
