@@ -45,8 +45,7 @@ def test_without_a_home(homeless: None, tmp_path: Path, monkeypatch: pytest.Monk
         assert caught.value.exit_code == 2
     # What would only be kept there is not kept, and nothing is installed.
     assert hardware.default_cache_dir() is None and catalogue.installed() == {} and catalogue.locate("minilm") is None
-    assert list(binding.stored()) == []
-    binding.remove("e", "d")
+    assert list(standing.listed(load(write_matrix(tmp_path)), {}, hardware.detect())) == []
     assert remote.default_directory().is_absolute()
     found = doctor.examine(load(write_matrix(tmp_path)), host_version="0", cache_dir=tmp_path)
     assert "home.missing" in {finding.id for finding in found.findings} and found.host["models_dir"] is None
