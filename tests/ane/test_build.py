@@ -82,6 +82,7 @@ def test_metadata_and_versions(bundles: Bundles) -> None:
     assert package.VOLATILE not in told
     old = package.load_proto(bundles("bert:macos14").root / "model-macos14" / "s16.mlpackage")
     assert old.specificationVersion == 8 and set(old.mlProgram.functions) == {"main"}
+    assert package.VOLATILE not in old.description.metadata.userDefined
 
 
 @pytest.mark.parametrize("name", ["bert", "cross", "modernbert", "qwen3"])

@@ -194,7 +194,7 @@ def test_a_tampered_artifact_is_refused(attack: str, bundles: Bundles, fake: Fak
     ("change", "code"),
     [
         (lambda m: m["artifacts"][0]["functions"].append({"name": "s48", "bucket": 48}), ErrorCode.ARTIFACT_INVALID),
-        (lambda m: m["artifacts"][0]["functions"].append({"name": "again", "bucket": 16}), ErrorCode.ARTIFACT_INVALID),
+        (lambda m: m["artifacts"][0]["functions"].append({"name": "s16", "bucket": 16}), ErrorCode.ARTIFACT_INVALID),
         (lambda m: m["artifacts"][0]["functions"].append({"name": "s32"}), ErrorCode.ARTIFACT_INVALID),
         (lambda m: m["artifacts"][0].update(functions=[{"name": "s32", "bucket": 16}]), ErrorCode.ARTIFACT_INVALID),
         (lambda m: m["config"].update(hidden_size=32, num_attention_heads=2), ErrorCode.ARTIFACT_INVALID),
