@@ -107,6 +107,7 @@ class AneEngine(Engine):
         from engines.ane import config
         from engines.ane.model import AneModel
         from engines.ane.signature import check_signature, expected
+        from engines.runtime.artifact import expected_digest
 
         settings = config.parse(request.runtime_config)
         if request.format not in self._backend.formats:
@@ -120,6 +121,7 @@ class AneEngine(Engine):
         artifacts = bundle.artifacts(FORMAT)
         if not artifacts:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"bundle {described.model_id} has no coreml artifact")
+        expected_digest(request.artifact_digest)  # before the machine is asked: bad input is the same everywhere
         self._backend.require()
         artifact, root, record = files.find(
             request, artifacts, self._backend, allow_cold=settings.allow_cold, progress=progress

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engines.checkpoint import pipeline
-from engines.checkpoint.read import Checkpoint, CheckpointError, read_json, read_optional
+from engines.checkpoint.read import Checkpoint, CheckpointError, read_optional
 from engines.protocol.messages import Pooling
 
 _ROLES: Final = ("cls", "sep", "bos", "eos", "pad", "unk", "mask")
@@ -57,7 +57,8 @@ class Facts:
 def of_checkpoint(checkpoint: Checkpoint) -> Facts:
     """Read the facts of an opened checkpoint. Raises CheckpointError for what would silently change its numbers."""
     config, family, task, folder = checkpoint.config, checkpoint.family, checkpoint.task, checkpoint.folder
-    raw = read_json(folder / "config.json")
+    # A package has no folder of its own: its config stands in the manifest, checked when it was built.
+    raw = read_optional(folder / "config.json") or config
     pipeline.check_config(raw, folder / "config.json")
     lowers = pipeline.check_tokenizer_files(folder)
     steps = pipeline.read_pipeline(folder)

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -24,7 +25,7 @@ import msgspec
 
 from engines.protocol.errors import EngineError, RemoteProtocolError
 from engines.protocol.messages import VERSION
-from engines.runtime.engine import DeviceLost, Engine, EngineIdentity, WorkerOptions, own_version
+from engines.runtime.engine import Engine, EngineIdentity, WorkerOptions, own_version
 from engines.runtime.transport import HANDSHAKE_S, PeerGone, Transport, TransportFailed, connect_socket
 from engines.runtime.worker import DeviceLostExit, Worker
 
@@ -124,20 +125,26 @@ def run(
 def _guarded(program: str, body: Callable[[], None], leave: Callable[[int], object] = os._exit) -> int:
     """Run *body*; expected ends become an exit status and one line. Anything else is a bug and keeps its traceback.
 
-    *leave* ends the process at once, without destructors: after a lost device those of a native library may abort it.
+    *leave* ends the process at once, without destructors: a native library that still holds models may abort in them,
+    after a lost device or, on Metal, whenever a model was never freed, and the abort would hide the status.
     """
     try:
         body()
-    except (RemoteProtocolError, TransportFailed, DeviceLostExit, EngineError) as exc:
-        print(f"{program}: fatal: {exc}", file=sys.stderr, flush=True)
-        if isinstance(exc, (DeviceLostExit, DeviceLost)):
-            leave(1)
-        return 1
+        return 0
     except PeerGone:
         return 0
     except KeyboardInterrupt:
-        return 130
-    return 0
+        status = 130
+    except (RemoteProtocolError, TransportFailed, DeviceLostExit, EngineError) as exc:
+        print(f"{program}: fatal: {exc}", file=sys.stderr, flush=True)
+        status = 1
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        leave(1)
+        raise
+    leave(status)
+    return status
 
 
 def serve(

@@ -35,7 +35,7 @@ class CompiledBackend(ReferenceBackend):
 
     formats = frozenset({"mlmodelc", "coreml"})
     reads_packages = False
-    convert = "24A335"
+    build = "24A335"
 
     def __init__(self) -> None:
         self.opened: list[Source] = []

@@ -257,7 +257,7 @@ def test_bytes_that_are_no_text_in_a_message(cli: Command) -> None:
     done = subprocess.run(words, env=inherited, capture_output=True, timeout=60, check=False, cwd=cli.root)
     cli.check_clean(mark)
     assert done.returncode == 2 and done.stderr == b""
-    assert json.loads(done.stdout)["error"]["message"].startswith("./\udcff ")
+    assert json.loads(done.stdout)["error"]["message"].startswith("./\\udcff ")
 
 
 def test_a_current_folder_that_is_gone(cli: Command) -> None:

@@ -116,7 +116,9 @@ def run(
     row: Row, body: Callable[[], Any], *, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
 ) -> Row:
     """Run one row: *body* returns a coroutine, or None when it did its work itself. Counts leaks; never raises."""
-    logging.getLogger("synapse_host").setLevel(logging.CRITICAL)
+    log = logging.getLogger("synapse_host")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # a campaign kills thousands of workers
     gc.collect()
     before = (descriptors(), set(threading.enumerate()), children())
     start = time.monotonic()
@@ -131,6 +133,8 @@ def run(
         import traceback
 
         row.problems.append("".join(traceback.format_exception(exc))[-3000:])
+    finally:
+        log.setLevel(level)
     row.seconds = time.monotonic() - start
     deadline = time.monotonic() + SETTLE_S
     gc.collect()

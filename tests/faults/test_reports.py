@@ -209,9 +209,10 @@ import json, os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 from engines.cuda import settings
 from engines import machine
-from synapse_host import hardware, permits
+from synapse_host.placement import hardware
+from synapse_host.supervision.queueing import Permits
 print(json.dumps([settings.parse({}, device="cpu", precision="f32").threads, machine.usable_cores(),
-                  permits.Permits().limit("cpu"), hardware.detect().cores]))
+                  Permits().limit("cpu"), hardware.detect().cores]))
 """
 
 

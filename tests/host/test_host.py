@@ -130,7 +130,7 @@ def test_many_rows_are_checked_and_cut_beside_the_loop(bench: Bench, monkeypatch
         here.clear()
         await host.rerank("judge", "query", ["a"] * (encoders.CHUNK + 1))
         await host.rerank_ids("judge", [QUERY], rows)
-        assert here == [("split", False), ("split", False)]
+        assert [name for name, _ in here].count("split") == 2 and not any(on_the_loop for _, on_the_loop in here)
 
     bench.model("toy").model("judge", task="rerank").run(work, {"rules": []})
 
