@@ -104,7 +104,7 @@ async def embed_to_file(
             "truncate": truncate,
             "rows": source.rows,
         }
-        first, truncated = _resume(file, key, shape)
+        first, truncated = resume_point(file, key, shape)
         if first:
             display.note(f"going on at text {first} of {source.rows}")
         started = time.monotonic()
@@ -187,7 +187,7 @@ def _opened(out: Path, shape: tuple[int, int], *, resumed: bool) -> np.memmap[An
     partial.unlink(missing_ok=True)
     try:
         array = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
-        _allocate(partial)
+        reserve_blocks(partial)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
@@ -284,7 +284,7 @@ def partial_path(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def _allocate(out: Path) -> None:
+def reserve_blocks(out: Path) -> None:
     """Give the file its blocks now: writing to a mapped hole of a full disk is SIGBUS, this is an OSError."""
     with out.open("r+b") as file:
         size = os.fstat(file.fileno()).st_size
@@ -329,7 +329,7 @@ def _survey_texts(texts: list[str]) -> tuple[int, str]:
     return len(texts), digest.hexdigest()
 
 
-def _resume(out: Path, key: dict[str, Any], shape: tuple[int, int]) -> tuple[int, list[int]]:
+def resume_point(out: Path, key: dict[str, Any], shape: tuple[int, int]) -> tuple[int, list[int]]:
     """Return how many rows for *out* are good already; 0 unless everything that shapes the numbers is the same."""
     import numpy as np
 

@@ -105,7 +105,14 @@ def examine(
         *models.certificate_findings(matrix, profile, versions, models_dir, data_dir),
         *engines.lane_findings(matrix, reports),
     ]
-    host = {
+    return Report(findings, reports, _host_facts(profile, matrix, host_version, models_dir, runtime))
+
+
+def _host_facts(
+    profile: hardware.HostProfile, matrix: HardwareMatrix, host_version: str, models_dir: Path | None, runtime: Path
+) -> dict[str, Any]:
+    """Return what the report says of the machine and this installation; sizes in bytes, ``cores`` after the quota."""
+    return {
         "version": host_version,
         "os": profile.os,
         "os_version": profile.os_version,
@@ -125,4 +132,3 @@ def examine(
         "descriptor_limit": machine.descriptor_limit(),
         "socket_path_room": SUN_PATH - 1 - machine.socket_length(runtime),
     }
-    return Report(findings, reports, host)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from synapse_host.bulk.embed_file import reserve_blocks, resume_point
 from tests.cli.conftest import Command
 
 pytestmark = [
@@ -101,30 +102,24 @@ def test_a_run_that_fails_at_once_leaves_an_older_result_alone(
 
 def test_out_has_its_blocks_before_anything_is_computed(cli: Command) -> None:
     """A hole that is mapped and written on a full disk ends the process by SIGBUS."""
-    from synapse_host.bulk.embed_file import _allocate
-
     out = cli.root / "x.npy"
     array = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(4096, 64))
-    _allocate(out)
+    reserve_blocks(out)
     assert out.stat().st_blocks * 512 >= array.nbytes
     assert np.load(out).shape == (4096, 64)
 
 
 def test_out_without_the_call_for_blocks_keeps_the_header(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from synapse_host.bulk.embed_file import _allocate
-
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     out = cli.root / "x.npy"
     array = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(9000, 64))
     del array
-    _allocate(out)
+    reserve_blocks(out)
     assert out.stat().st_blocks * 512 >= 9000 * 64 * 4
     assert np.load(out).shape == (9000, 64)
 
 
 def test_a_place_without_room_is_an_error_and_leaves_nothing(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from synapse_host.bulk.embed_file import _allocate
-
     out = cli.root / "x.npy"
     np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(9, 9))
 
@@ -133,7 +128,7 @@ def test_a_place_without_room_is_an_error_and_leaves_nothing(cli: Command, monke
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     with pytest.raises(OSError, match="No space left"):
-        _allocate(out)
+        reserve_blocks(out)
     assert not out.exists()
 
 
@@ -169,28 +164,24 @@ def test_an_endless_line_in_a_plain_file_is_refused_while_it_is_counted(cli: Com
     [("rows_done", True), ("rows_done", -1), ("rows_done", 99), ("truncated", ["x"]), ("truncated", [5])],
 )
 def test_a_resume_file_that_lies_is_not_believed(cli: Command, name: str, value: object) -> None:
-    from synapse_host.bulk.embed_file import _resume
-
     out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
     with (cli.root / "x.npy.partial").open("wb") as file:
         np.save(file, np.zeros((4, 2), np.float32))
     honest = {"input_digest": "d", "rows_done": 2, "truncated": [1]}
     note.write_text(json.dumps(honest))
-    assert _resume(out, {"input_digest": "d"}, (4, 2)) == (2, [1])
+    assert resume_point(out, {"input_digest": "d"}, (4, 2)) == (2, [1])
     note.write_text(json.dumps({**honest, name: value}))
-    assert _resume(out, {"input_digest": "d"}, (4, 2)) == (0, [])
+    assert resume_point(out, {"input_digest": "d"}, (4, 2)) == (0, [])
 
 
 def test_an_archive_in_place_of_the_vectors_is_not_resumed(cli: Command) -> None:
-    from synapse_host.bulk.embed_file import _resume
-
     out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
     note.write_text(json.dumps({"rows_done": 2, "truncated": []}))
     with (cli.root / "x.npy.partial").open("wb") as file:
         np.savez(file, np.zeros((4, 2), np.float32))
-    assert _resume(out, {}, (4, 2)) == (0, [])
+    assert resume_point(out, {}, (4, 2)) == (0, [])
     note.write_text("[" * 100_000)
-    assert _resume(out, {}, (4, 2)) == (0, [])
+    assert resume_point(out, {}, (4, 2)) == (0, [])
 
 
 # --- outputs ---------------------------------------------------------------------------------------------------------
