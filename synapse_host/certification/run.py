@@ -74,6 +74,10 @@ async def certify(
     if on_ane and placement is not None:
         placement = await _placed(run, placement, only, order, config, plans)
     precision = verdict.precision_of(model.dtype)
+    share = order.min_placement_share
+    thresholds = verdict.thresholds(
+        matrix, engine=engine.id, task=model.task, precision=precision, placement=on_ane, share=share
+    )
     return verdict.judge(
         Evidence(
             format="synapse-evidence-v1",
@@ -84,14 +88,7 @@ async def certify(
             engine=_engine(assignment, engine, run.facts, only),
             machine=_machine(host.profile, engine),
             precision=precision,
-            thresholds=verdict.thresholds(
-                matrix,
-                engine=engine.id,
-                task=model.task,
-                precision=precision,
-                placement=on_ane,
-                share=order.min_placement_share,
-            ),
+            thresholds=thresholds,
             placement_required=on_ane,
             fixture=run.fixture,
             tokens=run.tokens,

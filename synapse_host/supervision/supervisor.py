@@ -419,8 +419,6 @@ class Supervisor:
             exchange.waiter.set_exception(error)
         self._release(exchange)
 
-    # --- health ------------------------------------------------------------------------------------------------------
-
     def health(self) -> dict[str, Any]:
         """Return the cached state of the lane: no I/O. On the loop's thread, like everything here."""
         return record(
@@ -432,8 +430,6 @@ class Supervisor:
             waiting=self._turns.waiting,
             load_s=self.counters.last_load_s,
         )
-
-    # --- end ---------------------------------------------------------------------------------------------------------
 
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Stop: queued requests are answered at once, the running one may finish within *drain* seconds.
