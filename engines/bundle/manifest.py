@@ -163,6 +163,15 @@ def open_plain(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def read_plain(path: Path, limit: int) -> bytes:
+    """Return a plain file's bytes. OSError as :func:`open_plain` raises it, ValueError for more than *limit* bytes."""
+    with open_plain(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"more than {limit} bytes")
+    return data
+
+
 def read(root: Path | str) -> Bundle:
     """Read and validate the manifest of a bundle folder (or the path of its manifest.json).
 

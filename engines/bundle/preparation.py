@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from engines.bundle.manifest import BundleError, Digest, open_plain
+from engines.bundle.manifest import BundleError, Digest, read_plain
 
 FOLDER: Final = "ane-coreml"
 COMPILED: Final = "compiled"
@@ -61,12 +61,11 @@ def folder(cache: Path, source_digest: str) -> Path:
 def read(record: Path) -> Preparation:
     """Read a ``preparation.json``. BundleError when it is missing or isn't one."""
     try:
-        with open_plain(record) as file:
-            data = file.read(MAX_BYTES + 1)
+        data = read_plain(record, MAX_BYTES)
     except OSError as exc:
         raise BundleError(f"{record}: {exc.strerror or exc}; prepare the model on this machine first") from exc
-    if len(data) > MAX_BYTES:
-        raise BundleError(f"{record} is larger than {MAX_BYTES} bytes")
+    except ValueError as exc:
+        raise BundleError(f"{record} is larger than {MAX_BYTES} bytes") from exc
     try:
         return msgspec.json.decode(data, type=Preparation)
     except msgspec.DecodeError as exc:

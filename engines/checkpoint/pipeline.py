@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engines.checkpoint.read import CheckpointError, read_json, read_json_list, read_optional
+from engines.checkpoint.read import CheckpointError, read_bytes, read_json, read_json_list, read_optional
 from engines.protocol.messages import Pooling
 
 _FLAGS: Final[dict[str, Pooling]] = {
@@ -316,7 +316,10 @@ def chat_template(folder: Path) -> str | None:
     """
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text("utf-8")
+        try:
+            return read_bytes(file).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+        except UnicodeDecodeError as exc:
+            raise CheckpointError(f"{file} is not UTF-8: {exc}") from exc
     found: Any = None
     for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
         found = read_optional(file).get("chat_template") if found is None else found

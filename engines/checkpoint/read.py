@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from engines.bundle.manifest import BundleError, Task, open_plain, unique_keys
+from engines.bundle.manifest import BundleError, Task, read_plain, unique_keys
 from engines.checkpoint import layout
 from engines.checkpoint.layout import Family
 from engines.checkpoint.safetensors import MappedTensors, SafetensorsFile
@@ -127,14 +127,18 @@ def read_json_list(file: Path) -> list[dict[str, Any]]:
     return obj
 
 
-def _read_json(file: Path) -> Any:
+def read_bytes(file: Path) -> bytes:
+    """Return the bytes of a checkpoint's side file; CheckpointError for one that is missing, a pipe or too large."""
     try:
-        with open_plain(file) as handle:
-            data = handle.read(MAX_JSON + 1)
+        return read_plain(file, MAX_JSON)
     except OSError as exc:
         raise CheckpointError(f"{file}: {exc.strerror or exc}") from exc
-    if len(data) > MAX_JSON:
-        raise CheckpointError(f"{file} is larger than {MAX_JSON} bytes")
+    except ValueError as exc:
+        raise CheckpointError(f"{file} is larger than {MAX_JSON} bytes") from exc
+
+
+def _read_json(file: Path) -> Any:
+    data = read_bytes(file)
     try:
         return json.loads(data, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as exc:

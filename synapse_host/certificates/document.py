@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from engines.bundle.fixtures import Reference
-from engines.bundle.manifest import canonical_bytes
+from engines.bundle.manifest import canonical_bytes, read_plain
 from synapse_host.errors import InvalidRequest
 
 MAX_BYTES: Final = 64 * 1024 * 1024
@@ -302,9 +302,7 @@ def write(path: Path, evidence: Evidence) -> str:
 def read(path: Path) -> tuple[Evidence, str]:
     """Read a document; return it and what its digest should be. InvalidRequest names the file and the key."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise InvalidRequest(f"{path} is no evidence document: more than {MAX_BYTES} bytes")
-        document = json.loads(path.read_bytes(), parse_constant=_no_constant, parse_float=_finite)
+        document = json.loads(read_plain(path, MAX_BYTES), parse_constant=_no_constant, parse_float=_finite)
         evidence = msgspec.convert(document, Evidence)
     except OSError as exc:
         raise InvalidRequest(f"{path}: {exc.strerror or exc}") from exc

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from engines.bundle.manifest import open_plain
+from engines.bundle.manifest import read_plain
 from synapse_host.text.tokenizer_schema import (
     MAX_PARTS,
     ByteLevel,
@@ -48,11 +48,7 @@ class _Kind(Struct):
 
 def read(path: Path) -> bytes:
     """Return a file's bytes. Raises OSError for one that is no plain file, ValueError for one that is too large."""
-    with open_plain(path) as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"more than {MAX_BYTES} bytes")
-    return data
+    return read_plain(path, MAX_BYTES)
 
 
 def sanitized(data: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,17 @@ def test_a_template_file_of_its_own_comes_first(tmp_path: Path) -> None:
     merged(folder / "tokenizer_config.json", {"chat_template": "{{ t }}"})
     (folder / "chat_template.jinja").write_text("{{ j }}")
     assert known(folder).chat_template == "{{ j }}"
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="not UTF-8"):
+        known(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO")
+def test_a_template_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    folder = toy_models.write_llama(tmp_path / "m")
+    os.mkfifo(folder / "chat_template.jinja")
+    with pytest.raises(CheckpointError, match="not a plain file"):
+        known(folder)
 
 
 def test_a_pooling_lies_where_its_module_says(tmp_path: Path) -> None:
