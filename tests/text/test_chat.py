@@ -257,8 +257,9 @@ def test_the_process_ends_with_its_host(tmp_path: Path) -> None:
     """The host dies in the middle of a template; so does what renders it."""
     code = (
         "import threading, time, os\n"
+        "from pathlib import Path\n"
         "from synapse_host.text.template import Renderer\n"
-        "made = Renderer()\n"
+        f"made = Renderer(Path({str(tmp_path)!r}))\n"
         "made.render('', [], name='toy')\n"
         "from tests.conftest import children\n"
         "print(*children(), flush=True)\n"
