@@ -63,6 +63,7 @@ class Command:
             "SYNAPSE_TEST_MARK": mark,
             "TMPDIR": str(tmp),
             "XDG_CACHE_HOME": str(self.root / "cache"),
+            "XDG_DATA_HOME": str(self.root / "data"),
             **self.environment,
         }
         environment.pop("SYNAPSE_MATRIX", None)
@@ -114,6 +115,7 @@ def here(cli: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     (cli.root / "tmp").mkdir(exist_ok=True)
     monkeypatch.setattr(tempfile, "tempdir", str(cli.root / "tmp"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cli.root / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(cli.root / "data"))
     monkeypatch.delenv("SYNAPSE_MATRIX", raising=False)
 
     def run(*words: str, bare: bool = False) -> Done:

@@ -24,7 +24,6 @@ N = 256
 @pytest.fixture
 def certifiable(cli: Command) -> Command:
     """The toy bundle with the scripted worker's own answers as its reference; it writes into the test's folder."""
-    cli.environment["XDG_DATA_HOME"] = str(cli.root / "data")
     bundle = cli.root / "models" / "toy"
     rewrite(bundle, normalize=False)
     rows = [[2, 4 + n % 8, 4 + n // 8 % 8, 4 + n // 64, 3] for n in range(N)]
@@ -188,7 +187,6 @@ def test_without_a_model_there_is_nothing_to_certify(cli: Command) -> None:
 
 
 def test_a_bundle_without_fixtures(cli: Command) -> None:
-    cli.environment["XDG_DATA_HOME"] = str(cli.root / "data")
     done = cli("certify", "embed", "--model", "toy", "--out", out(cli))
     assert done.code == 1
     assert "reference_fixture_missing" in done.out
