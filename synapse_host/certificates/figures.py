@@ -69,7 +69,7 @@ def measured(figure: Callable[[Sequence[Number]], float], values: Sequence[Numbe
 
 def mean(values: Sequence[float]) -> float:
     """Return the mean of one value or more."""
-    return sum(values) / len(values)
+    return metrics.total(values) / len(values)
 
 
 def apart(ratios: Sequence[float]) -> float:
@@ -299,7 +299,7 @@ def share_of(function: Function) -> float | None:
 
 def cost_share_of(function: Function) -> float | None:
     """Return the Neural Engine's share of the estimated cost, None where the framework gave none."""
-    whole = sum(function.cost.values())
+    whole = metrics.total(list(function.cost.values()))
     sane = math.isfinite(whole) and whole > 0 and min(function.cost.values()) >= 0
     return function.cost.get("neuralEngine", 0.0) / whole if sane else None
 

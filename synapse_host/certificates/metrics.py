@@ -67,12 +67,23 @@ def rank_overlaps(reference: Array, vectors: Array) -> Floats:
     return np.array(shared, np.float64) / k
 
 
+def total(values: Sequence[float]) -> float:
+    """Return the sum, rounded once; infinite or NaN where it leaves the range.
+
+    A document is judged again by equality, and ``sum`` of the same floats differs between Python 3.11 and 3.12.
+    """
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
+
+
 def worst_decile(overlaps: Sequence[float]) -> float:
     """Return the mean of the lowest tenth, ceil(n / 10) values; 1.0 for none."""
     if not overlaps:
         return 1.0
     lowest = sorted(overlaps)[: -(-len(overlaps) // 10)]
-    return sum(lowest) / len(lowest)
+    return total(lowest) / len(lowest)
 
 
 def neighbour_pearson(reference: Array, vectors: Array) -> Floats:
