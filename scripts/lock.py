@@ -15,6 +15,8 @@ from pathlib import Path
 
 from setup import CONSTRAINTS, EXTRAS, NVIDIA, ROOT, SUPPORTED, pythons
 
+MORE = "clients,browser,mutation"
+"""Extras that a single make target installs."""
 HEADER = """\
 # The tested set: every package, direct and indirect, that the project installs on Linux. Made by `make lock`, used by
 # scripts/setup.py, and so by make and .ci/run. What only macOS or Windows installs beside these is not named here.
@@ -28,7 +30,7 @@ def resolve(program: str) -> dict[str, str]:
         python = Path(folder) / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
         report = Path(folder) / "report.json"
         options = ["-qq", "--dry-run", "--ignore-installed", "--report", str(report)]
-        what = f"{ROOT}[{EXTRAS},{NVIDIA}]"
+        what = f"{ROOT}[{EXTRAS},{NVIDIA},{MORE}]"
         subprocess.run([python, "-m", "pip", "install", *options, what], check=True)  # noqa: S603
         found = json.loads(report.read_text(encoding="utf-8"))["install"]
     # The project itself is the one that comes from a folder.
