@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from engines.cuda import dlpack
 from engines.cuda.faults import STICKY, refuse
 from engines.cuda.floor import LINUX, WINDOWS, Facts
@@ -36,37 +38,28 @@ def driver_facts(index: int) -> Facts:
     """Ask the driver about device *index*; opens no context and no artifact."""
     try:
         from cuda.bindings import driver
-    except ImportError:
-        return Facts(missing="cuda-python")
-    try:
+
         if driver.cuInit(0)[0]:  # [D] cuInit: before any other driver call
             return Facts()
         version = int(driver.cuDriverGetVersion()[1])  # [D]: 1000 x major + 10 x minor
-        found = capability(index)
-        if found is None:
-            return Facts(version)
-        name = driver.cuDeviceGetName(64, driver.cuDeviceGet(index)[1])[1]  # [D]
-    except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError: no libcuda at all
-        return Facts()
-    return Facts(version, found, missing_library(), bytes(name).rstrip(b"\0 ").decode())
-
-
-def capability(index: int) -> tuple[int, int] | None:
-    """Return the compute capability of device *index*, None where there is no driver or no such device."""
-    try:
-        from cuda.bindings import driver
-
-        if driver.cuInit(0)[0]:  # [D]
-            return None
         status, device = driver.cuDeviceGet(index)  # [D]
         if status:
-            return None
+            return Facts(version)
         names = (f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}" for part in ("MAJOR", "MINOR"))
         kinds = [getattr(driver.CUdevice_attribute, name) for name in names]
         major, minor = (int(driver.cuDeviceGetAttribute(kind, device)[1]) for kind in kinds)  # [D] attributes 75 and 76
-    except (ImportError, RuntimeError):
-        return None
-    return major, minor
+        name = driver.cuDeviceGetName(64, device)[1]  # [D]
+    except ImportError:
+        return Facts(missing="cuda-python")
+    except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError: no libcuda at all
+        return Facts()
+    return Facts(version, (major, minor), device=bytes(name).rstrip(b"\0 ").decode())
+
+
+def machine_facts(index: int) -> Facts:
+    """Return what the floor is judged by: the driver's facts and, where there is a device, the libraries."""
+    facts = driver_facts(index)
+    return facts if facts.capability is None else msgspec.structs.replace(facts, missing=missing_library())
 
 
 def missing_library() -> str | None:

@@ -32,18 +32,16 @@ MERGE_CELLS: Final = 128
 class Policy:
     """How rows become buckets.
 
-    ``tokens``: most cells (rows x width) of a bucket; a longer row runs alone. ``ladder``: widths; empty: exact ones.
-    ``multiple``: with an empty ladder, widths above ``free`` are rounded up to it (block-local attention needs that).
+    ``tokens``: most cells (rows x width) of a bucket; a longer row runs alone. ``ladder``: widths; empty: exact ones,
+    rounded up by :func:`whole_blocks`. ``scores``: most attention scores of a bucket, rows x width x width, where a
+    graph stores them; 0: none does (8.3.2).
     """
 
     tokens: int
     ladder: tuple[int, ...] = LADDER
-    merge_cells: int = MERGE_CELLS
     rows: int = 512
-    multiple: int = 1
-    free: int = 0
+    block: int = 1
     scores: int = 0
-    """Most attention scores of a bucket, rows x width x width, where a graph stores them; 0: none does (8.3.2)."""
 
     def max_rows(self, width: int) -> int:
         """Rows of *width* that a bucket may hold, at least one."""
@@ -58,10 +56,7 @@ class Policy:
             ladder = np.asarray(self.ladder, np.int32)
             step = np.minimum(np.searchsorted(ladder, lengths), len(ladder) - 1)
             return np.maximum(ladder[step], lengths).astype(np.int32)
-        if self.multiple == 1:
-            return lengths.astype(np.int32)
-        rounded = -(-lengths // self.multiple) * self.multiple
-        return np.where(lengths <= self.free, lengths, rounded).astype(np.int32)
+        return np.where(lengths <= self.block + 1, lengths, -(-lengths // self.block) * self.block).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,30 +86,35 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
 
-def ladder_up_to(widest: int, *, multiple: int = 1, free: int = 0) -> tuple[int, ...]:
-    """Return the ladder of a model whose rows are at most *widest*; steps above *free* are rounded up to *multiple*."""
+def whole_blocks(width: int, block: int) -> int:
+    """Return *width* as block-local attention needs it: beyond ``block + 1`` tokens a whole number of blocks."""
+    return width if width <= block + 1 else -(-width // block) * block
+
+
+def ladder_up_to(widest: int, block: int = 1) -> tuple[int, ...]:
+    """Return the ladder, in whole blocks, of a model whose rows are at most *widest*."""
     steps = [step for step in LADDER if step < widest] + [widest]
-    return tuple(sorted({step if step <= free else -(-step // multiple) * multiple for step in steps}))
+    return tuple(sorted({whole_blocks(step, block) for step in steps}))
 
 
 def plan(lengths: IntArray, policy: Policy) -> Plan:
     """Return the plan for rows of *lengths*, int32 (rows,), each at least 1. Equal input gives an equal plan."""
     order = np.argsort(lengths, kind="stable")
     widths = policy.widths(lengths[order])
-    groups = _merged(widths, policy.merge_cells) if policy.ladder else iter([(0, len(widths))])
+    groups = _merged(widths) if policy.ladder else iter([(0, len(widths))])
     cut = _cut_even if policy.ladder else _cut_greedy
     buckets = [bucket for start, stop in groups for bucket in cut(widths, start, stop, policy)]
     return Plan(order, tuple(buckets))
 
 
-def _merged(widths: IntArray, merge_cells: int) -> Iterator[tuple[int, int]]:
+def _merged(widths: IntArray) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of groups of equal width, merged into the next one while all merges together stay cheap."""
     edges = [0, *(np.flatnonzero(np.diff(widths)) + 1).tolist(), len(widths)]
     start, added = 0, 0
     for edge, following in pairwise(edges[1:]):
         # Widening everything collected so far to the next group's width.
         more = (edge - start) * int(widths[following - 1] - widths[edge - 1])
-        if added + more < merge_cells:
+        if added + more < MERGE_CELLS:
             added += more
         else:
             yield start, edge

@@ -12,7 +12,7 @@ from engines.bundle.manifest import Bundle, BundleError
 from engines.cuda import floor
 from engines.cuda.settings import PRECISION_VARIABLE
 from engines.protocol.errors import EngineError, ErrorCode
-from engines.protocol.messages import MAX_ITEMS, PackedCapability, Request
+from engines.protocol.messages import Request
 from engines.runtime.engine import OWNED_SERVING, Engine, EngineIdentity, Probe, WorkerOptions
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class CudaEngine(Engine):
             flags["minimum_cuda_driver_api"] = str(floor.MIN_DRIVER_API)
             flags["minimum_device_cc"] = "{}.{}".format(*floor.MIN_CAPABILITY)
         return EngineIdentity(
-            engine=self.name, version=f"onnxruntime-{version}", build_flags=flags, packed=self._packed(),
+            engine=self.name, version=f"onnxruntime-{version}", build_flags=flags,
             manifest_digest=self._bundle.digest if self._bundle is not None else None,
             kernel_revision=kernel_revision(version, self.options.device, self.precision, self._capability()),
         )  # fmt: skip
@@ -67,16 +67,12 @@ class CudaEngine(Engine):
             return floor.skipped(missing_package())
         from engines.cuda import binding
 
-        return floor.judge(binding.driver_facts(self._index()))
+        return floor.judge(binding.machine_facts(self._index()))
 
     def load(self, request: Load, *, progress: ProgressReporter) -> Model:
         """Verify and load one package; see :mod:`engines.cuda.load`."""
         from engines.cuda.load import check_request, load
 
-        if self.options.device.partition(":")[0] not in ("cpu", "cuda"):
-            raise EngineError(
-                ErrorCode.BACKEND_MISSING, f"backend_unavailable: no {self.options.device} in this worker"
-            )
         check_request(request)
         if self._bundle is None:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, self._bundle_error)
@@ -94,13 +90,7 @@ class CudaEngine(Engine):
             return None
         from engines.cuda import binding
 
-        return binding.capability(self._index())
-
-    def _packed(self) -> PackedCapability | None:
-        """BERT's rows run end to end on the GPU, any number of any length: nothing for the host to choose."""
-        if self.on_cpu or self._bundle is None or self._bundle.manifest.family != "bert":
-            return None
-        return PackedCapability("varlen-v1", [], MAX_ITEMS)
+        return binding.driver_facts(self._index()).capability
 
     def _precision(self) -> Precision:
         allowed = ("f32",) if self.on_cpu else ("f16", "f32")
@@ -144,11 +134,7 @@ def runtime_version() -> str:
     importlib.metadata would cost every spawn some 20 ms of imports for the same answer.
     """
     for root in sys.path:
-        try:
-            names = os.listdir(root or ".")  # noqa: PTH208 - names only, no Path objects on the way to HELLO
-        except OSError:
-            continue
-        for name in names:
-            if name.startswith(("onnxruntime_gpu-", "onnxruntime-")) and name.endswith(".dist-info"):
-                return Path(name).stem.partition("-")[2]
+        for pattern in ("onnxruntime_gpu-*.dist-info", "onnxruntime-*.dist-info"):
+            for found in Path(root).glob(pattern):
+                return found.stem.partition("-")[2]
     return "missing"

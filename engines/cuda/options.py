@@ -43,7 +43,6 @@ def cuda_provider(*, index: int, stream: int, cuda_graphs: bool, memory_limit: i
         "use_tf32": "0",
         "enable_cudnn": "0",  # no operator here needs it, and without this a machine lacking it is refused
         "sdpa_kernel": str(SDPA_KERNEL),
-        "enable_skip_layer_norm_strict_mode": "1",
         "enable_cuda_graph": "1" if cuda_graphs else "0",
     }
     if memory_limit:

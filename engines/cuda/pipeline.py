@@ -1,8 +1,9 @@
 """Runs a request's buckets on a device: prepare, submit, collect, with progress as llama-cuda.md 8.4.
 
 The same loop drives the CPU and the GPU; a device differs only in what ``submit`` and ``wait`` do. The first submission
-is prepared here and reported as ``setup``; then the switch frame; later buckets are prepared by a second thread
-meanwhile, and ``inference`` progress counts rows that are back on the host, never rows that were only submitted.
+is prepared here, in a few milliseconds; then the switch frame says how many rows it has. Later buckets are prepared by
+a second thread meanwhile, and ``inference`` progress counts rows that are back on the host, never rows that were only
+submitted.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _Run:
         slots, buckets = self.device.slots, self.filler.plan.buckets
         ready: Future[Shape] | None = None
         try:
-            shape = self.prepare(slots[0], buckets[0], self.progress.advance)
+            shape = self.prepare(slots[0], buckets[0])
             self.progress.switch(buckets[0].rows)
             for number, bucket in enumerate(buckets):
                 slot = slots[number % len(slots)]
@@ -105,9 +106,9 @@ class _Run:
             except EngineError:
                 continue
 
-    def prepare(self, slot: Slot, bucket: Bucket, done: Callable[[int], None] | None = None) -> Shape:
+    def prepare(self, slot: Slot, bucket: Bucket) -> Shape:
         shape = self.device.shape(self.filler, bucket)
-        self.filler.fill(slot, bucket, shape, done)
+        self.filler.fill(slot, bucket, shape)
         return shape
 
     def submit(self, slot: Slot, bucket: Bucket, shape: Shape, *, alone: bool) -> None:

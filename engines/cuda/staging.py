@@ -6,7 +6,7 @@ page-locked or not; it doesn't matter here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
@@ -87,9 +87,6 @@ class Slot:
 class Filler:
     """Fills slots with buckets of one request."""
 
-    PIECE: Final = 16384
-    """Cells filled between two progress reports of the first submission."""
-
     def __init__(self, batch: TokenBatch, plan: Plan, *, pad_id: int, separator: int | None) -> None:
         self.batch, self.plan, self.pad_id = batch, plan, pad_id
         self.starts = type_starts(batch, separator) if separator is not None else None
@@ -99,8 +96,8 @@ class Filler:
         tokens = int(self.batch.lengths[self.plan.order[bucket.start : bucket.stop]].sum()) if packed else None
         return layout(names, rows=rows, width=width, tokens=tokens)
 
-    def fill(self, slot: Slot, bucket: Bucket, shape: Shape, done: Callable[[int], None] | None = None) -> None:
-        """Write all inputs. *done* is told rows prepared piece by piece, except the last piece."""
+    def fill(self, slot: Slot, bucket: Bucket, shape: Shape) -> None:
+        """Write all inputs."""
         rows = self.plan.order[bucket.start : bucket.stop]
         ids = slot.view(shape, "input_ids")
         if "token_offset" in shape.places:
@@ -112,19 +109,11 @@ class Filler:
             if "type_starts" in shape.places and self.starts is not None:
                 slot.view(shape, "type_starts")[...] = np.repeat(self.starts[rows], lens)
             return
-        lens = slot.view(shape, "lens")
+        fill_rows(self.batch, rows, ids, slot.view(shape, "lens"), pad_id=self.pad_id)
         if "type_starts" in shape.places and self.starts is not None:
             starts = slot.view(shape, "type_starts")
             starts[: len(rows)] = self.starts[rows]
             starts[len(rows) :] = 1
-        step = max(1, self.PIECE // shape.width) if done is not None else len(rows)
-        for low in range(0, len(rows), step):
-            high = min(low + step, len(rows))
-            last = high == len(rows)
-            until = shape.rows if last else high  # the last piece also fills a captured shape's spare rows
-            fill_rows(self.batch, rows[low:high], ids[low:until], lens[low:until], pad_id=self.pad_id)
-            if not last and done is not None:
-                done(high - low)
 
 
 def fill_rows(batch: TokenBatch, rows: Order, ids: IntArray, lens: IntArray, *, pad_id: int) -> None:

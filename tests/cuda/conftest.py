@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from engines.bundle import manifest
 from engines.bundle.manifest import Bundle
 from engines.checkpoint.read import Checkpoint
 from engines.cuda.engine import CudaEngine
+from engines.cuda.graphs.builder import ModelSpec
+from engines.cuda.load import spec_of as describe
 from engines.cuda.model import OwnedModel
 from engines.runtime.batch import TokenBatch
 from engines.runtime.engine import WorkerOptions
@@ -30,6 +32,16 @@ Loader = Callable[..., OwnedModel]
 def case(name: str) -> Case:
     """Return a case by name."""
     return next(c for c in CASES if c.name == name)
+
+
+def spec_of(bundle: Bundle) -> tuple[ModelSpec, Mapping[str, np.ndarray]]:
+    """Return what a bundle's manifest says of its model, and its tensors."""
+    known, (entry, *_) = bundle.manifest, bundle.artifacts("safetensors-package")
+    assert isinstance(known.config, dict)
+    checkpoint = Checkpoint.from_package(
+        bundle.path(entry.path), config=known.config, family=known.family, task=known.task, int8=entry.dtype == "int8"
+    )
+    return describe(known, checkpoint.config), checkpoint.tensors
 
 
 def batch_of(rows: Sequence[Sequence[int]]) -> TokenBatch:

@@ -6,30 +6,26 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.checkpoint import facts
-from engines.checkpoint.read import Checkpoint
 from engines.cuda import binding
 from engines.cuda.buckets import Bucket, Policy, ladder_up_to, plan
-from engines.cuda.devices import CAPTURED_ROWS, CudaDevice, Route
+from engines.cuda.devices import CudaDevice, Route
 from engines.cuda.graphs.builder import WeightStore
-from engines.cuda.graphs.families import build, cuda_variants
-from engines.cuda.model import Facts, OwnedModel
+from engines.cuda.graphs.families import block, build, cuda_variants
+from engines.cuda.model import OwnedModel
 from engines.cuda.pipeline import Pipeline
 from engines.cuda.staging import Filler, Shape, Slot, layout, slot_bytes
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Phase
 from engines.runtime.progress import ProgressReporter, silent
-from tests.cuda.conftest import batch_of, case, cosines
+from tests.cuda.conftest import Bundles, batch_of, case, cosines, spec_of
 from tests.cuda.host_cuda import HostCuda
-from tests.cuda.test_graph import spec_of
 
 NAMES = ("input_ids", "lens")
 
@@ -115,19 +111,11 @@ def test_the_next_bucket_is_prepared_while_one_is_in_flight() -> None:
     assert events[0] == "prepare 0" and events[-1] == "wait"
 
 
-@pytest.mark.parametrize(
-    ("piece", "frozen", "setup"),
-    [(16384, False, []), (20, False, [20, 40]), (1, True, [])],
-    ids=["whole", "pieces", "frozen"],
-)
-def test_progress_of_the_worked_example(
-    piece: int, frozen: bool, setup: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_progress_of_the_worked_example(frozen: bool) -> None:
     """100 rows, first submission 60: the switch says 60 whatever the clock says, finished buckets 120 and 160 (8.4)."""
-    monkeypatch.setattr(Filler, "PIECE", piece)
     _, frames = run(Recorder(), [1] * 60 + [2] * 40, tokens=80, clock=(lambda: 0.0) if frozen else None)
-    rows = [60] if frozen else [60, 120, 160]
-    assert frames == [(count, Phase.SETUP) for count in setup] + [(count, Phase.INFERENCE) for count in rows]
+    assert frames == [(count, Phase.INFERENCE) for count in ([60] if frozen else [60, 120, 160])]
 
 
 def test_out_of_memory_runs_the_bucket_once_more_in_halves() -> None:
@@ -174,37 +162,30 @@ def test_a_failed_request_holds_nothing(options: dict[str, int]) -> None:
 # --- the CUDA device's loop, on host memory and the CPU provider -----------------------------------------------------
 
 
+Make = Callable[..., OwnedModel]
+
+
 @pytest.fixture
-def cuda_model(checkpoints: Callable[[str], Checkpoint]):  # type: ignore[no-untyped-def]
+def cuda_model(bundles: Bundles) -> Iterator[Make]:
     """Make a model whose device is CudaDevice over HostCuda."""
     made: list[OwnedModel] = []
 
-    def make(name: str, *, tokens: int = 256, record: bool = False) -> SimpleNamespace:
-        checkpoint = checkpoints(name)
-        spec, special = spec_of(checkpoint), facts.of_checkpoint(checkpoint).special_ids
-        store, widest = WeightStore(checkpoint.tensors, "f32"), checkpoint.config["max_position_embeddings"]
-        windowed = spec.family == "modernbert"
+    def make(name: str, *, record: bool = False) -> OwnedModel:
+        spec, tensors = spec_of(bundles(name))
+        store, cuda = WeightStore(tensors, "f32"), HostCuda()
         routes = [
             Route(graph := build(spec, store, variant), binding.session(graph, threads=1), limit)
-            for variant, limit in cuda_variants(spec, "plain", "f32")
+            for variant, limit in cuda_variants(spec, "f32")
         ]
-        ladder = ladder_up_to(widest, multiple=8, free=9) if windowed else ladder_up_to(widest)
-        policy = Policy(tokens=tokens, ladder=ladder, rows=64)
-        cuda = HostCuda()
+        policy = Policy(tokens=256, ladder=ladder_up_to(spec.max_tokens, block(spec)), rows=64)
         device = CudaDevice(
             cuda,  # type: ignore[arg-type]
-            routes,
-            policy=policy, dims=spec.dims, widest=widest, captured=routes if record else (),
+            routes, policy=policy, dims=spec.dims, widest=policy.ladder[-1], captured=routes if record else (),
         )  # fmt: skip
         if record:
             device.record(lambda: None)
-        limits = Facts(
-            spec.task, spec.dims, widest, checkpoint.config["vocab_size"], special.get("pad", 0), spec.pooling,
-            spec.normalize, special.get("sep") if spec.token_types else None,
-        )  # fmt: skip
-        model = OwnedModel(limits, policy, device)
-        made.append(model)
-        return SimpleNamespace(model=model, cuda=cuda, device=device)
+        made.append(OwnedModel(spec, policy, device))
+        return made[-1]
 
     yield make
     for model in made:
@@ -214,26 +195,21 @@ def cuda_model(checkpoints: Callable[[str], Checkpoint]):  # type: ignore[no-unt
 
 @pytest.mark.parametrize("name", ["bert-mean", "bert-rerank", "modernbert-mean", "qwen3-last", "qwen3-rerank"])
 @pytest.mark.parametrize("record", [False, True])
-def test_cuda_loop_equals_transformers(name: str, record: bool, cuda_model, goldens: dict[str, np.ndarray]) -> None:  # type: ignore[no-untyped-def]
-    made = cuda_model(name, record=record)
-    rows = case(name).rows()
+def test_cuda_loop_equals_transformers(
+    name: str, record: bool, cuda_model: Make, goldens: dict[str, np.ndarray]
+) -> None:
+    model, rows = cuda_model(name, record=record), case(name).rows()
     for _ in range(2):
-        output = made.model.forward(batch_of(rows), silent())
+        output = model.forward(batch_of(rows), silent())
         if case(name).task == "rerank":
             assert np.abs(output[:, 0] - goldens[name]).max() <= 1e-4
         else:
             assert cosines(output, goldens[name]).min() >= 0.99999
 
 
-def test_a_small_bucket_takes_the_recorded_shape_that_holds_it(cuda_model) -> None:  # type: ignore[no-untyped-def]
-    made = cuda_model("bert-mean", record=True)
-    device = made.device
-    assert len(device._recorded) == len(CAPTURED_ROWS) * 3  # widths 16, 32 and 64 of a 64-token model
+def test_a_small_bucket_takes_the_recorded_shape_that_holds_it(cuda_model: Make) -> None:
+    device = cuda_model("bert-mean", record=True).device
+    assert isinstance(device, CudaDevice)
     assert device.recorded_for(1, 10) == (1, 16)
     assert device.recorded_for(3, 17) == (4, 32)
-    assert device.recorded_for(9, 16) is None
-    numbers = [entry[3] for entry in device._recorded.values()]
-    assert "0" not in numbers and "-1" not in numbers and len(set(numbers)) == len(numbers)
-    alone = made.model.forward(batch_of([[7, 8, 9]]), silent())
-    plain = cuda_model("bert-mean").model.forward(batch_of([[7, 8, 9]]), silent())
-    assert np.abs(alone - plain).max() <= 2e-6
+    assert device.recorded_for(9, 16) is None and device.recorded_for(1, 65) is None  # widths 16, 32 and 64 of 64

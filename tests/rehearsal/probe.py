@@ -89,9 +89,9 @@ def ask(model: Any, rows: list[list[int]]) -> Any:
     cu_seqlens = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([len(row) for row in rows], out=cu_seqlens[1:])
     batch = TokenBatch(np.concatenate([np.asarray(row, np.int32) for row in rows]), cu_seqlens)
-    if model.facts.task == "rerank":
+    if model.spec.task == "rerank":
         return model.rerank_sequences(batch, progress=silent())
-    pooling, normalize = Pooling(model.facts.pooling), model.facts.normalize is True
+    pooling, normalize = Pooling(model.spec.pooling), model.spec.normalize
     return model.embed(batch, pooling=pooling, normalize=normalize, packed_width=None, progress=silent())
 
 

@@ -5,45 +5,59 @@ Tensor names as transformers writes them, without a leading ``bert.``. Post-norm
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from engines.cuda.graphs.builder import CONTRIB, MASKED, Graph, GraphBuilder
-from engines.cuda.graphs.int8 import After, Int8Dense, Part
-from engines.protocol.errors import EngineError, ErrorCode
+from engines.cuda.graphs.int8 import After, Int8Dense
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The graph's inputs. Padded rows: ``lens`` (B,). Rows end to end: ``offsets`` (B, S) and ``cu`` (B + 1,)."""
+
+    ids: str
+    positions: str
+    lens: str = ""
+    offsets: str = ""
+    cu: str = ""
 
 
 def build(b: GraphBuilder) -> Graph:
     """Build a BERT graph: padded (``plain``, ``fused``) or end to end without padding (``packed``)."""
-    spec = b.spec
-    if spec.value("hidden_act", "gelu") != "gelu":
-        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"hidden_act {spec.value('hidden_act')!r}: only gelu is built")
+    return encoder(b, embed=_embed, classify=_classify)
+
+
+def encoder(
+    b: GraphBuilder, *, embed: Callable[[GraphBuilder, Inputs], str], classify: Callable[[GraphBuilder, str], str]
+) -> Graph:
+    """Build a graph of BERT's layers between a family's own first states (*embed*) and reranking head (*classify*).
+
+    *embed* returns (B, S, H) or packed (T, H); *classify* takes the first tokens' states, float32 (B, H).
+    """
     packed = b.variant.attention == "packed"
     if packed:
-        ids, positions = b.input("input_ids", ["T"]), b.input("positions", ["T"])
-        offsets, cu = b.input("token_offset", ["B", "S"]), b.input("cu_seqlens", ["B1"])
-        lens = real = ""
+        inputs = Inputs(
+            b.input("input_ids", ["T"]), b.input("positions", ["T"]),
+            offsets=b.input("token_offset", ["B", "S"]), cu=b.input("cu_seqlens", ["B1"]),
+        )  # fmt: skip
     else:
-        lens = b.input("lens", ["B"])
-        ids, positions = b.input("input_ids", ["B", "S"]), b.input("positions", ["S"])
-        offsets = cu = ""
-        real = b.real_positions(positions, lens)
-    states = _embed(b, ids, positions, packed=packed)
+        inputs = Inputs(b.input("input_ids", ["B", "S"]), b.input("positions", ["S"]), lens=b.input("lens", ["B"]))
+    states = embed(b, inputs)
+    real = "" if packed else b.real_positions(inputs.positions, inputs.lens)
     mask = b.op("Unsqueeze", b.additive(real), b.ints(1, 2)) if b.variant.attention == "plain" else ""
-    layers = spec.integer("num_hidden_layers")
-    # Where one row is read out, the last layer computes that row alone beyond its keys and values.
-    reads_first = spec.task == "rerank" or spec.pooling == "cls"
+    pooling = "cls" if b.spec.task == "rerank" else b.spec.pooling
+    layers = b.config["num_hidden_layers"]
     for layer in range(layers):
         prefix = f"encoder.layer.{layer}."
         if mask:
-            states = _layer(b, states, prefix, mask=mask, first=reads_first and layer == layers - 1)
+            # Where one row is read out, the last layer computes that row alone beyond its keys and values.
+            states = _layer(b, states, prefix, mask=mask, first=pooling == "cls" and layer == layers - 1)
         else:
-            states = _fused_layer(b, states, prefix, lens=lens, offsets=offsets, cu=cu)
-    pooling = "cls" if spec.task == "rerank" else spec.pooling
-    pooled = _pool_packed(b, states, cu, pooling) if packed else b.pool(states, real, lens, pooling)
-    return b.logit(_classify(b, pooled)) if spec.task == "rerank" else b.embedding(pooled)
+            states = _fused_layer(b, states, prefix, inputs)
+    pooled = _pool_packed(b, states, inputs.cu, pooling) if packed else b.pool(states, real, inputs.lens, pooling)
+    return b.logit(classify(b, pooled)) if b.spec.task == "rerank" else b.embedding(pooled)
 
 
 def _pool_packed(b: GraphBuilder, states: str, cu: str, pooling: str) -> str:
@@ -64,119 +78,88 @@ def _pool_packed(b: GraphBuilder, states: str, cu: str, pooling: str) -> str:
     return b.pool(b.op("Gather", states, places, axis=0), b.real_positions(columns, lens), lens, pooling)
 
 
-def _embed(b: GraphBuilder, ids: str, positions: str, *, packed: bool) -> str:
+def _embed(b: GraphBuilder, inputs: Inputs) -> str:
     """Word + position + token type, then LayerNorm. Type 1 begins at ``type_starts``: after the first SEP."""
-    spec = b.spec
-    hidden, types = spec.integer("hidden_size"), spec.integer("type_vocab_size", 2)
-    table = "embeddings.position_embeddings.weight"
-    places = (spec.integer("max_position_embeddings"), hidden)
-    kinds = "embeddings.token_type_embeddings.weight"
-    word = b.op(
-        "Gather", b.weight("embeddings.word_embeddings.weight", (spec.integer("vocab_size"), hidden)), ids, axis=0
-    )
-    if spec.token_types:
-        place = b.op("Gather", b.weight(table, places), positions, axis=0)
-        starts = b.input("type_starts", ["T"] if packed else ["B"])
-        if not packed:
+    table, kinds = "embeddings.position_embeddings.weight", "embeddings.token_type_embeddings.weight"
+    word = b.op("Gather", b.weight("embeddings.word_embeddings.weight"), inputs.ids, axis=0)
+    if b.spec.separator is not None:
+        place = b.op("Gather", b.weight(table), inputs.positions, axis=0)
+        starts = b.input("type_starts", ["T"] if inputs.cu else ["B"])
+        if not inputs.cu:
             starts = b.op("Unsqueeze", starts, b.ints(1))
-        second = b.cast(b.op("GreaterOrEqual", positions, starts), "i32")
-        place = b.add(place, b.op("Gather", b.weight(kinds, (types, hidden)), second, axis=0))
+        second = b.cast(b.op("GreaterOrEqual", inputs.positions, starts), "i32")
+        place = b.add(place, b.op("Gather", b.weight(kinds), second, axis=0))
     else:
         # Every token has type 0, so its row is part of the position table.
-        folded = b.derived(
-            f"{table}+type0", lambda: b.store.raw(table, places) + b.store.raw(kinds, (types, hidden))[0]
-        )
-        place = b.op("Gather", folded, positions, axis=0)
-    return b.layer_norm(b.add(word, place), "embeddings.LayerNorm", eps=spec.number("layer_norm_eps", 1e-12), bias=True)
+        tensors = b.store.tensors
+        folded = b.derived(f"{table}+type0", lambda: tensors[table] + tensors[kinds][0])
+        place = b.op("Gather", folded, inputs.positions, axis=0)
+    return b.norm(b.add(word, place), "embeddings.LayerNorm", eps=b.config["layer_norm_eps"])
 
 
 def _layer(b: GraphBuilder, states: str, prefix: str, *, mask: str, first: bool) -> str:
     """One layer of standard operators; *first*: only the state of the first token is wanted (B, 1, H)."""
-    spec = b.spec
-    hidden, ffn = spec.integer("hidden_size"), spec.integer("intermediate_size")
-    heads, eps = spec.integer("num_attention_heads"), spec.number("layer_norm_eps", 1e-12)
-    head_dim = hidden // heads
-    dense: Any = Int8Dense(b) if b.variant.int8 else FloatDense(b)  # each takes the rows that it made
+    hidden, heads, eps = b.config["hidden_size"], b.config["num_attention_heads"], b.config["layer_norm_eps"]
+    layer: Any = Int8Dense(b) if b.variant.int8 else FloatDense(b)  # each takes the rows that it made
     own = prefix + "attention.self."
 
     def in_heads(rows: Any, name: str, factor: float = 1.0) -> str:
-        parted = b.op("Reshape", dense.product(rows, Part(own + name, hidden, factor)), b.ints(0, 0, heads, head_dim))
-        return b.heads_first(parted)
+        return b.split_heads(layer.dense(rows, own + name, factor), heads, hidden // heads)
 
-    every = wanted = dense.rows(states, into=hidden, after="norm")
+    every = wanted = layer.rows(states, into=hidden, after="norm")
     if first:
         states = b.op("Slice", states, b.ints(0), b.ints(1), b.ints(1))
-        wanted = dense.rows(states, into=hidden, after="norm")
-    q = in_heads(wanted, "query", head_dim**-0.5)  # the softmax scale is folded into the weights
+        wanted = layer.rows(states, into=hidden, after="norm")
+    q = in_heads(wanted, "query", (hidden // heads) ** -0.5)  # the softmax scale is folded into the weights
     context = b.join_heads(b.attend(q, in_heads(every, "key"), in_heads(every, "value"), mask), hidden)
-    rows = dense.rows(context, into=hidden, after="attention")
-    projected = dense.product(rows, Part(prefix + "attention.output.dense", hidden))
-    states = b.skip_layer_norm(projected, states, prefix + "attention.output.LayerNorm", eps=eps, bias=None)
-    rows = dense.rows(states, into=hidden, after="norm")
-    active = b.gelu(dense.product(rows, Part(prefix + "intermediate.dense", ffn)))
-    narrow = dense.product(dense.rows(active, into=ffn, after="gelu"), Part(prefix + "output.dense", hidden))
-    return b.skip_layer_norm(narrow, states, prefix + "output.LayerNorm", eps=eps, bias=None)
+    projected = layer.dense(layer.rows(context, into=hidden, after="attention"), prefix + "attention.output.dense")
+    _, states = b.add_and_norm(projected, states, prefix + "attention.output.LayerNorm", eps=eps)
+    active = b.gelu(layer.dense(layer.rows(states, into=hidden, after="norm"), prefix + "intermediate.dense"))
+    rows = layer.rows(active, into=b.config["intermediate_size"], after="gelu")
+    return b.add_and_norm(layer.dense(rows, prefix + "output.dense"), states, prefix + "output.LayerNorm", eps=eps)[1]
 
 
 class FloatDense:
-    """Dense layers in the compute dtype."""
+    """Dense layers in the compute dtype, with the two methods of :class:`Int8Dense`."""
 
     def __init__(self, b: GraphBuilder) -> None:
         self.b = b
 
-    def rows(self, x: str, *, into: int, after: After) -> tuple[str, int]:
+    def rows(self, x: str, *, into: int, after: After) -> str:
         """Return *x* itself."""
-        return x, into
+        return x
 
-    def product(self, rows: tuple[str, int], part: Part) -> str:
-        """Multiply by the part's matrix and add its bias: (…, out)."""
-        x, into = rows
-        y = self.b.linear(x, part.name + ".weight", out=part.out, into=into, factor=part.factor)
-        return self.b.bias(y, part.name + ".bias", part.out, factor=part.factor)
+    def dense(self, rows: str, name: str, factor: float = 1.0) -> str:
+        """Apply a dense layer times *factor*."""
+        return self.b.dense(rows, name, factor=factor)
 
 
-def _fused_layer(b: GraphBuilder, states: str, prefix: str, *, lens: str, offsets: str, cu: str) -> str:
-    """The same layer of onnxruntime's fused operators, rows padded or, where *offsets* are given, end to end."""
-    spec = b.spec
-    hidden, ffn = spec.integer("hidden_size"), spec.integer("intermediate_size")
-    heads, eps = spec.integer("num_attention_heads"), spec.number("layer_norm_eps", 1e-12)
-    own = prefix + "attention.self."
-    scale = (hidden // heads) ** -0.5
-
-    def joined(part: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """q, k and v side by side; the softmax scale is folded into q."""
-        q, k, v = (b.store.raw(f"{own}{name}.{part}", shape) for name in ("query", "key", "value"))
-        arrays = [np.asarray(q, np.float32) * np.float32(scale), np.asarray(k, np.float32), np.asarray(v, np.float32)]
-        return np.concatenate(arrays, axis=0).T
-
-    qkv = b.op("MatMul", states, b.derived(own + "qkv.weight:T", lambda: joined("weight", (hidden, hidden))))
-    bias = b.derived(own + "qkv.bias", lambda: joined("bias", (hidden,)))
-    if offsets:
+def _fused_layer(b: GraphBuilder, states: str, prefix: str, inputs: Inputs) -> str:
+    """The same layer of onnxruntime's fused operators, on padded rows or on rows end to end."""
+    heads, eps = b.config["num_attention_heads"], b.config["layer_norm_eps"]
+    own, scale = prefix + "attention.self.", (b.config["hidden_size"] // heads) ** -0.5
+    qkv, bias = b.joined(states, own + "qkv", own + "query", own + "key", own + "value")
+    if inputs.offsets:
         parts = b.ops("Split", qkv, axis=1, num_outputs=3, outputs=3)
         context = b.op(
-            "PackedMultiHeadAttention", *parts, bias, offsets, cu,
-            num_heads=heads, scale=1.0, mask_filter_value=MASKED, domain=CONTRIB,
+            "PackedMultiHeadAttention", *parts, bias, inputs.offsets, inputs.cu,
+            num_heads=heads, scale=scale, mask_filter_value=MASKED, domain=CONTRIB,
         )  # fmt: skip
     else:  # MultiHeadAttention would ask for cuDNN; GroupQueryAttention takes no bias
         q, k, v = b.ops("Split", b.add(qkv, bias), axis=2, num_outputs=3, outputs=3)
-        context = b.attend_by_length(q, k, v, lens, num_heads=heads, kv_num_heads=heads, causal=0, scale=1.0)
-    projected = b.linear(context, prefix + "attention.output.dense.weight", out=hidden, into=hidden)
-    states = b.skip_layer_norm(
-        projected, states, prefix + "attention.output.LayerNorm", eps=eps,
-        bias=b.weight(prefix + "attention.output.dense.bias", (hidden,)),
-    )  # fmt: skip
-    wide = b.linear(states, prefix + "intermediate.dense.weight", out=ffn, into=hidden)
-    wide = b.op("BiasGelu", wide, b.weight(prefix + "intermediate.dense.bias", (ffn,)), domain=CONTRIB)
-    narrow = b.linear(wide, prefix + "output.dense.weight", out=hidden, into=ffn)
-    return b.skip_layer_norm(
-        narrow, states, prefix + "output.LayerNorm", eps=eps, bias=b.weight(prefix + "output.dense.bias", (hidden,))
-    )
+        context = b.attend_by_length(q, k, v, inputs.lens, num_heads=heads, kv_num_heads=heads, causal=0, scale=scale)
+
+    def add_and_norm(x: str, skip: str, name: str, norm: str) -> str:
+        """Dense layer, residual and norm: its bias goes into the norm's kernel."""
+        bias = b.weight(f"{prefix}{name}.bias")
+        return b.add_and_norm(b.product(x, prefix + name), skip, prefix + norm, eps=eps, bias=bias)[1]
+
+    states = add_and_norm(context, states, "attention.output.dense", "attention.output.LayerNorm")
+    wide = b.product(states, prefix + "intermediate.dense")
+    wide = b.op("BiasGelu", wide, b.weight(prefix + "intermediate.dense.bias"), domain=CONTRIB)
+    return add_and_norm(wide, states, "output.dense", "output.LayerNorm")
 
 
 def _classify(b: GraphBuilder, first: str) -> str:
     """Pooler (dense, tanh) and classifier on the first token, float32 (B, 1)."""
-    hidden = b.spec.integer("hidden_size")
-    x = b.linear(first, "pooler.dense.weight", out=hidden, into=hidden, f32=True)
-    x = b.op("Tanh", b.add(x, b.weight("pooler.dense.bias", (hidden,), f32=True)))
-    x = b.linear(x, "classifier.weight", out=1, into=hidden, f32=True)
-    return b.add(x, b.weight("classifier.bias", (1,), f32=True))
+    return b.dense(b.op("Tanh", b.dense(first, "pooler.dense", f32=True)), "classifier", f32=True)

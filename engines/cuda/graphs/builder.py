@@ -7,6 +7,10 @@ Rules of every graph (llama-cuda.md 8.5): int32 inputs; no Shape node and no ari
 constants of 0 and -1), so no node needs the host; heads, L2 and logits in float32; raw logits out, never a sigmoid.
 Weights are external initializers handed over as arrays, so a graph of any size serialises to a few kilobytes and mapped
 tensors aren't copied.
+
+The config and the tensors come from :mod:`engines.checkpoint`, which refuses a missing or misshapen one: every key that
+a family needs is in the config, and exactly the tensors that the config calls for are in the store. So a layer has a
+bias where the store has one, and no shape is stated here again.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ Precision = Literal["f32", "f16"]
 Attention = Literal["plain", "fused", "packed"]
 MASKED: Final = -10000.0
 """Additive mask value (llama-cuda.md 6.4.4): finite in float16, and exp() of it is 0."""
+FLOAT16_MAX: Final = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,46 +45,35 @@ class Variant:
     """Which graph of a model: *precision* of storage and products, *attention* operators, *window* layers present.
 
     ``plain``: standard operators only. ``fused``: the CUDA provider's attention and skip-norm operators, right-padded
-    rows. ``packed``: the same for rows end to end without padding (BERT). ``window``: ModernBERT's local layers run in
+    rows. ``packed``: the same for rows end to end without padding. ``window``: layers with a sliding window run in
     blocks, S is a multiple of the half window; without it S must be so small that the window covers every pair.
+    ``int8``: the layers' matrices are int8 (:mod:`engines.cuda.graphs.int8`); plain, and float32 otherwise.
     """
 
     precision: Precision = "f32"
     attention: Attention = "plain"
     window: bool = False
     int8: bool = False
-    """The layers' matrices are int8 (:mod:`engines.cuda.graphs.int8`); BERT, plain, float32 otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the builders need to know of a manifest: plain values, so that tests make them by hand."""
+    """A model as its manifest describes it, in plain values: what graphs are built and requests are checked by.
+
+    ``config`` is completed by :mod:`engines.checkpoint.read`. ``pooling`` and ``normalize`` are an embedder's, ``head``
+    is a reranker's. ``separator`` is the id after which token type 1 begins, None where token types don't matter.
+    """
 
     family: str
     task: str
     dims: int
     config: Mapping[str, Any]
-    pooling: str = "mean"
-    normalize: bool = True
-    token_types: bool = False
+    max_tokens: int
+    pooling: str = "cls"
+    normalize: bool = False
     head: Mapping[str, Any] = field(default_factory=dict)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of the checkpoint's config."""
-        return int(self.value(key, default))
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a number; manifests store non-integers as strings."""
-        return float(self.value(key, default))
-
-    def value(self, key: str, default: Any = None) -> Any:
-        """Return a config value; a missing one without a default is ``artifact_invalid``."""
-        found = self.config.get(key)
-        if found is None:
-            if default is None:
-                raise EngineError(ErrorCode.ARTIFACT_INVALID, f"the model's config lacks {key!r}")
-            return default
-        return found
+    pad_id: int = 0
+    separator: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,47 +96,32 @@ class WeightStore:
     ``on_tensor`` is called after each finished conversion: one unit of LOAD's progress.
     """
 
-    def __init__(self, tensors: Mapping[str, Array], precision: Precision, on_tensor: Callable[[], None] | None = None):
+    def __init__(
+        self, tensors: Mapping[str, Array], precision: Precision, on_tensor: Callable[[], object] = lambda: None
+    ) -> None:
         self.tensors = tensors
         self.dtype = np.dtype(np.float16 if precision == "f16" else np.float32)
         self._cache: dict[str, Array] = {}
         self._on_tensor = on_tensor
 
-    def raw(self, name: str, shape: tuple[int, ...] | None = None) -> Array:
-        """Return a stored tensor, its shape checked; a missing or misshapen one is ``artifact_invalid``."""
-        try:
-            array = self.tensors[name]
-        except KeyError:
-            raise EngineError(ErrorCode.ARTIFACT_INVALID, f"head_tensor_missing: the package lacks {name}") from None
-        if shape is not None and tuple(array.shape) != shape:
-            raise EngineError(
-                ErrorCode.ARTIFACT_INVALID, f"head_tensor_missing: {name} is {tuple(array.shape)}, expected {shape}"
-            )
-        return array
-
-    def get(self, key: str, make: Callable[[], Array], *, f32: bool = False, int8: bool = False) -> Array:
-        """Return the array cached as *key*, else make it in the storage dtype (float32 or int8 where asked)."""
-        array = self._cache.get(key)
-        if array is None:
+    def get(self, key: str, make: Callable[[], Array], *, f32: bool = False) -> Array:
+        """Return the array cached as *key*, else make it, in the storage dtype (float32 where asked; int8 stays)."""
+        if key not in self._cache:
             array = np.asarray(make())
-            dtype = np.dtype(np.int8) if int8 else np.dtype(np.float32) if f32 else self.dtype
+            dtype = array.dtype if array.dtype == np.int8 else np.dtype(np.float32) if f32 else self.dtype
             if dtype == np.float16 and array.dtype != np.float16:
                 # 6.4.6: beyond 65504 a float16 is infinity without a word. Refuse it here, by name.
                 peak = float(np.abs(array).max(initial=0.0))
-                if not peak <= 65504.0:
+                if not peak <= FLOAT16_MAX:
                     raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{key} holds {peak:g}, beyond float16's range")
-            array = np.require(array, dtype, "C")
-            self._cache[key] = array
-            if self._on_tensor is not None:
-                self._on_tensor()
-        return array
+            self._cache[key] = np.require(array, dtype, "C")
+            self._on_tensor()
+        return self._cache[key]
 
     def not_finite(self) -> str | None:
         """Return the name of a converted tensor that holds NaN or infinity; None where all are finite."""
-        for name, array in self._cache.items():
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                return name
-        return None
+        floats = ((name, array) for name, array in self._cache.items() if array.dtype.kind == "f")
+        return next((name for name, array in floats if not np.isfinite(array).all()), None)
 
 
 class GraphBuilder:
@@ -151,15 +130,12 @@ class GraphBuilder:
     def __init__(self, spec: ModelSpec, store: WeightStore, variant: Variant) -> None:
         from onnx import TensorProto, helper, numpy_helper
 
-        self.spec = spec
-        self.store = store
-        self.variant = variant
+        self.spec, self.config, self.store, self.variant = spec, spec.config, store, variant
         self._helper, self._numpy, self._proto = helper, numpy_helper, TensorProto
-        self.float_type: int = TensorProto.FLOAT16 if variant.precision == "f16" else TensorProto.FLOAT
         self._nodes: list[Any] = []
         self._initializers: dict[str, Any] = {}
         self._weights: dict[str, Array] = {}
-        self._inputs: list[Any] = []
+        self._inputs: dict[str, Any] = {}
         self._counter = 0
         self._shared: dict[Any, str] = {}
 
@@ -167,8 +143,7 @@ class GraphBuilder:
 
     def input(self, name: str, shape: Sequence[str | int]) -> str:
         """Return an int32 graph input, declared where a node reads it."""
-        if all(info.name != name for info in self._inputs):
-            self._inputs.append(self._helper.make_tensor_value_info(name, self._proto.INT32, list(shape)))
+        self._inputs[name] = self._helper.make_tensor_value_info(name, self._proto.INT32, list(shape))
         return name
 
     def ints(self, *values: int) -> str:
@@ -187,16 +162,15 @@ class GraphBuilder:
             self._initializers[name] = self._numpy.from_array(array, name)
         return name
 
-    def weight(self, name: str, shape: tuple[int, ...] | None = None, *, f32: bool = False) -> str:
+    def weight(self, name: str, *, f32: bool = False) -> str:
         """Return a checkpoint tensor as it is stored."""
-        return self.derived(name, lambda: self.store.raw(name, shape), f32=f32)
+        return self.derived(name, lambda: self.store.tensors[name], f32=f32)
 
-    def derived(self, key: str, make: Callable[[], Array], *, f32: bool = False, int8: bool = False) -> str:
+    def derived(self, key: str, make: Callable[[], Array], *, f32: bool = False) -> str:
         """Return a tensor made of checkpoint tensors once (transposed, joined, scaled) under *key*."""
         key = key + ":f32" if f32 and self.variant.precision == "f16" else key
-        array = self.store.get(key, make, f32=f32, int8=int8)
         if key not in self._weights:
-            self._weights[key] = array
+            array = self._weights[key] = self.store.get(key, make, f32=f32)
             proto = self._proto(name=key, data_type=self._helper.np_dtype_to_tensor_dtype(array.dtype))
             proto.dims.extend(array.shape)
             proto.data_location = self._proto.EXTERNAL
@@ -235,59 +209,73 @@ class GraphBuilder:
         read, nodes = {name}, []
         for node in reversed(self._nodes):  # they are in the order of their making: a reader comes after its inputs
             if read.intersection(node.output):
+                if node.op_type == "SkipLayerNormalization" and node.output[3] not in read:
+                    del node.output[1:]  # else the kernel writes the sum as well
                 nodes.append(node)
                 read.update(node.input)
-        inputs = [info for info in self._inputs if info.name in read]
+        inputs = {key: info for key, info in self._inputs.items() if key in read}
         output = self._helper.make_tensor_value_info(name, self._proto.FLOAT, list(shape))
         initializers = [initializer for key, initializer in self._initializers.items() if key in read]
-        title = f"{self.spec.family}-{self.spec.task}"
-        graph = self._helper.make_graph(nodes[::-1], title, inputs, [output], initializers)
+        graph = self._helper.make_graph(nodes[::-1], "model", list(inputs.values()), [output], initializers)
         opset = OPSET_INT8 if self.variant.int8 else OPSET
         opsets = [self._helper.make_opsetid("", opset), self._helper.make_opsetid(CONTRIB, 1)]
         model = self._helper.make_model(
             graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="synapse-workers"
         )
         weights = {key: array for key, array in self._weights.items() if key in read}
-        names = tuple(info.name for info in inputs)
-        return Graph(model.SerializeToString(deterministic=True), weights, names, name, self.variant)
+        return Graph(model.SerializeToString(deterministic=True), weights, tuple(inputs), name, self.variant)
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
-    def linear(self, x: str, name: str, *, out: int, into: int, f32: bool = False, factor: float = 1.0) -> str:
+    def product(self, x: str, name: str, *, factor: float = 1.0, f32: bool = False) -> str:
         """Multiply by a dense layer's weight, stored (out, in) by the checkpoint, times *factor*; no bias."""
-        key = f"{name}:T" if factor == 1.0 else f"{name}:T*{factor!r}"
-        return self.op("MatMul", x, self.derived(key, lambda: self._scaled(name, (out, into), factor).T, f32=f32))
+        return self.op("MatMul", x, self._scaled(name + ".weight", ":T", factor, f32=f32))
 
-    def bias(self, x: str, name: str, out: int, *, factor: float = 1.0) -> str:
-        """Add a dense layer's bias, stored (out,), times *factor*."""
-        key = name if factor == 1.0 else f"{name}*{factor!r}"
-        return self.add(x, self.derived(key, lambda: self._scaled(name, (out,), factor)))
+    def dense(self, x: str, name: str, *, factor: float = 1.0, f32: bool = False) -> str:
+        """Apply a dense layer times *factor*, with its bias where it has one."""
+        y = self.product(x, name, factor=factor, f32=f32)
+        return self.add(y, self._scaled(name + ".bias", "", factor, f32=f32)) if self.biased(name) else y
 
-    def _scaled(self, name: str, shape: tuple[int, ...], factor: float) -> Array:
-        array = self.store.raw(name, shape)
-        return array if factor == 1.0 else np.asarray(array, np.float32) * np.float32(factor)
+    def _scaled(self, name: str, suffix: str, factor: float, *, f32: bool) -> str:
+        def make() -> Array:
+            array = self.store.tensors[name]
+            return (array if factor == 1.0 else np.asarray(array, np.float32) * np.float32(factor)).T
+
+        return self.derived(name + suffix + ("" if factor == 1.0 else f"*{factor!r}"), make, f32=f32)
+
+    def joined(self, x: str, key: str, *names: str) -> tuple[str, str]:
+        """Return one product with several layers' weights side by side, and their biases likewise, "" without any."""
+
+        def make(part: str) -> Array:
+            return np.concatenate([self.store.tensors[name + part] for name in names], axis=0).T
+
+        y = self.op("MatMul", x, self.derived(key + ".weight:T", lambda: make(".weight")))
+        return y, self.derived(key + ".bias", lambda: make(".bias")) if self.biased(names[0]) else ""
+
+    def biased(self, name: str) -> bool:
+        """Return whether a layer has a bias."""
+        return name + ".bias" in self.store.tensors
 
     def add(self, x: str, y: str) -> str:
         """Add two values."""
         return self.op("Add", x, y)
 
-    def layer_norm(self, x: str, prefix: str, *, eps: float, bias: bool, f32: bool = False) -> str:
-        """Normalise over the last axis, statistics in float32."""
-        hidden = self.spec.integer("hidden_size")
-        inputs = [x, self.weight(prefix + ".weight", (hidden,), f32=f32)]
-        if bias:
-            inputs.append(self.weight(prefix + ".bias", (hidden,), f32=f32))
+    def norm(self, x: str, name: str, *, eps: float, f32: bool = False) -> str:
+        """LayerNorm over the last axis, statistics in float32."""
+        inputs = [x, self.weight(name + ".weight", f32=f32)]
+        if self.biased(name):
+            inputs.append(self.weight(name + ".bias", f32=f32))
         return self.op("LayerNormalization", *inputs, axis=-1, epsilon=float(eps), stash_type=1)
 
-    def skip_layer_norm(self, x: str, skip: str, prefix: str, *, eps: float, bias: str | None) -> str:
-        """Normalise ``x + skip (+ bias)``: one kernel where the variant has it."""
-        hidden = self.spec.integer("hidden_size")
-        gamma, beta = self.weight(prefix + ".weight", (hidden,)), self.weight(prefix + ".bias", (hidden,))
+    def add_and_norm(self, x: str, skip: str, name: str, *, eps: float, bias: str | None = None) -> tuple[str, str]:
+        """Return the sum of *x*, *skip* and *bias*, and its LayerNorm: one kernel where the variant has it."""
         if self.variant.attention == "plain":
             total = self.add(self.add(x, bias) if bias else x, skip)
-            return self.op("LayerNormalization", total, gamma, beta, axis=-1, epsilon=float(eps), stash_type=1)
-        inputs = [x, skip, gamma, beta] + ([bias] if bias else [])
-        return self.op("SkipLayerNormalization", *inputs, domain=CONTRIB, epsilon=float(eps))
+            return total, self.norm(total, name, eps=eps)
+        beta = self.weight(name + ".bias") if self.biased(name) else ""
+        inputs = [x, skip, self.weight(name + ".weight"), beta, bias or ""]
+        out = self.ops("SkipLayerNormalization", *inputs, outputs=4, unused=(1, 2), domain=CONTRIB, epsilon=float(eps))
+        return out[3], out[0]
 
     def gelu(self, x: str) -> str:
         """Gelu by the exact error function."""
@@ -295,14 +283,12 @@ class GraphBuilder:
 
     def float32(self, x: str) -> str:
         """Cast to float32 where the body computes in float16."""
-        return x if self.variant.precision == "f32" else self.op("Cast", x, to=self._proto.FLOAT)
+        return x if self.variant.precision == "f32" else self.cast(x, "f32")
 
-    def cast(self, x: str, to: Literal["f", "f32", "f64", "i32", "i64"]) -> str:
-        """Cast to the compute dtype or a named one."""
-        kinds = {
-            "f": self.float_type, "f32": self._proto.FLOAT, "f64": self._proto.DOUBLE,
-            "i32": self._proto.INT32, "i64": self._proto.INT64,
-        }  # fmt: skip
+    def cast(self, x: str, to: Literal["f32", "f64", "i32", "i64"]) -> str:
+        """Cast to a named dtype."""
+        proto = self._proto
+        kinds = {"f32": proto.FLOAT, "f64": proto.DOUBLE, "i32": proto.INT32, "i64": proto.INT64}
         return self.op("Cast", x, to=kinds[to])
 
     # -- masks -------------------------------------------------------------------------------------------------------
@@ -321,15 +307,13 @@ class GraphBuilder:
         """Return float32 (B, H) of states (B, S, H): ``cls``, ``mean`` over real positions, or the ``last``."""
         if pooling == "cls":
             return self.float32(self.op("Gather", states, self.constant("zero", np.array(0, np.int64)), axis=1))
-        if pooling == "mean":
-            # Weights 1/len at real positions and 0 elsewhere: one small product, and padding can't leak into it.
-            count = self.op("Unsqueeze", self.cast(lens, "f32"), self.ints(1))
-            weights = self.op("Div", self.cast(real, "f32"), count)
-            pooled = self.op("MatMul", self.op("Unsqueeze", weights, self.ints(1)), self.float32(states))
-            return self.op("Squeeze", pooled, self.ints(1))
         if pooling == "last":
             return self.float32(self.last_states(states, lens))
-        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"pooling {pooling!r} is not mean, cls or last")
+        # Weights 1/len at real positions and 0 elsewhere: one small product, and padding can't leak into it.
+        count = self.op("Unsqueeze", self.cast(lens, "f32"), self.ints(1))
+        weights = self.op("Div", self.cast(real, "f32"), count)
+        pooled = self.op("MatMul", self.op("Unsqueeze", weights, self.ints(1)), self.float32(states))
+        return self.op("Squeeze", pooled, self.ints(1))
 
     def last_states(self, states: str, lens: str) -> str:
         """Return (B, H): each row's state at its last real position."""
@@ -355,9 +339,13 @@ class GraphBuilder:
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
-    def heads_first(self, x: str) -> str:
-        """(B, S, heads, d) -> (B, heads, S, d)."""
-        return self.op("Transpose", x, perm=[0, 2, 1, 3])
+    def split_heads(self, x: str, heads: int, head_dim: int) -> str:
+        """(B, S, heads·d) -> (B, heads, S, d)."""
+        return self.op("Transpose", self.op("Reshape", x, self.ints(0, 0, heads, head_dim)), perm=[0, 2, 1, 3])
+
+    def join_heads(self, x: str, width: int) -> str:
+        """(B, heads, S, d) -> (B, S, heads·d)."""
+        return self.op("Reshape", self.op("Transpose", x, perm=[0, 2, 1, 3]), self.ints(0, 0, width))
 
     def attend(self, q: str, k: str, v: str, mask: str, *, rank: int = 4) -> str:
         """Plain attention on (…, S, d) operands of *rank*; *q* is already scaled, *mask* additive and broadcast."""
@@ -376,16 +364,23 @@ class GraphBuilder:
         inputs = (q, k, v, "", "", seqlens, total, *more)
         return self.ops("GroupQueryAttention", *inputs, outputs=3, domain=CONTRIB, **attributes)[0]
 
-    def join_heads(self, x: str, hidden: int) -> str:
-        """(B, heads, S, d) -> (B, S, heads·d)."""
-        return self.op("Reshape", self.heads_first(x), self.ints(0, 0, hidden))
+    def rotary(self, theta: float, head_dim: int, length: int) -> tuple[str, str]:
+        """Return cos and sin, float (length, head_dim / 2), of half-split rotation: frequency_i = theta ** (-2i / d).
 
+        Angles are computed in float64 and rounded once (6.4.5); one pair for each theta.
+        """
 
-def rope_tables(theta: float, head_dim: int, length: int) -> tuple[Array, Array]:
-    """Return cos and sin, float32 (length, head_dim / 2), of half-split rotation: frequency_i = theta ** (-2i / d).
+        def table(wave: Callable[[Array], Array]) -> Array:
+            frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+            return wave(np.arange(length, dtype=np.float64)[:, None] * frequencies).astype(np.float32)
 
-    Angles are computed in float64 and rounded once (6.4.5).
-    """
-    frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    angles = np.arange(length, dtype=np.float64)[:, None] * frequencies
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        cos = self.derived(f"rope.cos.{theta:g}", lambda: table(np.cos))
+        return cos, self.derived(f"rope.sin.{theta:g}", lambda: table(np.sin))
+
+    def rotate(self, x: str, tables: tuple[str, str], positions: str) -> str:
+        """Rotate (B, heads, S, d) by position, half-split."""
+        cos, sin = (self.once("Gather", table, positions, axis=0) for table in tables)
+        first, second = self.ops("Split", x, axis=-1, num_outputs=2, outputs=2)
+        left = self.op("Sub", self.op("Mul", first, cos), self.op("Mul", second, sin))
+        right = self.add(self.op("Mul", second, cos), self.op("Mul", first, sin))
+        return self.op("Concat", left, right, axis=-1)

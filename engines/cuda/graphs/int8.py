@@ -12,16 +12,13 @@ saturate pairs at 16 bits, so the matrix should ask for the instruction set.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from engines.checkpoint.layout import APART, CHANNELS, SCALE
-from engines.cuda.graphs.builder import CONTRIB, GraphBuilder
+from engines.cuda.graphs.builder import CONTRIB, Array, GraphBuilder
 from engines.protocol.errors import EngineError, ErrorCode
-
-Array = npt.NDArray[Any]
 
 After: TypeAlias = Literal["norm", "attention", "gelu"]
 """What a dense layer's input comes out of: it decides how the input is quantised."""
@@ -36,15 +33,6 @@ GELU_FLOOR: Final = -0.17
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One stored layer: ``name`` without .weight and .bias, its outputs, and a factor folded into both."""
-
-    name: str
-    out: int
-    factor: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Rows:
     """Tokens quantised once for every matrix that multiplies them: ``levels`` uint8 (…, into) of ``reach`` (…, 1).
 
@@ -53,7 +41,6 @@ class Rows:
 
     levels: str
     reach: str
-    into: int
     scale: tuple[int, int]
     few: str = ""
 
@@ -72,10 +59,10 @@ class Int8Dense:
             reach = self._reach(x)
             # One range a row in one pass; where zero isn't level 0, the zero points would need such an array as well.
             step = b.op("Mul", reach, self._step(ABOVE_FLOOR))
-            return Rows(b.op("QuantizeLinear", x, step, axis=2, block_size=into), reach, into, ABOVE_FLOOR)
+            return Rows(b.op("QuantizeLinear", x, step, axis=2, block_size=into), reach, ABOVE_FLOOR)
         few, kept = "", x
         if after == "norm":
-            channels = _channels(b.store.raw(CHANNELS), into)
+            channels = self._channels(into)
             others = np.ones(into, np.float32)
             others[channels] = 0
             kept = b.op("Mul", x, b.constant("others", others))
@@ -86,23 +73,36 @@ class Int8Dense:
         # Channels apart may lie beyond the reach; their levels saturate and meet zeros in the matrix.
         ratio = b.op("Mul", x, b.op("Reciprocal", reach))
         levels = b.op("QuantizeLinear", ratio, self._step(SYMMETRIC), self._zero(SYMMETRIC))
-        return Rows(levels, reach, into, SYMMETRIC, few)
+        return Rows(levels, reach, SYMMETRIC, few)
 
     def _reach(self, x: str) -> str:
         return self.b.add(self.b.op("ReduceMax", x, self.b.ints(-1), keepdims=1), self.b.scalar(TINY))
 
-    def product(self, rows: Rows, part: Part) -> str:
-        """Multiply by the part's matrix and add its bias: float32 (…, out)."""
-        b, name = self.b, part.name
-        weight = b.derived(name + ":int8", lambda: _values(b, part, rows.into).T, int8=True)
-        scales = b.derived(name + SCALE, lambda: _scale(b, part))
+    def dense(self, rows: Rows, name: str, factor: float = 1.0) -> str:
+        """Apply a layer times *factor*: float32 (…, out)."""
+        b, tensors = self.b, self.b.store.tensors
         step, zero = self._step(rows.scale), self._zero(rows.scale)
-        y = b.op("MatMulIntegerToFloat", rows.levels, weight, step, scales, zero, domain=CONTRIB)
+        values = b.derived(name + ":int8", lambda: tensors[name + ".weight"].T)
+        scales = b.derived(name + SCALE, lambda: self._floats(name + ".weight" + SCALE, factor))
+        y = b.op("MatMulIntegerToFloat", rows.levels, values, step, scales, zero, domain=CONTRIB)
         y = b.op("Mul", y, rows.reach)
+
+        def bias() -> Array:
+            """With what the values lost when they were counted from the floor."""
+            stored = self._floats(name + ".bias", factor)
+            if rows.scale != ABOVE_FLOOR:
+                return stored
+            sums = tensors[name + ".weight"].sum(axis=1, dtype=np.int64)
+            lost: Array = GELU_FLOOR * sums * self._floats(name + ".weight" + SCALE, factor)
+            return stored + lost
+
+        def columns() -> Array:
+            """The columns apart and below them the bias, (K + 1, out)."""
+            return np.concatenate([self._floats(name + ".weight" + APART, factor).T, bias()[None]])
+
         if rows.few:
-            return b.add(y, b.op("MatMul", rows.few, b.derived(name + APART, lambda: _columns(b, part))))
-        above = rows.scale == ABOVE_FLOOR
-        return b.add(y, b.derived(name + ".bias:int8", lambda: _bias(b, part, rows.into, above=above)))
+            return b.add(y, b.op("MatMul", rows.few, b.derived(name + APART, columns)))
+        return b.add(y, b.derived(name + ".bias:int8", bias))
 
     def _step(self, scale: tuple[int, int]) -> str:
         return self.b.constant(f"step_{scale[0]}", np.array(1 / scale[0], np.float32))
@@ -110,50 +110,23 @@ class Int8Dense:
     def _zero(self, scale: tuple[int, int]) -> str:
         return self.b.constant(f"level_{scale[1]}", np.array(scale[1], np.uint8))
 
+    def _channels(self, into: int) -> Array:
+        few = self.b.store.tensors[CHANNELS]
+        if not (few >= 0).all() or not (few < into).all() or len(np.unique(few)) != len(few):
+            raise EngineError(
+                ErrorCode.ARTIFACT_INVALID, f"{CHANNELS} holds {few.tolist()}, not different channels below {into}"
+            )
+        return few.astype(np.int64)
 
-def _bias(b: GraphBuilder, part: Part, into: int, *, above: bool) -> Array:
-    """Return the bias (out,); *above*: with what the values lost when they were counted from the floor."""
-    bias = _floats(b, part, ".bias", (part.out,))
-    if above:
-        sums = _values(b, part, into).sum(axis=1, dtype=np.int64) * _scale(b, part)
-        bias = (bias + GELU_FLOOR * sums).astype(np.float32)
-    return bias
+    def _floats(self, name: str, factor: float) -> Array:
+        """Return a stored float tensor times *factor*.
 
-
-def _values(b: GraphBuilder, part: Part, into: int) -> Array:
-    return b.store.raw(part.name + ".weight", (part.out, into))
-
-
-def _columns(b: GraphBuilder, part: Part) -> Array:
-    """Return the columns apart and below them the bias, (K + 1, out)."""
-    count = len(b.store.raw(CHANNELS))
-    bias = _floats(b, part, ".bias", (part.out,))
-    return np.concatenate([_floats(b, part, ".weight" + APART, (part.out, count)).T, bias[None]])
-
-
-def _channels(few: Array, into: int) -> Array:
-    if not (few >= 0).all() or not (few < into).all() or len(np.unique(few)) != len(few):
-        raise EngineError(
-            ErrorCode.ARTIFACT_INVALID, f"{CHANNELS} holds {few.tolist()}, not different channels below {into}"
-        )
-    return few.astype(np.int64)
-
-
-def _scale(b: GraphBuilder, part: Part) -> Array:
-    scale = _floats(b, part, ".weight" + SCALE, (part.out,))
-    if not (scale > 0).all():
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{part.name}.weight{SCALE} holds a value that isn't above 0")
-    return scale
-
-
-def _floats(b: GraphBuilder, part: Part, suffix: str, shape: tuple[int, ...]) -> Array:
-    """Return a stored float tensor times the part's factor.
-
-    What integer levels would swallow is refused: a NaN inside this graph needn't come out at its end.
-    """
-    array = b.store.raw(part.name + suffix, shape)
-    if not np.isfinite(array).all():
-        raise EngineError(
-            ErrorCode.ARTIFACT_INVALID, f"{part.name}{suffix} holds NaN or infinity; the package is damaged"
-        )
-    return array * np.float32(part.factor)
+        What integer levels would swallow is refused: a NaN inside this graph needn't come out at its end.
+        """
+        array = self.b.store.tensors[name]
+        if not np.isfinite(array).all() or (name.endswith(SCALE) and not (array > 0).all()):
+            raise EngineError(
+                ErrorCode.ARTIFACT_INVALID,
+                f"{name} holds NaN or infinity, or a scale that isn't above 0; the package is damaged",
+            )
+        return array * np.float32(factor)
