@@ -22,15 +22,7 @@ from engines.cuda.graphs.builder import Graph, ModelSpec, Precision, Variant, We
 from engines.cuda.graphs.families import block, build, cpu_variants, cuda_variants, recorded_variants
 from engines.cuda.model import OwnedModel
 from engines.cuda.options import cuda_provider
-from engines.cuda.settings import (
-    CPU_CALL_TOKENS,
-    CPU_CALL_TOKENS_INT8,
-    CUDA_CALL_TOKENS,
-    CUDA_CALL_TOKENS_SMALL,
-    CUDA_SCORE_BYTES,
-    PRECISION_VARIABLE,
-    Settings,
-)  # fmt: skip
+from engines.cuda.settings import PRECISION_VARIABLE, Settings
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime.batch import TokenBatch
 from engines.runtime.engine import DeviceLost
@@ -39,9 +31,18 @@ from engines.runtime.progress import silent
 if TYPE_CHECKING:
     from engines.runtime.progress import ProgressReporter
 
+CPU_CALL_TOKENS: Final = 256
+"""Tokens a call on the CPU: small calls stay in the caches (models.md 7.5), and several run side by side."""
+CPU_CALL_TOKENS_INT8: Final = 128
+"""int8 has four more passes over a layer's values, so the caches matter more: 6 % on pairs of 128 tokens."""
+CUDA_CALL_TOKENS: Final = 32768
+CUDA_CALL_TOKENS_SMALL: Final = 65536
+"""For models of at most 512 hidden units, such as MiniLM (8.3.2)."""
+CUDA_SCORE_BYTES: Final = 2**30
+"""Attention scores of a call where a graph writes them out (8.3.2); without it a float32 call asks for 88 GiB."""
 TWIN_LIMIT: Final = 512 * 2**20
 """CPU: up to this many bytes of weights a second, one-thread session is kept for buckets that run side by side."""
-log = logging.getLogger("engines.cuda.load")
+log = logging.getLogger(__name__)
 
 
 class Assembly:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from engines.cuda.binding import Binding, Cuda
 from engines.cuda.buckets import Bucket, Policy
 from engines.cuda.graphs.builder import Graph
-from engines.cuda.staging import RESIDENT, Filler, Shape, Slot, layout, slot_bytes
+from engines.cuda.staging import Filler, Shape, Slot, layout, slot_bytes
 from engines.machine import bound_to
 from engines.protocol.errors import EngineError
 from engines.runtime.engine import DeviceLost
@@ -52,19 +52,21 @@ def route(routes: Sequence[Route], width: int) -> Route:
     return next((r for r in routes if width <= r.widest), routes[-1])
 
 
-def bind(
-    binding: Binding, graph: Graph, shape: Shape, *, base: int, counting: int, host_counting: int, out: int, dims: int
-) -> None:
-    """Bind *graph* to addresses: inputs at *base*, resident ones inside the counting arrays 0, 1, 2, …"""
+class Launch(NamedTuple):
+    """A graph bound to a block of inputs and an output on the device; *number* names its recording, -1 is none."""
+
+    binding: Binding
+    device: int
+    out: int
+    number: str
+
+
+def bind(binding: Binding, graph: Graph, shape: Shape, *, base: int, host: int, out: int, dims: int) -> None:
+    """Bind a graph to addresses: inputs in a block at *base*, on the GPU ``max_len`` in its host copy at *host*."""
     for name in graph.inputs:
-        if name in shape.places:
-            offset, dimensions = shape.places[name]
-            binding.input(name, dimensions, base + offset)
-        elif name == "max_len":
-            binding.input(name, (1,), host_counting + 4 * shape.width, host=True)  # the element that equals the width
-        else:
-            assert name in RESIDENT
-            binding.input(name, (shape.width,), counting)
+        offset, dimensions = shape.places[name]
+        on_host = name == "max_len"  # an operator reads it on the CPU side, also on the GPU
+        binding.input(name, dimensions, (host if on_host else base) + offset, host=on_host)
     binding.output(graph.output, (shape.rows, dims), out)
 
 
@@ -79,11 +81,9 @@ class CpuDevice:
         # The wide session's threads have every CPU but the first. A caller that wakes up on one of theirs shares it for
         # most of a short run, since nothing moves either of them away in time.
         self._cpu = cpus[0] if cpus else None
-        self._counting = np.arange(widest + 1, dtype=np.int32)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="forward") if routes[0].narrow else None
         names = sorted({name for r in routes for name in r.graph.inputs})
-        cells = max(policy.tokens, widest)
-        size = slot_bytes(names, cells=cells, rows=min(policy.rows, policy.tokens))
+        size = slot_bytes(names, cells=max(policy.tokens, widest))
         count = threads + 1 if self._pool is not None else 2
         self._large = 4 * policy.tokens
         self.slots: tuple[Slot, ...] = tuple(self._slot(size, policy) for _ in range(count))
@@ -116,12 +116,8 @@ class CpuDevice:
 
     def _forward(self, slot: Slot, shape: Shape, *, wide: bool) -> None:
         chosen = route(self.routes, shape.width)
-        binding = Binding(chosen.session if wide else chosen.narrow, "cpu", 0)
-        counting = self._counting.ctypes.data
-        bind(
-            binding, chosen.graph, shape,
-            base=slot.address, counting=counting, host_counting=counting, out=slot.out_address, dims=self.dims,
-        )  # fmt: skip
+        binding, base = Binding(chosen.session if wide else chosen.narrow, "cpu", 0), slot.address
+        bind(binding, chosen.graph, shape, base=base, host=base, out=slot.out_address, dims=self.dims)
         # onnxruntime's arena never shrinks by itself; one long row must not keep its scores for the worker's life.
         large = shape.rows * shape.width > self._large
         binding.run({"memory.enable_memory_arena_shrinkage": "cpu:0"} if large else {})
@@ -145,28 +141,19 @@ class CudaDevice:
         policy: Policy, dims: int, widest: int, captured: Sequence[Route] = (),
     ) -> None:  # fmt: skip
         self.cuda, self.routes, self.captured, self.dims = cuda, routes, captured, dims
-        self._host_counting = np.arange(widest + 1, dtype=np.int32)
-        pinned, address = cuda.pinned(self._host_counting.nbytes)
-        pinned.view(np.int32)[:] = self._host_counting
-        self._counting = cuda.memory(self._host_counting.nbytes)
-        cuda.copy(self._counting, address, self._host_counting.nbytes, up=True)
         self._ladder = policy.ladder
         names = sorted({name for r in (*routes, *captured) for name in r.graph.inputs})
         # A recorded shape runs whole, so a slot holds the largest one however small the call budget is.
         shapes = [(CAPTURED_ROWS[-1], width) for width in self._captured_widths()]
-        rows = max([policy.max_rows(1), *(rows for rows, _ in shapes)])
-        cells = max([policy.tokens, widest, *(rows * width for rows, width in shapes)])
-        self._out = rows * dims * 4
-        size = slot_bytes(names, cells=cells, rows=rows)
+        self._out = max([policy.max_rows(1), *(rows for rows, _ in shapes)]) * dims * 4
+        size = slot_bytes(names, cells=max([policy.tokens, widest, *(rows * width for rows, width in shapes)]))
         self.slots: tuple[Slot, ...] = (self._slot(size), self._slot(size))
-        self._recorded: dict[tuple[int, int], tuple[Binding, int, int, str]] = {}
+        self._recorded: dict[tuple[int, int], Launch] = {}
 
     def _slot(self, size: int) -> Slot:
         host, address = self.cuda.pinned(size)
         out, out_address = self.cuda.pinned(self._out)
-        native = {
-            "device": self.cuda.memory(size), "device_out": self.cuda.memory(self._out), "event": self.cuda.event()
-        }  # fmt: skip
+        native = {"device": self.cuda.memory(size), "out": self.cuda.memory(self._out), "event": self.cuda.event()}
         return Slot(host, address, out.view(np.float32), out_address, native)
 
     def shape(self, filler: Filler, bucket: Bucket) -> Shape:
@@ -186,42 +173,35 @@ class CudaDevice:
 
     def submit(self, slot: Slot, shape: Shape, *, alone: bool) -> None:
         """Queue upload, forward, download and an event."""
-        key = (shape.rows, shape.width)
-        recorded = self._recorded.get(key)
+        recorded = self._recorded.get((shape.rows, shape.width))
         if recorded is not None and "token_offset" not in shape.places:
-            binding, device, device_out, number = recorded
+            self._queue(slot, shape, recorded)
         else:
             chosen = route(self.routes, shape.width)
-            device, device_out, number = slot.native["device"], slot.native["device_out"], "-1"
-            binding = self._bound(chosen, shape, device, device_out)
-        self._queue(slot, shape, binding, device, device_out, number)
+            self._queue(slot, shape, self._launch(chosen, slot, shape, slot.native["device"], slot.native["out"], "-1"))
 
-    def _bound(self, chosen: Route, shape: Shape, device: int, device_out: int) -> Binding:
-        host = self._host_counting.ctypes.data
+    def _launch(self, chosen: Route, slot: Slot, shape: Shape, device: int, out: int, number: str) -> Launch:
         binding = Binding(chosen.session, self.cuda.kind, self.cuda.index)
-        bind(
-            binding, chosen.graph, shape,
-            base=device, counting=self._counting, host_counting=host, out=device_out, dims=self.dims,
-        )  # fmt: skip
-        return binding
+        bind(binding, chosen.graph, shape, base=device, host=slot.address, out=out, dims=self.dims)
+        return Launch(binding, device, out, number)
 
-    def _queue(self, slot: Slot, shape: Shape, binding: Binding, device: int, device_out: int, number: str) -> None:
-        self.cuda.copy(device, slot.address, shape.size, up=True)
-        slot.native["binding"] = binding  # onnxruntime may still read it until the event has fired
+    def _queue(self, slot: Slot, shape: Shape, launch: Launch) -> None:
+        self.cuda.copy(launch.device, slot.address, shape.size, up=True)
+        slot.native["launch"] = launch  # onnxruntime may still read its binding until the event has fired
         try:
-            binding.run({"disable_synchronize_execution_providers": "1", "gpu_graph_id": number})
+            launch.binding.run({"disable_synchronize_execution_providers": "1", "gpu_graph_id": launch.number})
         except DeviceLost:
             raise  # onnxruntime has said it, with the operator's name
         except EngineError:
             self.cuda.settle()  # what was queued still reads the slot, which the caller may fill again; DeviceLost
             raise
-        self.cuda.copy(slot.out_address, device_out, shape.rows * self.dims * 4, up=False)
+        self.cuda.copy(slot.out_address, launch.out, shape.rows * self.dims * 4, up=False)
         self.cuda.record(slot.native["event"])
 
     def wait(self, slot: Slot, shape: Shape) -> FloatArray:
         """Return the rows once the event has fired."""
         self.cuda.wait(slot.native["event"])
-        slot.native.pop("binding", None)
+        slot.native.pop("launch", None)
         return slot.out[: shape.rows * self.dims].reshape(shape.rows, self.dims)
 
     def _captured_widths(self) -> tuple[int, ...]:
@@ -235,15 +215,15 @@ class CudaDevice:
             chosen = route(self.captured, width)
             for rows in CAPTURED_ROWS:
                 shape = layout(chosen.graph.inputs, rows=rows, width=width)
-                device, device_out = self.cuda.memory(shape.size), self.cuda.memory(rows * self.dims * 4)
-                binding, number = self._bound(chosen, shape, device, device_out), str(len(self._recorded) + 1)
-                for name, value in (("input_ids", 0), ("lens", width), ("type_starts", width)):
-                    if name in shape.places:
-                        slot.view(shape, name)[...] = value
+                device, out = self.cuda.memory(shape.size), self.cuda.memory(rows * self.dims * 4)
+                launch = self._launch(chosen, slot, shape, device, out, str(len(self._recorded) + 1))
+                full: dict[str, Any] = {"input_ids": 0, "positions": np.arange(width)}  # every row of full length
+                for name in shape.places:
+                    slot.view(shape, name)[...] = full.get(name, width)
                 for _ in range(WARM_RUNS):
-                    self._queue(slot, shape, binding, device, device_out, number)
+                    self._queue(slot, shape, launch)
                     self.wait(slot, shape)
-                self._recorded[rows, width] = (binding, device, device_out, number)
+                self._recorded[rows, width] = launch
                 recorded()
 
     def close(self) -> None:

@@ -1,4 +1,23 @@
-"""The owned worker: identity, hardware floor, LOAD. Nothing heavy is imported before LOAD."""
+"""The owned worker: identity, hardware floor, LOAD. Nothing heavy is imported before LOAD.
+
+How the room works. A CudaEngine is made when the process starts. HELLO says what numbers this worker would compute:
+the manifest's digest and a kernel revision, made of the sources of the graphs and of the session options, the runtime's
+version, the kind of device and the precision. Only the driver is asked, no context is opened.
+
+LOAD (``load``) checks the request, the manifest and the settings, then the hardware floor (``floor``, with facts from
+``binding``), then the artifact: header, digest, weights. ``assembly`` builds the family's graphs (``graphs``), makes a
+session of each, puts them behind a device (``devices``) and runs them once. On the GPU one ``binding.Cuda`` owns the
+stream, all memory and the weights, which all sessions share; whatever fails, it is closed last and nothing is left.
+
+A request (``model``) is checked against the manifest, then ``buckets`` plans it: rows sorted by length and cut into
+buckets. ``pipeline`` takes the buckets through the device one after the other: ``staging`` fills a slot of host memory
+with the token rows, the device submits it, and its rows are collected later. Two slots on the GPU, one a thread on the
+CPU: the host prepares a slot while the device works on another.
+
+One request at a time, on the worker's main thread. The CPU device has a pool whose threads only run sessions. A native
+error becomes a typed one in ``faults``: out of memory halves the bucket once, a lost device ends the process after the
+answer, everything else fails the request. Only ``binding`` calls onnxruntime and CUDA.
+"""
 
 from __future__ import annotations
 
@@ -71,9 +90,8 @@ class CudaEngine(Engine):
 
     def load(self, request: Load, *, progress: ProgressReporter) -> Model:
         """Verify and load one package; see :mod:`engines.cuda.load`."""
-        from engines.cuda.load import check_request, load
+        from engines.cuda.load import load
 
-        check_request(request)
         if self._bundle is None:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, self._bundle_error)
         return load(

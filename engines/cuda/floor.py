@@ -44,16 +44,20 @@ class Facts(Struct, frozen=True):
     device: str = ""
 
 
-def required() -> dict[str, object]:
-    """Return the envelope's ``required``."""
-    return {"driver_api": MIN_DRIVER_API, "compute_capability": _capability(MIN_CAPABILITY)}
+def _facts(driver_api: int, capability: tuple[int, int]) -> dict[str, object]:
+    """Return a part of the envelope: ``required`` or ``observed``."""
+    major, minor = capability
+    return {"driver_api": driver_api, "compute_capability": {"major": major, "minor": minor}}
+
+
+REQUIRED: Final = _facts(MIN_DRIVER_API, MIN_CAPABILITY)
 
 
 def judge(facts: Facts) -> Probe:
     """Return the verdict. The driver is compared before the capability, and both before the libraries (6.1)."""
     observed: dict[str, object] | None = None
     if facts.driver_api and facts.capability is not None:
-        observed = {"driver_api": facts.driver_api, "compute_capability": _capability(facts.capability)}
+        observed = _facts(facts.driver_api, facts.capability)
     code = "ok"
     if not facts.driver_api and facts.missing is not None:
         code = f"cuda_runtime_missing:{facts.missing}"  # nothing to ask the driver with
@@ -67,13 +71,13 @@ def judge(facts: Facts) -> Probe:
         code = f"cuda_runtime_missing:{facts.missing}"
     elif facts.capability is not None and not runs_on(facts.capability):
         code = f"cuda_runtime_missing:{NO_CODE}" + "{}{}".format(*facts.capability)
-    return Probe(status="ok" if code == "ok" else "refused", code=code, required=required(), observed=observed)
+    return Probe(status="ok" if code == "ok" else "refused", code=code, required=REQUIRED, observed=observed)
 
 
 def skipped(missing: str | None) -> Probe:
     """Return the verdict of ``--device cpu``: no floor, only the runtime itself has to be installed."""
     code = "ok" if missing is None else f"cuda_runtime_missing:{missing}"
-    return Probe(status="ok" if missing is None else "refused", code=code, required=required(), observed=None)
+    return Probe(status="ok" if missing is None else "refused", code=code, required=REQUIRED, observed=None)
 
 
 def runs_on(capability: tuple[int, int]) -> bool:
@@ -98,7 +102,3 @@ def refusal(probe: Probe) -> EngineError:
     fix = FIXES[NO_CODE if missing.startswith(NO_CODE) else word]
     seen = f"; observed {probe.observed}" if probe.observed else ""
     return EngineError(ErrorCode.BACKEND_MISSING, f"{probe.code}: {fix}{seen}; this lane never runs on the CPU instead")
-
-
-def _capability(value: tuple[int, int]) -> dict[str, object]:
-    return {"major": value[0], "minor": value[1]}

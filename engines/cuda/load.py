@@ -38,13 +38,16 @@ def load(
     request: Load, bundle: Bundle, *,
     device: str, precision: Precision, probe: Callable[[], Probe], progress: ProgressReporter,
 ) -> OwnedModel:  # fmt: skip
-    """Verify and load one artifact after :func:`check_request`. Raises EngineError; nothing stays behind then."""
+    """Verify and load one artifact. Raises EngineError; nothing stays behind then."""
+    expected = artifact.expected_digest(request.artifact_digest)
+    if request.format != FORMAT:
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"format {request.format!r}: this engine loads {FORMAT} only")
     chosen = settings.parse(request.runtime_config, device=device, precision=precision)
     check_manifest(request, bundle.manifest)
     verdict = probe()  # before the artifact is opened: a machine without the hardware says so, whatever the file is
     if verdict.status != "ok":
         raise floor.refusal(verdict)
-    entry = find_artifact(request, bundle)
+    entry = find_artifact(bundle, expected)
     int8 = entry.dtype == INT8
     if int8 and device != "cpu":  # its graph is made of the CPU provider's operators
         raise EngineError(
@@ -66,15 +69,6 @@ def load(
         return model
 
 
-def check_request(request: Load) -> None:
-    """Check what needs no file."""
-    if not request.artifact_path:
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, "LOAD needs artifact_path")
-    artifact.expected_digest(request.artifact_digest)
-    if request.format != FORMAT:
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"format {request.format!r}: this engine loads {FORMAT} only")
-
-
 def check_manifest(request: Load, manifest: Manifest) -> None:
     """Compare LOAD's optional ``profile`` and ``operation`` with the manifest, which decides."""
     mine = profile_of(manifest.model_id)
@@ -94,9 +88,8 @@ def check_manifest(request: Load, manifest: Manifest) -> None:
         )
 
 
-def find_artifact(request: Load, bundle: Bundle) -> Artifact:
+def find_artifact(bundle: Bundle, expected: str) -> Artifact:
     """Return the manifest's artifact that LOAD names by digest, before the file is opened."""
-    expected = artifact.expected_digest(request.artifact_digest)
     for entry in bundle.artifacts(FORMAT):
         if entry.digest.removeprefix("sha256:") == expected:
             return entry

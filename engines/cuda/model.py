@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engines.cuda.buckets import Policy, plan
-from engines.cuda.pipeline import Pipeline
+from engines.cuda.pipeline import Run
 from engines.cuda.staging import Filler
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Pooling
@@ -27,7 +27,6 @@ class OwnedModel(Model):
         self.spec, self.policy, self.device = spec, policy, device
         self.dims = spec.dims
         self.buckets = policy.ladder
-        self._pipeline = Pipeline(device)
 
     def embed(
         self, batch: TokenBatch, *,
@@ -53,7 +52,6 @@ class OwnedModel(Model):
 
     def close(self) -> None:
         """Release device memory and threads; idempotent."""
-        self._pipeline.close()
         self.device.close()
 
     def forward(self, batch: TokenBatch, progress: ProgressReporter) -> FloatArray:
@@ -62,7 +60,7 @@ class OwnedModel(Model):
         chosen = plan(batch.lengths, self.policy)
         filler = Filler(batch, chosen, pad_id=self.spec.pad_id, separator=self.spec.separator)
         out = np.empty((len(batch), self.dims), np.float32)
-        self._pipeline.run(filler, out, progress)
+        Run(self.device, filler, out, progress).all()
         return out
 
     def _check(self, batch: TokenBatch) -> None:

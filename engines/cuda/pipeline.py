@@ -1,16 +1,14 @@
 """Runs a request's buckets on a device: prepare, submit, collect, with progress as llama-cuda.md 8.4.
 
 The same loop drives the CPU and the GPU; a device differs only in what ``submit`` and ``wait`` do. The first submission
-is prepared here, in a few milliseconds; then the switch frame says how many rows it has. Later buckets are prepared by
-a second thread meanwhile, and ``inference`` progress counts rows that are back on the host, never rows that were only
-submitted.
+is prepared in a few milliseconds; then the switch frame says how many rows it has. The device works while later buckets
+are prepared, and ``inference`` progress counts rows that are back on the host, never rows that were only submitted.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from engines.protocol.errors import EngineError, ErrorCode
@@ -44,58 +42,31 @@ class Device(Protocol):
         ...
 
 
-class Pipeline:
-    """One model's loop and its second thread, which starts with the first request of several buckets."""
+class Run:
+    """One request on its way through a device: :meth:`all`, once."""
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self._helper: ThreadPoolExecutor | None = None
-
-    def run(self, filler: Filler, out: FloatArray, progress: ProgressReporter) -> None:
-        """Compute every row of ``filler.plan`` into *out*, float32 (rows, dims), request order. Raises EngineError."""
-        _Run(self.device, filler, out, progress).all(self._second)
-
-    def close(self) -> None:
-        """Stop the second thread."""
-        if self._helper is not None:
-            self._helper.shutdown()
-            self._helper = None
-
-    def _second(self) -> ThreadPoolExecutor:
-        if self._helper is None:
-            self._helper = ThreadPoolExecutor(1, thread_name_prefix="prepare")
-        return self._helper
-
-
-class _Run:
     def __init__(self, device: Device, filler: Filler, out: FloatArray, progress: ProgressReporter) -> None:
         self.device, self.filler, self.out, self.progress = device, filler, out, progress
         self.inflight: deque[tuple[Slot, Bucket, Shape]] = deque()
 
-    def all(self, helper: Callable[[], ThreadPoolExecutor]) -> None:
+    def all(self) -> None:
+        """Compute every row of ``filler.plan`` into *out*, float32 (rows, dims), request order. Raises EngineError."""
         slots, buckets = self.device.slots, self.filler.plan.buckets
-        ready: Future[Shape] | None = None
         try:
-            shape = self.prepare(slots[0], buckets[0])
-            self.progress.switch(buckets[0].rows)
             for number, bucket in enumerate(buckets):
+                if len(self.inflight) == len(slots):
+                    self._collect()  # the oldest one, whose slot is the next
                 slot = slots[number % len(slots)]
-                if ready is not None:
-                    shape = ready.result()
-                self.submit(slot, bucket, shape, alone=len(buckets) == 1)
-                if number + 1 < len(buckets):
-                    if len(self.inflight) == len(slots):
-                        self.collect()
-                    ready = helper().submit(self.prepare, slots[(number + 1) % len(slots)], buckets[number + 1])
+                shape = self._prepare(slot, bucket)
+                if number == 0:
+                    self.progress.switch(bucket.rows)
+                self._submit(slot, bucket, shape, alone=len(buckets) == 1)
             while self.inflight:
-                self.collect()
+                self._collect()
         finally:
-            # After an error: nothing may still read or write a slot that the next request fills.
-            if ready is not None:
-                ready.exception()
-            self.drain()
+            self._drain()  # after an error: nothing may still read or write a slot that the next request fills
 
-    def drain(self) -> None:
+    def _drain(self) -> None:
         """Let what is in flight end. The request fails with its first error, unless the device turns out to be lost."""
         while self.inflight:
             slot, _, shape = self.inflight.popleft()
@@ -106,12 +77,12 @@ class _Run:
             except EngineError:
                 continue
 
-    def prepare(self, slot: Slot, bucket: Bucket) -> Shape:
+    def _prepare(self, slot: Slot, bucket: Bucket) -> Shape:
         shape = self.device.shape(self.filler, bucket)
         self.filler.fill(slot, bucket, shape)
         return shape
 
-    def submit(self, slot: Slot, bucket: Bucket, shape: Shape, *, alone: bool) -> None:
+    def _submit(self, slot: Slot, bucket: Bucket, shape: Shape, *, alone: bool) -> None:
         try:
             self.device.submit(slot, shape, alone=alone)
         except EngineError as exc:
@@ -120,9 +91,9 @@ class _Run:
         else:
             self.inflight.append((slot, bucket, shape))
             return
-        self.halve(slot, bucket)
+        self._halve(slot, bucket)
 
-    def collect(self) -> None:
+    def _collect(self) -> None:
         """Bring the oldest submission home."""
         slot, bucket, shape = self.inflight.popleft()
         try:
@@ -131,23 +102,23 @@ class _Run:
             if not halving_helps(exc, bucket):
                 raise
         else:
-            self.finish(bucket, values)
+            self._finish(bucket, values)
             return
-        self.halve(slot, bucket)
+        self._halve(slot, bucket)
 
-    def halve(self, slot: Slot, bucket: Bucket) -> None:
+    def _halve(self, slot: Slot, bucket: Bucket) -> None:
         """Run a bucket once more in halves, alone (8.2); out of memory again is the answer.
 
         Called outside the handler: a kept exception would keep the failed run's frames, and with them device memory.
         """
         while self.inflight:
-            self.collect()
+            self._collect()
         for half in bucket.halves():
-            shape = self.prepare(slot, half)
+            shape = self._prepare(slot, half)
             self.device.submit(slot, shape, alone=True)
-            self.finish(half, self.device.wait(slot, shape))
+            self._finish(half, self.device.wait(slot, shape))
 
-    def finish(self, bucket: Bucket, values: FloatArray) -> None:
+    def _finish(self, bucket: Bucket, values: FloatArray) -> None:
         rows = self.filler.plan.order[bucket.start : bucket.stop]
         self.out[rows] = values[: len(rows)]
         self.progress.advance(bucket.rows)

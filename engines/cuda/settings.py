@@ -14,16 +14,6 @@ from msgspec import Meta, Struct
 from engines.machine import usable_cores
 from engines.protocol.errors import EngineError, ErrorCode
 
-CPU_CALL_TOKENS: Final = 256
-"""Tokens a call on the CPU: small calls stay in the caches (models.md 7.5), and several run side by side."""
-CPU_CALL_TOKENS_INT8: Final = 128
-"""int8 has four more passes over a layer's values, so the caches matter more: 6 % on pairs of 128 tokens."""
-CUDA_CALL_TOKENS: Final = 32768
-CUDA_CALL_TOKENS_SMALL: Final = 65536
-"""For models of at most 512 hidden units, such as MiniLM (8.3.2)."""
-
-CUDA_SCORE_BYTES: Final = 2**30
-"""Attention scores of a call where a graph writes them out (8.3.2); without it a float32 call asks for 88 GiB."""
 PRECISION_VARIABLE: Final = "SYNAPSE_CUDA_PRECISION"
 """f16 or f32: HELLO names the numerics, so they are chosen before LOAD. f32 on the GPU is the oracle; the CPU has no
 other."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 ALIGNMENT: Final = 256
 """What cudaMalloc guarantees for a block, kept for each input inside it."""
-RESIDENT: Final = frozenset({"max_len", "positions", "columns"})
-"""Inputs that don't change: they point into a resident 0, 1, 2, … (``positions`` of a packed graph does change)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +38,12 @@ class Shape:
 
 def layout(names: Sequence[str], *, rows: int, width: int, tokens: int | None = None) -> Shape:
     """Lay the inputs *names* out one after the other. *tokens*: real tokens, for a packed graph."""
-    packed = tokens is not None
     shapes: dict[str, tuple[int, ...]] = {
         "input_ids": (tokens,) if tokens is not None else (rows, width),
         "lens": (rows,),
         "type_starts": (tokens,) if tokens is not None else (rows,),
         "positions": (tokens,) if tokens is not None else (width,),
+        "columns": (width,),
         "token_offset": (rows, width),
         "cu_seqlens": (rows + 1,),
         "max_len": (1,),
@@ -53,17 +51,14 @@ def layout(names: Sequence[str], *, rows: int, width: int, tokens: int | None = 
     places: dict[str, tuple[int, tuple[int, ...]]] = {}
     offset = 0
     for name in names:
-        if name in RESIDENT and not (packed and name == "positions"):
-            continue
         places[name] = (offset, shapes[name])
         offset += -(-4 * prod(shapes[name]) // ALIGNMENT) * ALIGNMENT
     return Shape(rows, width, places, offset)
 
 
-def slot_bytes(names: Sequence[str], *, cells: int, rows: int) -> int:
-    """Return bytes that hold any bucket of at most *cells* and *rows*."""
-    wide = sum(name in ("input_ids", "token_offset", "positions", "type_starts") for name in names)
-    return 4 * (wide * cells + 4 * (rows + 1)) + ALIGNMENT * (len(names) + 1)
+def slot_bytes(names: Sequence[str], *, cells: int) -> int:
+    """Return bytes that hold any bucket of at most *cells*: no input has more than one number beyond them."""
+    return len(names) * (4 * (cells + 1) + ALIGNMENT)
 
 
 @dataclass(slots=True)
@@ -99,37 +94,32 @@ class Filler:
     def fill(self, slot: Slot, bucket: Bucket, shape: Shape) -> None:
         """Write all inputs."""
         rows = self.plan.order[bucket.start : bucket.stop]
-        ids = slot.view(shape, "input_ids")
+        lens, columns = self.batch.lengths[rows], np.arange(shape.width, dtype=np.int32)
+        values: dict[str, Any] = {"columns": columns, "max_len": shape.width}
         if "token_offset" in shape.places:
-            lens = self.batch.lengths[rows]
-            offset, cu_seqlens, positions = packed_offsets(lens, shape.width)
-            for name, value in (("token_offset", offset), ("cu_seqlens", cu_seqlens), ("positions", positions)):
-                slot.view(shape, name)[...] = value
-            fill_packed(self.batch, rows, ids)
-            if "type_starts" in shape.places and self.starts is not None:
-                slot.view(shape, "type_starts")[...] = np.repeat(self.starts[rows], lens)
-            return
-        fill_rows(self.batch, rows, ids, slot.view(shape, "lens"), pad_id=self.pad_id)
-        if "type_starts" in shape.places and self.starts is not None:
-            starts = slot.view(shape, "type_starts")
-            starts[: len(rows)] = self.starts[rows]
-            starts[len(rows) :] = 1
+            values |= packed_offsets(lens, shape.width)
+            fill_packed(self.batch, rows, slot.view(shape, "input_ids"))
+            if self.starts is not None:
+                values["type_starts"] = np.repeat(self.starts[rows], lens)
+        else:
+            # A captured shape has a fixed number of rows; the spare ones become one pad token each.
+            spare = (0, shape.rows - len(rows))
+            values |= {"positions": columns, "lens": np.pad(lens, spare, constant_values=1)}
+            fill_rows(self.batch, rows, slot.view(shape, "input_ids"), pad_id=self.pad_id)
+            if self.starts is not None:
+                values["type_starts"] = np.pad(self.starts[rows], spare, constant_values=1)
+        for name in values.keys() & shape.places.keys():
+            slot.view(shape, name)[...] = values[name]
 
 
-def fill_rows(batch: TokenBatch, rows: Order, ids: IntArray, lens: IntArray, *, pad_id: int) -> None:
-    """Write *rows* of *batch* into *ids* (len(rows) or more, width), right-padded, and their lengths into *lens*.
-
-    Rows of *ids* beyond ``len(rows)`` (a captured shape has a fixed count) become one pad token each.
-    """
-    count, width = len(rows), ids.shape[1]
-    starts = batch.cu_seqlens[rows]
-    lens[:count] = batch.cu_seqlens[rows + 1] - starts
-    lens[count:] = 1
-    columns = np.arange(width, dtype=np.int32)
+def fill_rows(batch: TokenBatch, rows: Order, ids: IntArray, *, pad_id: int) -> None:
+    """Write *rows* of *batch* into *ids* (len(rows) or more, width), right-padded; rows beyond become pad tokens."""
+    starts, lens = batch.cu_seqlens[rows], batch.lengths[rows]
+    columns = np.arange(ids.shape[1], dtype=np.int32)
     # One gather of whole rows: beyond a row's end it reads its neighbour (clipped at the frame's), overwritten next.
-    np.take(batch.input_ids, starts[:, None] + columns, mode="clip", out=ids[:count])
-    np.copyto(ids[:count], np.int32(pad_id), where=columns >= lens[:count, None])
-    ids[count:] = pad_id
+    np.take(batch.input_ids, starts[:, None] + columns, mode="clip", out=ids[: len(rows)])
+    np.copyto(ids[: len(rows)], np.int32(pad_id), where=columns >= lens[:, None])
+    ids[len(rows) :] = pad_id
 
 
 def fill_packed(batch: TokenBatch, rows: Order, ids: IntArray) -> None:
@@ -142,18 +132,17 @@ def fill_packed(batch: TokenBatch, rows: Order, ids: IntArray) -> None:
     np.take(batch.input_ids, np.arange(len(ids)) + shift, mode="clip", out=ids)
 
 
-def packed_offsets(lens: IntArray, width: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Return (token_offset (rows, width), cu_seqlens (rows + 1,), positions (tokens,)), int32, for packed attention.
+def packed_offsets(lens: IntArray, width: int) -> dict[str, IntArray]:
+    """Return token_offset (rows, width), cu_seqlens (rows + 1,) and positions (tokens,), int32, for packed attention.
 
     ``token_offset`` lists the padded places of all real tokens, then those of the padding (8.3.4).
     """
-    rows = len(lens)
     real = (np.arange(width, dtype=np.int32) < lens[:, None]).reshape(-1)
-    offset = np.concatenate([np.flatnonzero(real), np.flatnonzero(~real)]).astype(np.int32).reshape(rows, width)
-    cu_seqlens = np.zeros(rows + 1, np.int32)
+    offset = np.concatenate([np.flatnonzero(real), np.flatnonzero(~real)]).astype(np.int32).reshape(len(lens), width)
+    cu_seqlens = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=cu_seqlens[1:])
     positions = np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], lens)
-    return offset, cu_seqlens, positions
+    return {"token_offset": offset, "cu_seqlens": cu_seqlens, "positions": positions}
 
 
 def type_starts(batch: TokenBatch, separator: int) -> IntArray:

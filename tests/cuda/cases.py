@@ -60,3 +60,30 @@ CASES = (
     Case("qwen3-last", toy_models.write_qwen3, "embed", {"seed": 8}, 320, LONG),
     Case("qwen3-rerank", toy_models.write_qwen3, "rerank", {"seed": 9, "rerank": True}, 320, LONG),
 )
+
+SERVED = {
+    "minilm": Case(
+        "minilm", toy_models.write_bert, vocab=30522,
+        options={"layers": 6, "hidden": 384, "heads": 12, "ffn": 1536, "vocab": 30522, "max_positions": 512},
+    ),
+    "modernbert": Case(
+        "modernbert", toy_models.write_modernbert, vocab=50368,
+        options={
+            "layers": 22, "hidden": 768, "heads": 12, "ffn": 1152, "vocab": 50368, "max_positions": 8192,
+            "local_attention": 128,
+        },
+    ),
+    "qwen3": Case(
+        "qwen3", toy_models.write_qwen3, vocab=151669,
+        options={
+            "layers": 28, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 3072, "vocab": 151669,
+            "max_positions": 8192,
+        },
+    ),
+}  # fmt: skip
+"""The served models' real shapes, with random weights."""
+
+
+def case(name: str) -> Case:
+    """Return a toy or a served shape by name."""
+    return SERVED.get(name) or next(c for c in CASES if c.name == name)

@@ -20,18 +20,13 @@ from engines.cuda.model import OwnedModel
 from engines.runtime.batch import TokenBatch
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
-from tests.cuda.cases import CASES, Case
+from tests.cuda.cases import case
 from tests.support.owned_bundle import load_request, write_bundle
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # before any test module imports onnxruntime itself
 GOLDENS = Path(__file__).with_name("goldens.npz")
 Bundles = Callable[..., Bundle]
 Loader = Callable[..., OwnedModel]
-
-
-def case(name: str) -> Case:
-    """Return a case by name."""
-    return next(c for c in CASES if c.name == name)
 
 
 def spec_of(bundle: Bundle) -> tuple[ModelSpec, Mapping[str, np.ndarray]]:
@@ -94,11 +89,11 @@ def bundles(checkpoints: Callable[[str], Checkpoint], tmp_path_factory: pytest.T
 
 @pytest.fixture
 def load() -> Iterator[Loader]:
-    """Load a bundle in this process, on the CPU provider; closed after the test."""
+    """Load a bundle in this process, on the CPU provider unless *device* says otherwise; closed after the test."""
     opened: list[OwnedModel] = []
 
-    def open_model(bundle: Bundle, *, progress: Any = None, **config: str) -> OwnedModel:
-        engine = CudaEngine(WorkerOptions(device="cpu", manifest=bundle.root / manifest.FILE_NAME))
+    def open_model(bundle: Bundle, *, device: str = "cpu", progress: Any = None, **config: str) -> OwnedModel:
+        engine = CudaEngine(WorkerOptions(device=device, manifest=bundle.root / manifest.FILE_NAME))
         config.setdefault("threads", "2")
         model = engine.load(load_request(bundle, **config), progress=progress or silent())
         assert isinstance(model, OwnedModel)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engines import machine
-from engines.cuda import devices
+from engines.cuda import binding
 from engines.runtime.progress import silent
 from tests.cuda.conftest import Bundles, Loader, batch_of
 
@@ -30,16 +30,13 @@ def cpus() -> list[int]:
     return found
 
 
-def test_every_thread_but_the_callers_has_a_cpu(bundles: Bundles, load: Loader, cpus: list[int]) -> None:
+def test_every_thread_but_the_callers_has_a_cpu_if_they_fill_the_machine(
+    bundles: Bundles, load: Loader, cpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = masks()
     load(bundles("bert-mean"), threads=str(len(cpus)), warm="0")
     bound = [mask for task, mask in masks().items() if task not in before and len(mask) == 1]
     assert sorted(cpu for mask in bound for cpu in mask) == cpus[1:]
-
-
-def test_fewer_threads_than_cpus_are_left_to_the_scheduler(
-    bundles: Bundles, load: Loader, cpus: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: len(cpus) + 1)
     before = masks()
     load(bundles("bert-mean"), threads=str(len(cpus)), warm="0")
@@ -51,13 +48,13 @@ def test_the_caller_is_bound_during_a_single_call_only(
 ) -> None:
     model = load(bundles("bert-mean"), threads=str(len(cpus)), call_tokens="16")
     during: list[set[int]] = []
-    forward = devices.CpuDevice._forward
+    run = binding.Binding.run
 
-    def watched(self: devices.CpuDevice, slot: object, shape: object, *, wide: bool) -> None:
+    def watched(self: binding.Binding, entries: dict[str, str]) -> None:
         during.append(os.sched_getaffinity(0))
-        forward(self, slot, shape, wide=wide)  # type: ignore[arg-type]
+        run(self, entries)
 
-    monkeypatch.setattr(devices.CpuDevice, "_forward", watched)
+    monkeypatch.setattr(binding.Binding, "run", watched)
     one = model.forward(batch_of([[5, 6, 7]]), silent())
     assert during == [{cpus[0]}]
     assert os.sched_getaffinity(0) == set(cpus)

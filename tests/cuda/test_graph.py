@@ -17,8 +17,8 @@ from engines.cuda import binding, staging
 from engines.cuda.graphs.builder import Graph, GraphBuilder, ModelSpec, Variant, WeightStore
 from engines.cuda.graphs.families import FAMILIES, block, build, cpu_variants, cuda_variants, recorded_variants
 from engines.protocol.errors import EngineError, ErrorCode
-from tests.cuda.cases import CASES, Case
-from tests.cuda.conftest import Bundles, batch_of, case, cosines, spec_of
+from tests.cuda.cases import CASES, Case, case
+from tests.cuda.conftest import Bundles, batch_of, cosines, spec_of
 from tests.cuda.contrib_operators import evaluate
 
 NAMES = [c.name for c in CASES]
@@ -47,12 +47,8 @@ def packed_feed(rows: Sequence[Sequence[int]], spare: int = 0) -> dict[str, np.n
     """What the packed graph reads of *rows*, with *spare* columns beyond the longest."""
     batch, lens = batch_of(rows), np.array([len(row) for row in rows], np.int32)
     width = int(lens.max()) + spare
-    offset, cumulative, positions = staging.packed_offsets(lens, width)
-    return {
+    return staging.packed_offsets(lens, width) | {
         "input_ids": batch.input_ids,
-        "positions": positions,
-        "token_offset": offset,
-        "cu_seqlens": cumulative,
         "columns": np.arange(width, dtype=np.int32),
         "type_starts": np.repeat(staging.type_starts(batch, 3), lens),
     }

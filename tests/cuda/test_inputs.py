@@ -15,7 +15,7 @@ from tests.cuda.conftest import batch_of
 
 ROWS = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=50), min_size=1, max_size=40)
 PADDED = ("input_ids", "lens", "positions", "type_starts", "max_len")
-PACKED = ("input_ids", "lens", "positions", "type_starts", "token_offset", "cu_seqlens")
+PACKED = ("input_ids", "positions", "columns", "type_starts", "token_offset", "cu_seqlens")
 
 
 def slot_for(size: int) -> Slot:
@@ -23,18 +23,11 @@ def slot_for(size: int) -> Slot:
     return Slot(host, host.ctypes.data, np.empty(0, np.float32), 0)
 
 
-def test_rows_are_padded_on_the_right_and_their_lengths_never_follow_the_pad_id() -> None:
-    ids, lens = np.empty((2, 3), np.int32), np.empty(2, np.int32)
-    staging.fill_rows(batch_of([[10, 151643], [20, 21, 22]]), np.arange(2), ids, lens, pad_id=151643)
-    assert ids.tolist() == [[10, 151643, 151643], [20, 21, 22]]
-    assert lens.tolist() == [2, 3]
-
-
 def test_packed_offsets_worked_example() -> None:
-    offset, cu_seqlens, positions = staging.packed_offsets(np.array([1, 2, 4], np.int32), 4)
-    assert cu_seqlens.tolist() == [0, 1, 3, 7]
-    assert offset.reshape(-1).tolist() == [0, 4, 5, 8, 9, 10, 11, 1, 2, 3, 6, 7]
-    assert positions.tolist() == [0, 0, 1, 0, 1, 2, 3]
+    found = staging.packed_offsets(np.array([1, 2, 4], np.int32), 4)
+    assert found["cu_seqlens"].tolist() == [0, 1, 3, 7]
+    assert found["token_offset"].reshape(-1).tolist() == [0, 4, 5, 8, 9, 10, 11, 1, 2, 3, 6, 7]
+    assert found["positions"].tolist() == [0, 0, 1, 0, 1, 2, 3]
 
 
 def test_token_type_one_starts_after_the_first_separator() -> None:
@@ -51,10 +44,12 @@ def test_every_bucket_equals_the_request_row_by_row(rows: list[list[int]], polic
     seen = 0
     for bucket in made.buckets:
         shape = layout(PADDED, rows=bucket.rows + spare, width=bucket.width)
-        slot = slot_for(slot_bytes(PADDED, cells=(bucket.rows + spare) * bucket.width, rows=bucket.rows + spare))
+        slot = slot_for(slot_bytes(PADDED, cells=(bucket.rows + spare) * bucket.width))
         filler.fill(slot, bucket, shape)
         ids, lens = slot.view(shape, "input_ids"), slot.view(shape, "lens")
         starts = slot.view(shape, "type_starts")
+        assert slot.view(shape, "positions").tolist() == list(range(bucket.width))
+        assert slot.view(shape, "max_len").tolist() == [bucket.width]
         for place, row in enumerate(made.order[bucket.start : bucket.stop]):
             real = int(lens[place])
             assert ids[place, :real].tolist() == rows[row]
@@ -73,10 +68,13 @@ def test_packed_staging_holds_each_row_at_its_place(rows: list[list[int]]) -> No
     for bucket in made.buckets:
         chosen = [rows[i] for i in made.order[bucket.start : bucket.stop]]
         shape = filler.shape(bucket, PACKED, rows=bucket.rows, width=bucket.width, packed=True)
-        slot = slot_for(slot_bytes(PACKED, cells=bucket.rows * bucket.width, rows=bucket.rows))
+        slot = slot_for(slot_bytes(PACKED, cells=bucket.rows * bucket.width))
         filler.fill(slot, bucket, shape)
         assert slot.view(shape, "input_ids").tolist() == [token for row in chosen for token in row]
         assert slot.view(shape, "positions").tolist() == [n for row in chosen for n in range(len(row))]
+        starts = [row.index(3) + 1 if 3 in row else len(row) for row in chosen]
+        expected = [start for start, row in zip(starts, chosen, strict=True) for _ in row]
+        assert slot.view(shape, "type_starts").tolist() == expected
         grid = np.full(bucket.rows * bucket.width, -1)
         offset = slot.view(shape, "token_offset").reshape(-1)
         total = sum(map(len, chosen))
@@ -92,5 +90,4 @@ def test_inputs_lie_apart_and_aligned() -> None:
     spans = sorted((offset, offset + 4 * int(np.prod(dims))) for offset, dims in shape.places.values())
     assert all(offset % 256 == 0 for offset, _ in spans)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert spans[-1][1] <= shape.size <= slot_bytes(PACKED, cells=15, rows=3)
-    assert "positions" not in layout(PADDED, rows=3, width=5).places  # resident, not sent
+    assert spans[-1][1] <= shape.size <= slot_bytes(PACKED, cells=15)

@@ -20,7 +20,8 @@ from engines.cuda.graphs.families import build
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime.engine import Probe, WorkerOptions
 from engines.runtime.progress import silent
-from tests.cuda.conftest import Bundles, Loader, batch_of, case, cosines, spec_of
+from tests.cuda.cases import case
+from tests.cuda.conftest import Bundles, Loader, batch_of, cosines, spec_of
 from tests.support.owned_bundle import load_request
 
 

@@ -19,8 +19,8 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Phase, Pooling
 from engines.runtime.batch import TokenBatch
 from engines.runtime.progress import ProgressReporter, silent
-from tests.cuda.cases import CASES
-from tests.cuda.conftest import Bundles, Loader, batch_of, case, cosines, real_bundle
+from tests.cuda.cases import CASES, case
+from tests.cuda.conftest import Bundles, Loader, batch_of, cosines, real_bundle
 
 NAMES = [c.name for c in CASES]
 

@@ -9,11 +9,8 @@ goldens (toys) and with the CPU provider's float32 graph (real shapes), which th
 The rehearsal runs this file on stub libraries, where every test must come as far as the judgement of its numbers
 (cuda_evidence.judge). So a test first does everything, notes what it found, and judges in its last line.
 
-Planned for under eight minutes on one GPU. No run has measured that: it is an estimate from the calls of this file, for
-an H200 at the target rates beside eight CPU cores. 51 LOADs at 2 s: 100 s; 7 workers at 4 s: 30 s; 15 M tokens of
-MiniLM, 14 M of ModernBERT and 14 M of Qwen3 at 2 M, 0.7 M and 0.25 M a second, warm-up calls included: 85 s; three
-packages of real shapes (1.6 GB) to write and hash: 40 s; the CPU's 11 TFLOP of reference: 30 s; torch three times: 40
-s; certification of two small models: 90 s. In all 415 s; the command is cut off at 470 s.
+Planned for under eight minutes on one H200, cut off at 470 s. No run has measured that: it is an estimate of 415 s,
+of which 100 s are LOADs, 90 s certification, 85 s forwards at the target rates, 40 s each the packages and torch.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +34,6 @@ import pytest
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle
-from engines.checkpoint.read import Checkpoint
 from engines.cuda import binding, floor
 from engines.cuda.devices import CudaDevice
 from engines.cuda.engine import PRECISION_VARIABLE, CudaEngine, runtime_version
@@ -46,13 +42,13 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import MAX_ITEMS, Err, Phase, Pooling
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
+from synapse_host.placement.probe import versions
 from tests.cuda import conftest as fixtures
-from tests.cuda.cases import CASES, Case
-from tests.cuda.conftest import batch_of, case, cosines
+from tests.cuda.cases import CASES, SERVED, Case, case
+from tests.cuda.conftest import batch_of, cosines
 from tests.hardware import cuda_evidence, lanes
 from tests.hardware.cuda_evidence import judge
 from tests.support import toy_models
-from tests.support.owned_bundle import load_request, write_bundle
 from tests.support.worker_client import Exchange, WorkerClient, module_worker, require_loaded
 
 # The driver keeps descriptors of its own from the first context to the end of the process.
@@ -64,41 +60,8 @@ REFERENCE = ROOT / ".venv-reference/bin/python"
 """Where torch lives, if anywhere: beside onnxruntime in one process two sets of CUDA libraries would meet."""
 SOFTWARE = ("synapse-workers", "numpy", "onnx", "cuda-python", "nvidia-cublas", "nvidia-cuda-runtime")
 NAMES = [c.name for c in CASES]
-SHAPES: dict[str, Case] = {
-    "minilm": Case(
-        "minilm",
-        toy_models.write_bert,
-        options={"layers": 6, "hidden": 384, "heads": 12, "ffn": 1536, "vocab": 30522, "max_positions": 512},
-        vocab=30522,
-    ),
-    "modernbert": Case(
-        "modernbert",
-        toy_models.write_modernbert,
-        options={
-            "layers": 22, "hidden": 768, "heads": 12, "ffn": 1152, "vocab": 50368, "max_positions": 8192,
-            "local_attention": 128,
-        },
-        vocab=50368,
-    ),
-    "qwen3": Case(
-        "qwen3",
-        toy_models.write_qwen3,
-        options={
-            "layers": 28, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 3072, "vocab": 151669,
-            "max_positions": 8192,
-        },
-        vocab=151669,
-    ),
-}  # fmt: skip
 TARGETS = {"minilm": 2_000_000, "modernbert": 700_000, "qwen3": 250_000}
 """Real tokens/s on an H200 (issue C). Recorded, and asserted only on that chip."""
-
-
-def installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 @pytest.fixture(scope="session")
@@ -112,7 +75,7 @@ def evidence(request: pytest.FixtureRequest) -> dict[str, Any]:
         "driver_api": facts.driver_api,
         "compute_capability": list(facts.capability or ()),
         "onnxruntime": runtime_version(),
-        "software": {"python": platform.python_version()} | {name: installed(name) for name in SOFTWARE},
+        "software": {"python": platform.python_version()} | versions(SOFTWARE),
         "kernel_revision": engine.identity().kernel_revision,
         "os": platform.platform(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -134,56 +97,33 @@ def written(evidence: dict[str, Any], request: pytest.FixtureRequest) -> Iterato
 
 
 Note = Callable[..., None]
-BundleOf = Callable[[Case], Bundle]
+BundleOf = Callable[[str], Bundle]
 
 
 @pytest.fixture
 def note(evidence: dict[str, Any], request: pytest.FixtureRequest) -> Note:
     """Record figures under the test's name."""
-
-    def record(**figures: Any) -> None:
-        evidence["results"].setdefault(request.node.name, {}).update(figures)
-
-    return record
+    figures: dict[str, Any] = evidence["results"].setdefault(request.node.name, {})
+    return figures.update
 
 
-@pytest.fixture(scope="session")
-def bundle_of(tmp_path_factory: pytest.TempPathFactory) -> BundleOf:
-    """Return a case's bundle, written once; the real shapes as float16 packages."""
-    made: dict[str, Bundle] = {}
-
-    def get(c: Case) -> Bundle:
-        if c.name not in made:
-            folder = tmp_path_factory.mktemp("cuda")
-            checkpoint = Checkpoint.open(c.checkpoint(folder / "checkpoint"))
-            made[c.name] = write_bundle(checkpoint, folder / "bundle", dtype="f16" if c.name in SHAPES else "f32")
-        return made[c.name]
-
-    return get
-
-
-Open = Callable[..., OwnedModel]
+checkpoints, bundles, goldens = fixtures.checkpoints, fixtures.bundles, fixtures.goldens
+Goldens = dict[str, np.ndarray]
 
 
 @pytest.fixture
-def open_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """Load a bundle on the GPU, or on the CPU provider; closed after the test."""
-    opened: list[OwnedModel] = []
+def bundle_of(bundles: fixtures.Bundles) -> BundleOf:
+    """Return a case's bundle, written once; the served shapes as float16 packages."""
+    return lambda name: bundles(name, dtype="f16" if name in SERVED else "f32")
 
-    def load(bundle: Bundle, *, device: str = "cuda", precision: str | None = None, **config: str) -> OwnedModel:
-        if precision is not None:
-            monkeypatch.setenv(PRECISION_VARIABLE, precision)
-        else:
-            monkeypatch.delenv(PRECISION_VARIABLE, raising=False)
-        engine = CudaEngine(WorkerOptions(device=device, manifest=bundle.root / manifest.FILE_NAME))
-        model = engine.load(load_request(bundle, **config), progress=silent())
-        assert isinstance(model, OwnedModel)
-        opened.append(model)
-        return model
 
-    yield load
-    for model in opened:
-        model.close()
+load, Open = fixtures.load, fixtures.Loader
+
+
+@pytest.fixture
+def open_model(load: Open) -> Open:
+    """Load a bundle on the GPU; closed after the test."""
+    return partial(load, device="cuda")
 
 
 def forward(model: OwnedModel, rows: list[list[int]]) -> np.ndarray:
@@ -227,7 +167,7 @@ def load_in(client: WorkerClient, bundle: Bundle) -> str:
 
 
 def test_the_floor(note: Note) -> None:
-    probe = floor.judge(binding.driver_facts(0))
+    probe = floor.judge(binding.machine_facts(0))
     note(code=probe.code, observed=probe.observed)
     judge(floor=probe.status == "ok")
 
@@ -238,7 +178,7 @@ def test_the_floor(note: Note) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_node_runs_on_the_gpu(name: str, open_model: Open, bundle_of: BundleOf, note: Note) -> None:
     started = time.perf_counter()
-    device = open_model(bundle_of(case(name))).device
+    device = open_model(bundle_of(name)).device
     note(load_ms=1000 * (time.perf_counter() - started))
     assert isinstance(device, CudaDevice)
     for route in (*device.routes, *device.captured):
@@ -250,16 +190,16 @@ def test_every_node_runs_on_the_gpu(name: str, open_model: Open, bundle_of: Bund
     judge(recorded_shapes=len(recorded) == 6)
 
 
-@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize("name", list(SERVED))
 def test_attention_kernels(name: str, bundle_of: BundleOf, note: Note) -> None:
     """The served shapes in a worker of their own: LOAD, a request, and the kernel that each attention node ran.
 
     The wheel's profiler is built without CUPTI and names no kernels; onnxruntime says which one a node has chosen.
     """
-    c, bundle = SHAPES[name], bundle_of(SHAPES[name])
+    bundle = bundle_of(name)
     with worker(bundle, ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO="1") as client:
         reference = load_in(client, bundle)
-        client.embed(reference, mixed(c.vocab, 32), pooling=pooling_of(bundle))
+        client.embed(reference, mixed(SERVED[name].vocab, 32), pooling=pooling_of(bundle))
         assert client.shutdown() == 0
         said = client.stdout() + client.stderr()
     found = Counter(f"{op} {dtype} {kernel}" for op, dtype, kernel in CHOICE.findall(said))
@@ -279,46 +219,45 @@ def pooling_of(bundle: Bundle) -> Pooling:
 
 # --- parity (6.7) ----------------------------------------------------------------------------------------------------
 
-goldens = fixtures.goldens
-Goldens = dict[str, np.ndarray]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_toys_against_transformers(
     name: str, open_model: Open, bundle_of: BundleOf, goldens: Goldens, note: Note
 ) -> None:
     """All rows together, and each alone: a row alone takes a recorded launch, BERT's together are packed."""
-    model, rows = open_model(bundle_of(case(name))), case(name).rows()
+    model, rows = open_model(bundle_of(name)), case(name).rows()
     together, alone = forward(model, rows), np.concatenate([forward(model, [row]) for row in rows])
     judge_parity(case(name), together, goldens[name], note)
     judge_parity(case(name), alone, goldens[name], note)
 
 
 @pytest.mark.parametrize("name", ["bert-mean", "modernbert-rerank", "qwen3-rerank"])
-def test_float32_oracle(name: str, open_model: Open, bundle_of: BundleOf, goldens: Goldens, note: Note) -> None:
-    output = forward(open_model(bundle_of(case(name)), precision="f32"), case(name).rows())
+def test_float32_oracle(
+    name: str, open_model: Open, bundle_of: BundleOf, goldens: Goldens, note: Note, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PRECISION_VARIABLE, "f32")
+    output = forward(open_model(bundle_of(name)), case(name).rows())
     error = np.abs(output[:, 0] - goldens[name]) if case(name).task == "rerank" else 1 - cosines(output, goldens[name])
     note(worst=float(error.max()))
     judge(worst=error.max() <= 1e-3)
 
 
-@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize("name", list(SERVED))
 def test_real_shapes_against_the_cpu_graph(name: str, open_model: Open, bundle_of: BundleOf, note: Note) -> None:
-    rows = mixed(SHAPES[name].vocab, 400 if name == "minilm" else 64)
+    rows = mixed(SERVED[name].vocab, 400 if name == "minilm" else 64)
     if name != "minilm":
-        rows += mixed(SHAPES[name].vocab, 2, seed=1, longest=1500)
-    reference = forward(open_model(bundle_of(SHAPES[name]), device="cpu"), rows)
-    output = forward(open_model(bundle_of(SHAPES[name])), rows)
+        rows += mixed(SERVED[name].vocab, 2, seed=1, longest=1500)
+    reference = forward(open_model(bundle_of(name), device="cpu"), rows)
+    output = forward(open_model(bundle_of(name)), rows)
     ours, theirs = (np.argsort(-(x @ x.T), axis=1)[:, :10] for x in (output, reference))
     overlap = float(np.mean([len(set(a) & set(b)) / 10 for a, b in zip(ours, theirs, strict=True)]))
     note(top10_overlap=overlap, rows=len(rows))
-    judge_parity(SHAPES[name], output, reference, note)
+    judge_parity(SERVED[name], output, reference, note)
     judge(top10_overlap=overlap >= 0.995)
 
 
 @pytest.mark.parametrize("name", ["bert-mean", "modernbert-mean", "qwen3-last"])
 def test_repeats_are_byte_identical(name: str, open_model: Open, bundle_of: BundleOf) -> None:
-    model, rows = open_model(bundle_of(case(name))), case(name).rows()
+    model, rows = open_model(bundle_of(name)), case(name).rows()
     answers = [(forward(model, rows).tobytes(), forward(model, rows[::-1]).tobytes()) for _ in range(6)]  # A, B, A, …
     judge(byte_identity=len(set(answers)) == 1)
 
@@ -326,7 +265,7 @@ def test_repeats_are_byte_identical(name: str, open_model: Open, bundle_of: Bund
 @pytest.mark.parametrize("name", ["modernbert-mean", "qwen3-last"])
 def test_a_recorded_launch_gives_the_same_bytes(name: str, open_model: Open, bundle_of: BundleOf) -> None:
     """Same operators, same shape (4 rows of 32 tokens), once recorded and once launched node by node."""
-    rows, bundle = toy_models.toy_rows(5, [32] * 4, case(name).vocab), bundle_of(case(name))
+    rows, bundle = toy_models.toy_rows(5, [32] * 4, case(name).vocab), bundle_of(name)
     recorded, plain = (open_model(bundle, cuda_graphs=flag) for flag in "10")
     assert isinstance(recorded.device, CudaDevice) and recorded.device.recorded_for(4, 32) == (4, 32)
     assert isinstance(plain.device, CudaDevice) and plain.device.recorded_for(4, 32) is None
@@ -348,9 +287,11 @@ def seconds(call: Callable[[], object], *, repeats: int = 5) -> float:
     return statistics.median(taken)
 
 
-@pytest.mark.parametrize("name", list(SHAPES))
-def test_throughput(name: str, open_model: Open, bundle_of: BundleOf, note: Note, evidence: dict[str, Any]) -> None:
-    model, rows = open_model(bundle_of(SHAPES[name])), mixed(SHAPES[name].vocab, 2048)
+@pytest.mark.parametrize("name", list(SERVED))
+def test_throughput(
+    name: str, open_model: Open, bundle_of: BundleOf, checkpoints: Any, note: Note, evidence: dict[str, Any]
+) -> None:
+    model, rows = open_model(bundle_of(name)), mixed(SERVED[name].vocab, 2048)
     rate = sum(map(len, rows)) / seconds(lambda: forward(model, rows))
     note(mixed_tokens_per_s=rate, target=TARGETS[name])
     for width in (step for step in model.policy.ladder if step <= 2048):
@@ -358,7 +299,7 @@ def test_throughput(name: str, open_model: Open, bundle_of: BundleOf, note: Note
         note(**{f"bucket_{width}_tokens_per_s": sum(map(len, full)) / seconds(lambda f=full: forward(model, f))})  # type: ignore[misc]
     for width in (16, 128):
         note(**{f"single_{width}_ms": 1000 * seconds(lambda w=width: forward(model, [[7] * w]), repeats=50)})  # type: ignore[misc]
-    rival = torch_rate(bundle_of(SHAPES[name]).root.parent / "checkpoint", rows)
+    rival = torch_rate(checkpoints(name).folder, rows)
     ratio = rate / rival["tokens_per_s"] if "tokens_per_s" in rival else None
     note(torch_fp16_sdpa=rival, ratio_to_torch_fp16_sdpa=ratio)
     judge(target="H200" not in evidence["device"] or rate >= TARGETS[name])
@@ -380,10 +321,10 @@ def torch_rate(folder: Path, rows: list[list[int]], device: str = "cuda") -> dic
     return found
 
 
-@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize("name", list(SERVED))
 def test_throughput_over_the_socket(name: str, open_model: Open, bundle_of: BundleOf, note: Note) -> None:
     """The whole way of a worker: handshake, LOAD, phase switch, PING, the same bytes again, speed, SHUTDOWN."""
-    bundle, rows, here = bundle_of(SHAPES[name]), mixed(SHAPES[name].vocab, 2048), open_model(bundle_of(SHAPES[name]))
+    bundle, rows, here = bundle_of(name), mixed(SERVED[name].vocab, 2048), open_model(bundle_of(name))
     requests = [rows[start : start + MAX_ITEMS] for start in range(0, len(rows), MAX_ITEMS)]
     expected = np.concatenate([forward(here, part) for part in requests])
     alone = seconds(lambda: [forward(here, part) for part in requests])
@@ -418,7 +359,7 @@ def test_throughput_over_the_socket(name: str, open_model: Open, bundle_of: Bund
 def test_out_of_memory_is_an_answer_and_the_worker_goes_on(open_model: Open, bundle_of: BundleOf, note: Note) -> None:
     """With little memory a request is halved or refused as oom; the next small one is answered either way."""
     config = {"gpu_mem_limit_mb": "320", "warm": "0", "cuda_graphs": "0"}
-    model, small = open_model(bundle_of(SHAPES["minilm"]), **config), [[5, 6, 7]]
+    model, small = open_model(bundle_of("minilm"), **config), [[5, 6, 7]]
     before = forward(model, small)
     try:
         forward(model, [[5] * 512] * 256)
@@ -431,7 +372,7 @@ def test_out_of_memory_is_an_answer_and_the_worker_goes_on(open_model: Open, bun
 
 
 def test_memory_stays_flat_over_many_shapes(open_model: Open, bundle_of: BundleOf, note: Note) -> None:
-    model, vocab = open_model(bundle_of(SHAPES["minilm"])), SHAPES["minilm"].vocab
+    model, vocab = open_model(bundle_of("minilm")), SERVED["minilm"].vocab
     assert isinstance(model.device, CudaDevice)
     for seed in range(20):
         forward(model, mixed(vocab, 128, seed))
@@ -448,7 +389,7 @@ def test_memory_stays_flat_over_many_shapes(open_model: Open, bundle_of: BundleO
 
 def test_a_lost_device_is_answered_and_its_process_leaves(bundle_of: BundleOf, note: Note) -> None:
     """A kernel that reads at an address nobody owns, in a worker of its own: ERR, then exit status 1."""
-    bundle = bundle_of(case("bert-mean"))
+    bundle = bundle_of("bert-mean")
     with worker(bundle, "tests.hardware.lost_device") as client:
         reply = client.embed(load_in(client, bundle), case("bert-mean").rows() * 4).reply
         lost = isinstance(reply, Err)

@@ -24,10 +24,9 @@ import numpy as np
 
 from engines.bundle import manifest
 from engines.cuda.engine import CudaEngine
-from engines.protocol.messages import Pooling
-from engines.runtime.batch import TokenBatch
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
+from tests.cuda.conftest import batch_of
 from tests.support.owned_bundle import load_request
 
 runtime = ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
@@ -84,17 +83,6 @@ def attempt(call: Callable[[], Any]) -> dict[str, Any]:
     return result | {"stats": report()}
 
 
-def ask(model: Any, rows: list[list[int]]) -> Any:
-    """Embed or rerank, as the model's manifest says."""
-    cu_seqlens = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=cu_seqlens[1:])
-    batch = TokenBatch(np.concatenate([np.asarray(row, np.int32) for row in rows]), cu_seqlens)
-    if model.spec.task == "rerank":
-        return model.rerank_sequences(batch, progress=silent())
-    pooling, normalize = Pooling(model.spec.pooling), model.spec.normalize
-    return model.embed(batch, pooling=pooling, normalize=normalize, packed_width=None, progress=silent())
-
-
 def main(path: str, steps: list[list[Any]], config: dict[str, str]) -> dict[str, Any]:
     gc.disable()
     bundle = manifest.read(Path(path))
@@ -115,7 +103,7 @@ def main(path: str, steps: list[list[Any]], config: dict[str, str]) -> dict[str,
             result["steps"]["close"] = attempt(lambda: loaded.pop().close() if loaded else None)
         else:
             rows, name = rest
-            result["steps"][name] = attempt(lambda rows=rows: ask(loaded[0], rows))
+            result["steps"][name] = attempt(lambda rows=rows: loaded[0].forward(batch_of(rows), silent()))
     result["left"] = report()
     return result
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
+from tests.cuda.cases import SERVED
 from tests.rehearsal.conftest import case
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -19,7 +18,6 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for shapes in {id(item.module.SHAPES): item.module.SHAPES for item in items}.values():  # type: ignore[attr-defined]
-        for name, options in SMALL.items():
-            shapes[name] = replace(shapes[name], options=options, vocab=128)
+def pytest_configure() -> None:
+    for name, options in SMALL.items():
+        SERVED[name] = replace(SERVED[name], options=options, vocab=128)

@@ -6,11 +6,12 @@ oldest; everything else is marked soak and belongs to `make rehearse-cuda`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.cuda.cases import Case
+from tests.cuda.cases import SERVED
 from tests.rehearsal.conftest import Bundles, Rehearse, case
 from tests.support import toy_models
 
@@ -76,7 +77,7 @@ def test_a_cell(name: str, precision: str, capability: str, bundles: Bundles, re
         # Neither writes the attention scores out: flash where there is machine code for it, else memory-efficient.
         kernel = "attention_kernel_batched_impl" if capability == OLDEST else "flash_fwd_kernel"
         assert any(kernel in name for name in loaded["kernels"]), sorted(loaded["kernels"])
-    shape = [len(rows)] if case(name).task == "rerank" else [len(rows), 64]
+    shape = [len(rows), 1 if case(name).task == "rerank" else 64]
     for step in ("first", "second"):
         cost(served(found["steps"][step]))
         assert found["steps"][step]["shape"] == shape
@@ -99,45 +100,18 @@ def test_the_environment_chooses_no_kernel(bundles: Bundles, rehearse: Rehearse)
     assert any("flash_fwd_kernel" in name for name in served(found["steps"]["load"])["kernels"])
 
 
-LENGTHS = (5, 17, 64, 100, 128, 400, 512)
-SHAPES = (
-    Case(
-        "minilm",
-        toy_models.write_bert,
-        options={"layers": 2, "hidden": 384, "heads": 12, "ffn": 1536, "vocab": 1024, "max_positions": 512},
-        vocab=1024,
-        lengths=LENGTHS * 3,
-    ),
-    Case(
-        "modernbert",
-        toy_models.write_modernbert,
-        options={
-            "layers": 4, "hidden": 768, "heads": 12, "ffn": 1152, "vocab": 1024, "max_positions": 8192,
-            "local_attention": 128,
-        },
-        vocab=1024,
-        lengths=(*LENGTHS, 1000, 8192) * 2,
-    ),
-    Case(
-        "qwen3",
-        toy_models.write_qwen3,
-        options={
-            "layers": 2, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 3072, "vocab": 1024,
-            "max_positions": 8192,
-        },
-        vocab=1024,
-        lengths=(*LENGTHS, 1000, 8192) * 2,
-    ),
-)  # fmt: skip
-"""The served models' widths, heads and lengths, with few layers and a small vocabulary."""
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("capability", [OLDEST, USUAL, CAPABILITIES[-1]])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_served_widths(shape: Case, capability: str, bundles: Bundles, rehearse: Rehearse) -> None:
-    """Grids and shared memory within the hardware's limits, and machine code for every kernel that is chosen."""
-    rows = toy_models.toy_rows(11, list(shape.lengths), shape.vocab)
+@pytest.mark.parametrize("name", list(SERVED))
+def test_served_widths(name: str, capability: str, bundles: Bundles, rehearse: Rehearse) -> None:
+    """Grids and shared memory within the hardware's limits, and machine code for every kernel that is chosen.
+
+    The served models' widths, heads and lengths, with few layers and a small vocabulary.
+    """
+    layers = 4 if name == "modernbert" else 2
+    shape = replace(SERVED[name], vocab=1024, options={**SERVED[name].options, "layers": layers, "vocab": 1024})
+    lengths = [n for n in (5, 17, 64, 100, 128, 400, 512, 1000, 8192) if n <= shape.options["max_positions"]]
+    rows = toy_models.toy_rows(11, lengths * 2, shape.vocab)
     steps = [["request", rows, "first"], ["request", rows, "second"], ["close"]]
     found = rehearse(bundles(f"{shape.name}-shape", shape), steps, settings={"CUDASHIM_CC": capability})
     loaded = served(found["steps"]["load"])
