@@ -38,8 +38,8 @@ CPU_CALL_TOKENS_INT8: Final = 128
 CUDA_CALL_TOKENS: Final = 32768
 CUDA_CALL_TOKENS_SMALL: Final = 65536
 """For models of at most 512 hidden units, such as MiniLM (8.3.2)."""
-CUDA_SCORE_BYTES: Final = 2**30
-"""Attention scores of a call where a graph writes them out (8.3.2); without it a float32 call asks for 88 GiB."""
+CUDA_CALL_TOKENS_F32: Final = 4096
+"""The oracle's graphs write attention scores out (8.3.2): with the usual budget a call would ask for 88 GiB."""
 TWIN_LIMIT: Final = 512 * 2**20
 """CPU: up to this many bytes of weights a second, one-thread session is kept for buckets that run side by side."""
 log = logging.getLogger(__name__)
@@ -105,7 +105,10 @@ class Assembly:
         main = cuda_variants(self.spec, self.precision)
         recorded = recorded_variants(self.spec, self.precision) if self.chosen.cuda_graphs else []
         widths = dict([*recorded, *main])
-        policy = self._cuda_policy(stores_scores=any(variant.attention == "plain" for variant in widths))
+        small = self.spec.config["hidden_size"] <= 512
+        usual = CUDA_CALL_TOKENS_SMALL if small else CUDA_CALL_TOKENS
+        usual = CUDA_CALL_TOKENS_F32 if self.precision == "f32" else usual
+        policy = Policy(self.chosen.call_tokens or usual, ladder_up_to(self.widest, self.block))
         graphs = {variant: build(self.spec, self.store, variant) for variant in widths}
         weights = {name: array for graph in graphs.values() for name, array in graph.weights.items()}
         limits = self._memory_limits(graphs, dict(main), policy, sum(array.nbytes for array in weights.values()))
@@ -135,15 +138,6 @@ class Assembly:
             self.device, len(made), (total - free) // 2**20, total // 2**20,
         )  # fmt: skip
         return model
-
-    def _cuda_policy(self, *, stores_scores: bool) -> Policy:
-        """Return how rows become calls. *stores_scores*: a graph writes attention scores out."""
-        usual = CUDA_CALL_TOKENS_SMALL if self.spec.config["hidden_size"] <= 512 else CUDA_CALL_TOKENS
-        score = self.spec.config["num_attention_heads"] * self.store.dtype.itemsize
-        return Policy(
-            tokens=self.chosen.call_tokens or usual, ladder=ladder_up_to(self.widest, self.block),
-            scores=CUDA_SCORE_BYTES // score if stores_scores else 0,
-        )  # fmt: skip
 
     def _memory_limits(
         self, graphs: Mapping[Variant, Graph], main: Mapping[Variant, int], policy: Policy, weights: int

@@ -33,22 +33,17 @@ class Policy:
     """How rows become buckets.
 
     ``tokens``: most cells (rows x width) of a bucket; a longer row runs alone. ``ladder``: widths; empty: exact ones,
-    rounded up by :func:`whole_blocks`. ``scores``: most attention scores of a bucket, rows x width x width, where a
-    graph stores them; 0: none does (8.3.2).
+    rounded up by :func:`whole_blocks`.
     """
 
     tokens: int
     ladder: tuple[int, ...] = LADDER
     rows: int = 512
     block: int = 1
-    scores: int = 0
 
     def max_rows(self, width: int) -> int:
         """Rows of *width* that a bucket may hold, at least one."""
-        rows = min(self.rows, self.tokens // width)
-        if self.scores:
-            rows = min(rows, self.scores // width**2)
-        return max(1, rows)
+        return max(1, min(self.rows, self.tokens // width))
 
     def widths(self, lengths: IntArray) -> IntArray:
         """Return the width each length runs at, int32, same shape."""

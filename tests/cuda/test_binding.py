@@ -5,14 +5,17 @@ tests/rehearsal executes every call of the binding through cuda-python and onnxr
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
+import weakref
 from pathlib import Path
 
 import pytest
 from cuda.bindings import runtime
 
 from engines.cuda import binding
-from engines.cuda.faults import STICKY, refuse
+from engines.cuda.faults import KEPT, STICKY, refuse
 from engines.cuda.graphs.builder import Graph, Variant, WeightStore
 from engines.cuda.graphs.families import build
 from engines.protocol.errors import EngineError, ErrorCode
@@ -98,6 +101,25 @@ def test_every_error_that_ends_the_process_counts_as_a_lost_device() -> None:
         assert getattr(runtime.cudaError_t, name) == number
     final = {e.name for e in runtime.cudaError_t if "must be terminated" in " ".join((e.__doc__ or "").split())}
     assert len(final) >= 8 and final <= STICKY.keys()
+
+
+def test_what_a_lost_device_was_doing_is_kept() -> None:
+    """Destroying a session with recorded launches on a lost device aborts the process before it has answered."""
+
+    class Session:
+        pass
+
+    def forward(session: Session) -> None:
+        refuse(RuntimeError("CUDA error 700: cudaErrorIllegalAddress"))
+
+    kept, session = len(KEPT), Session()
+    alive = weakref.ref(session)
+    with contextlib.suppress(DeviceLost):
+        forward(session)
+    del session
+    gc.collect()
+    assert alive() is not None
+    del KEPT[kept:]
 
 
 def test_a_session_that_cannot_be_made_is_a_missing_backend() -> None:

@@ -83,11 +83,3 @@ def test_merging_adds_fewer_cells_than_its_limit_for_each_launch_saved(lengths: 
     merged = plan(np.array(lengths, np.int32), Policy(tokens=1 << 30)).buckets
     assert len(merged) <= len(set(steps.tolist()))
     assert sum(bucket.rows * bucket.width for bucket in merged) - steps.sum() < 128 * len(merged)
-
-
-def test_stored_attention_scores_bound_a_bucket() -> None:
-    """rows x width x width, which the token budget lets grow without end; a single row always runs."""
-    policy = Policy(tokens=65536, scores=10**6)
-    assert [policy.max_rows(width) for width in (16, 512, 1024, 8192)] == [512, 3, 1, 1]
-    buckets = plan(np.full(40, 512, np.int32), policy).buckets
-    assert max(bucket.rows for bucket in buckets) == 3 and sum(bucket.rows for bucket in buckets) == 40

@@ -15,7 +15,7 @@ import pytest
 
 from engines.cuda import binding, staging
 from engines.cuda.graphs.builder import Graph, GraphBuilder, ModelSpec, Variant, WeightStore
-from engines.cuda.graphs.families import FAMILIES, block, build, cpu_variants, cuda_variants, recorded_variants
+from engines.cuda.graphs.families import block, build, cpu_variants, cuda_variants, recorded_variants
 from engines.protocol.errors import EngineError, ErrorCode
 from tests.cuda.cases import CASES, Case, case
 from tests.cuda.conftest import Bundles, batch_of, cosines, spec_of
@@ -142,14 +142,6 @@ def test_a_table_is_not_copied(bundles: Bundles) -> None:
     """Mapped tensors that need no change stay mapped."""
     table = graph_of(bundles, "qwen3-last", Variant()).weights["embed_tokens.weight"]
     assert not table.flags.owndata and not table.flags.writeable
-
-
-def test_only_some_families_have_int8_layers(bundles: Bundles) -> None:
-    for name in {name.partition("-")[0]: name for name in NAMES}.values():
-        spec, _ = spec_of(bundles(name))
-        if not FAMILIES[spec.family].int8:
-            with pytest.raises(EngineError, match="no int8 layers"):
-                cpu_variants(spec, int8=True)
 
 
 def test_a_weight_beyond_float16_is_refused_by_name(bundles: Bundles) -> None:

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines import machine
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle
 from engines.cuda import binding, floor
@@ -121,8 +122,9 @@ load, Open = fixtures.load, fixtures.Loader
 
 
 @pytest.fixture
-def open_model(load: Open) -> Open:
-    """Load a bundle on the GPU; closed after the test."""
+def open_model(load: Open, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Load a bundle on the GPU, or where *device* says; closed after the test."""
+    monkeypatch.delenv(PRECISION_VARIABLE, raising=False)
     return partial(load, device="cuda")
 
 
@@ -219,15 +221,15 @@ def pooling_of(bundle: Bundle) -> Pooling:
 
 # --- parity (6.7) ----------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", NAMES)
 def test_toys_against_transformers(
     name: str, open_model: Open, bundle_of: BundleOf, goldens: Goldens, note: Note
 ) -> None:
     """All rows together, and each alone: a row alone takes a recorded launch, BERT's together are packed."""
     model, rows = open_model(bundle_of(name)), case(name).rows()
-    together, alone = forward(model, rows), np.concatenate([forward(model, [row]) for row in rows])
-    judge_parity(case(name), together, goldens[name], note)
-    judge_parity(case(name), alone, goldens[name], note)
+    outputs = np.concatenate([forward(model, rows), *(forward(model, [row]) for row in rows)])
+    judge_parity(case(name), outputs, np.concatenate([goldens[name]] * 2), note)
 
 
 @pytest.mark.parametrize("name", ["bert-mean", "modernbert-rerank", "qwen3-rerank"])
@@ -246,7 +248,7 @@ def test_real_shapes_against_the_cpu_graph(name: str, open_model: Open, bundle_o
     rows = mixed(SERVED[name].vocab, 400 if name == "minilm" else 64)
     if name != "minilm":
         rows += mixed(SERVED[name].vocab, 2, seed=1, longest=1500)
-    reference = forward(open_model(bundle_of(name), device="cpu"), rows)
+    reference = forward(open_model(bundle_of(name), device="cpu", threads=str(machine.usable_cores())), rows)
     output = forward(open_model(bundle_of(name)), rows)
     ours, theirs = (np.argsort(-(x @ x.T), axis=1)[:, :10] for x in (output, reference))
     overlap = float(np.mean([len(set(a) & set(b)) / 10 for a, b in zip(ours, theirs, strict=True)]))

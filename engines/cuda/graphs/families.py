@@ -15,25 +15,23 @@ from typing import Final
 
 from engines.cuda.graphs import bert, modernbert, qwen3
 from engines.cuda.graphs.builder import Graph, GraphBuilder, ModelSpec, Precision, Variant, WeightStore
-from engines.protocol.errors import EngineError, ErrorCode
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """What a family can do beyond its plain and fused graphs.
 
-    ``packed``: rows end to end on the GPU. ``int8``: layers with int8 matrices on the CPU. ``half_window``: how far
-    local layers look to each side; 0 for a model without any. Wider rows run in blocks of it.
+    ``packed``: rows end to end on the GPU. ``half_window``: how far local layers look to each side; 0 for a model
+    without any. Wider rows run in blocks of it. (engines.checkpoint.layout says which families have int8 packages.)
     """
 
     build: Callable[[GraphBuilder], Graph]
     packed: bool = False
-    int8: bool = False
     half_window: Callable[[ModelSpec], int] = lambda spec: 0
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    "bert": Family(bert.build, packed=True, int8=True),
+    "bert": Family(bert.build, packed=True),
     "modernbert": Family(modernbert.build, half_window=modernbert.half_window),
     "qwen3": Family(qwen3.build),
 }
@@ -51,8 +49,6 @@ def cpu_variants(spec: ModelSpec, *, int8: bool = False) -> list[tuple[Variant, 
 
     Standard operators: as fast as the fused ones on this provider or faster (models.md 2).
     """
-    if int8 and not FAMILIES[spec.family].int8:
-        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"model_unsupported: no int8 layers for {spec.family}")
     return _by_width(spec, Variant("f32", "plain", int8=int8))
 
 
