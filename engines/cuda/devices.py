@@ -209,7 +209,7 @@ class CudaDevice:
         return tuple(width for width in CAPTURED_WIDTHS if width in self._ladder) if self.captured else ()
 
     def record(self, recorded: Callable[[], None]) -> None:
-        """Record the latency shapes, each with its own buffers; *recorded* is told of each. At LOAD, one thread."""
+        """Record the latency shapes, each with its own buffers; call *recorded* after each. At LOAD, in one thread."""
         slot = self.slots[0]
         for width in self._captured_widths():
             chosen = route(self.captured, width)

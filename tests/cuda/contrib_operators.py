@@ -19,7 +19,7 @@ from onnx.reference.op_run import OpRun
 from engines.cuda.graphs.builder import CONTRIB, Graph
 
 OPEN = np.float32(1000.0)
-"""What stands where an operator's output is not defined."""
+"""Written where an operator's output is not defined."""
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 

@@ -1,4 +1,4 @@
-"""The CUDA device's numbers without a GPU: plain host memory stands where :class:`engines.cuda.binding.Cuda` does.
+"""The CUDA device's numbers without a GPU: plain host memory in place of :class:`engines.cuda.binding.Cuda`.
 
 It proves that rows and results lie where they belong, nothing about the device: the order of calls is rehearsed in
 tests/rehearsal, what only a GPU can prove is in tests/hardware/test_cuda.py.

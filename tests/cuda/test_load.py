@@ -75,7 +75,7 @@ def test_optional_keys_that_agree_and_unknown_ones_are_fine(bundles: Bundles) ->
     model.close()  # idempotent
 
 
-def test_a_missing_or_broken_manifest_is_told_at_load(bundles: Bundles, tmp_path: Path) -> None:
+def test_a_missing_or_broken_manifest_is_refused_at_load(bundles: Bundles, tmp_path: Path) -> None:
     request = load_request(bundles("bert-mean"))
     refused(engine_for(None), request, ErrorCode.ARTIFACT_INVALID, "without --manifest")
     (tmp_path / manifest.FILE_NAME).write_text('{"manifest_version": 1, "manifest_version": 1}')

@@ -1,7 +1,7 @@
 """One bundle through the CUDA lane in this process, on the stub libraries: prints one JSON document.
 
 ``python -m tests.rehearsal.probe MANIFEST`` reads ``[steps, config]`` as JSON from stdin; config is LOAD's
-runtime_config. A step is ``["load"]`` (first, unless it stands elsewhere), ``["request", rows, name]`` (rows of token
+runtime_config. A step is ``["load"]`` (first, unless it is named elsewhere), ``["request", rows, name]`` (rows of token
 ids), ``["fault", function, skip, times, code, stays]``, ``["heal"]`` or ``["close"]``. The garbage collector is off, so
 what only it would free counts as left.
 """

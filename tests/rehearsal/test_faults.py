@@ -71,7 +71,7 @@ def test_a_load_that_fails_at_any_allocation_leaves_nothing(bundles: Bundles, re
 
 @pytest.mark.parametrize("where", ["kernel", "gemm", "cudaEventSynchronize", "cudaMemcpyAsync"])
 @pytest.mark.parametrize("graphs", ["0", "1"])
-def test_a_lost_device_is_told_from_a_failed_request(
+def test_a_lost_device_is_distinguished_from_a_failed_request(
     where: str, graphs: str, bundles: Bundles, rehearse: Rehearse
 ) -> None:
     """Names, numbers or 'CUBLAS failure 13': whatever the provider says, the lane asks the device itself."""
