@@ -40,6 +40,8 @@ def load(
 ) -> OwnedModel:  # fmt: skip
     """Verify and load one artifact. Raises EngineError; nothing stays behind then."""
     expected = artifact.expected_digest(request.artifact_digest)
+    if not request.artifact_path:
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, "artifact_path is empty")
     if request.format != FORMAT:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, f"format {request.format!r}: this engine loads {FORMAT} only")
     chosen = settings.parse(request.runtime_config, device=device, precision=precision)

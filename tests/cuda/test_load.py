@@ -112,6 +112,8 @@ def test_hardware_comes_before_the_artifact(bundles: Bundles, monkeypatch: pytes
     monkeypatch.setattr("engines.cuda.binding.session", lambda *a, **k: pytest.fail("a session was made"))
     request = msgspec.structs.replace(load_request(bundle), artifact_path="/nowhere/at.all", artifact_digest="1" * 64)
     refused(engine, request, ErrorCode.BACKEND_MISSING, "^backend_missing: cuda_no_driver: ")
+    empty = msgspec.structs.replace(request, artifact_path="")
+    refused(engine, empty, ErrorCode.ARTIFACT_INVALID, "artifact_path is empty")
     rerank = msgspec.structs.replace(request, runtime_config={"operation": "rerank"})
     refused(engine, rerank, ErrorCode.OPERATION_MISMATCH, "task is embed")
     refused(engine_for(bundle, "metal"), request, ErrorCode.BACKEND_MISSING, "no metal")

@@ -39,7 +39,7 @@ def build(b: GraphBuilder) -> Graph:
     if b.spec.task == "embed":
         return b.embedding(b.pool(normed, masks.real, lens, b.spec.pooling))
     # Dense, gelu, LayerNorm, classifier in float32: the logit (6.6, without its sigmoid).
-    x = b.pool(normed, masks.real, lens, b.spec.head.get("pooling", b.config["classifier_pooling"]))
+    x = b.pool(normed, masks.real, lens, b.config["classifier_pooling"])
     x = b.norm(b.gelu(b.dense(x, "head.dense", f32=True)), "head.norm", eps=eps, f32=True)
     return b.logit(b.dense(x, "classifier", f32=True))
 
