@@ -125,12 +125,12 @@ def spec_of(manifest: Manifest, config: dict[str, Any]) -> ModelSpec:
     head = manifest.head if manifest.head is not UNSET else {}
     pooling = manifest.pooling.value if manifest.pooling is not UNSET else "cls"
     separator = special.get("sep", -1) if manifest.token_types is True else None
-    pad = int(special.get("pad", config.get("pad_token_id") or 0))
+    pad = special.get("pad", config.get("pad_token_id") or 0)
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     for wrong, words in (
         (separator == -1, "token_types needs special_ids.sep"),
         (manifest.task == "embed" and manifest.dims != hidden, f"dims {manifest.dims}, the checkpoint has {hidden}"),
-        (not 0 <= pad < vocabulary, f"pad id {pad} is not in the vocabulary"),
+        (not isinstance(pad, int) or not 0 <= pad < vocabulary, f"pad id {pad!r} is not in the vocabulary"),
     ):
         if wrong:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"manifest.json: {words}")
