@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeAlias
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, Final, Protocol, TypeAlias
 
 from synapse_host.errors import BackendMissing, InvalidRequest, SynapseError
 
@@ -32,6 +32,13 @@ PARQUET_ROWS: Final = 1024
 """Rows of a parquet file in memory at once."""
 SUFFIXES: Final = (".jsonl", ".txt", ".csv", ".parquet", ".md")
 """What a folder is searched for."""
+
+
+class Lines(Protocol):
+    """What lines are read from: a binary file, or a part of one."""
+
+    def readline(self, limit: int, /) -> bytes:
+        """Return the next line with its end, or *limit* bytes of it; empty at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +95,9 @@ class Corpus:
     def __iter__(self) -> Iterator[Text]:
         """Iterate over the texts. InvalidRequest {file, line} where one can't be read, unless ``on_bad`` takes it."""
         yield from self.texts
-        for file in self.files:
-            yield from _kind(file)(file, self.column, self.on_bad)
+        for name in self.files:
+            with opened(name) as file:
+                yield from read(file, "stdin" if name == "-" else name, self.column, self.on_bad)
 
     def digest(self) -> str:
         """Return the SHA-256 of all that is read: what tells a changed corpus from the one of an earlier run."""
@@ -118,9 +126,29 @@ def opened(source: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def lines(file: BinaryIO, name: str, on_bad: OnBad = None) -> Iterator[tuple[int, str]]:
+def read(file: Lines, name: str, column: str, on_bad: OnBad = None, *, before: int = 0) -> Iterator[Text]:
+    """Iterate over the texts of an open file, of the kind that its *name* says; it has *before* lines before it."""
+    suffix = PurePath(name).suffix.lower()
+    if suffix in _TABLES:
+        yield from _TABLES[suffix](file, name, column, on_bad)
+        return
+    kind = suffix if suffix in (".jsonl", ".txt") else ""
+    for number, line in lines(file, name, on_bad, before=before):
+        if not kind:
+            kind = ".jsonl" if line.lstrip().startswith("{") or _is_json_string(line) else ".txt"
+        where = f"{name}:{number}"
+        if kind == ".txt":
+            yield Text(line, where, where)
+            continue
+        try:
+            yield _json_text(line, name, number)
+        except InvalidRequest as exc:
+            refuse(exc, on_bad, exc.__cause__)
+
+
+def lines(file: Lines, name: str, on_bad: OnBad = None, *, before: int = 0) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, line without its end); blank ones are left out. InvalidRequest: one isn't text."""
-    number = 0
+    number = before
     while line := file.readline(MAX_LINE + 1):
         number += 1
         if len(line) > MAX_LINE:
@@ -129,19 +157,16 @@ def lines(file: BinaryIO, name: str, on_bad: OnBad = None) -> Iterator[tuple[int
             # A mark at the beginning of a file is none of its text.
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as exc:
-            _refuse(_bad(name, number, "not UTF-8 text"), on_bad, exc)
+            refuse(_bad(name, number, "not UTF-8 text"), on_bad, exc)
             continue
         if text.strip():
             yield number, text
 
 
-def values(file: BinaryIO, name: str, on_bad: OnBad = None) -> Iterator[tuple[int, Any]]:
-    """Yield (line number, value) of JSON lines."""
-    for number, line in lines(file, name, on_bad):
-        try:
-            yield number, _json(line, name, number)
-        except InvalidRequest as exc:
-            _refuse(exc, on_bad, exc.__cause__)
+def values(file: Lines, name: str) -> Iterator[tuple[int, Any]]:
+    """Yield (line number, value) of JSON lines. InvalidRequest {file, line}."""
+    for number, line in lines(file, name):
+        yield number, _json(line, name, number)
 
 
 def _json(line: str, name: str, number: int) -> Any:
@@ -168,15 +193,6 @@ def query_of(value: Any, name: str, number: int) -> tuple[str, list[str], str | 
     raise _bad(name, number, 'must be {"query": text, "docs": [text, …]}')
 
 
-def _jsonl(name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
-    with opened(name) as file:
-        for number, line in lines(file, name, on_bad):
-            try:
-                yield _json_text(line, name, number)
-            except InvalidRequest as exc:
-                _refuse(exc, on_bad, exc.__cause__)
-
-
 def _json_text(line: str, name: str, number: int) -> Text:
     where = f"{name}:{number}"
     value = _json(line, name, number)
@@ -192,28 +208,6 @@ def _json_text(line: str, name: str, number: int) -> Text:
     raise _bad(name, number, 'must be a JSON string or {"id"?, "text"}')
 
 
-def _txt(name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
-    with opened(name) as file:
-        for number, line in lines(file, name, on_bad):
-            yield Text(line, f"{name}:{number}", f"{name}:{number}")
-
-
-def _by_content(name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
-    shown = "stdin" if name == "-" else name
-    as_json = None
-    with opened(name) as file:
-        for number, line in lines(file, shown, on_bad):
-            if as_json is None:
-                as_json = line.lstrip().startswith("{") or _is_json_string(line)
-            if not as_json:
-                yield Text(line, f"{shown}:{number}", f"{shown}:{number}")
-                continue
-            try:
-                yield _json_text(line, shown, number)
-            except InvalidRequest as exc:
-                _refuse(exc, on_bad, exc.__cause__)
-
-
 def _is_json_string(line: str) -> bool:
     try:
         return isinstance(json.loads(line), str)
@@ -221,39 +215,37 @@ def _is_json_string(line: str) -> bool:
         return False
 
 
-def _md(name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
-    with opened(name) as file:
-        data = file.read(MAX_LINE + 1)
+def _md(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
+    data = file.read(MAX_LINE + 1)
     if len(data) > MAX_LINE:
         raise _bad(name, 1, f"longer than {MAX_LINE} bytes")
     try:
         yield Text(data.decode("utf-8-sig"), name, name, named=True)
     except UnicodeDecodeError as exc:
-        _refuse(_bad(name, data[: exc.start].count(b"\n") + 1, "not UTF-8 text"), on_bad, exc)
+        refuse(_bad(name, data[: exc.start].count(b"\n") + 1, "not UTF-8 text"), on_bad, exc)
 
 
-def _csv(name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
+def _csv(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
     csv.field_size_limit(MAX_LINE)
-    with opened(name) as file:
-        # Blank lines within quotes belong to the text, so this is no place for lines().
-        table = csv.reader(_csv_lines(file, name), strict=True)
-        try:
-            head = next(table, [])
-            at = _column(name, head, column)
-            id_at = head.index("id") if "id" in head and column != "id" else None
-            for row in table:
-                if not row:
-                    continue
-                where = f"{name}:{table.line_num}"
-                if len(row) != len(head):
-                    _refuse(_bad(name, table.line_num, f"has {len(row)} fields, the head has {len(head)}"), on_bad)
-                    continue
-                yield Text(row[at], where if id_at is None else row[id_at], where, id_at is not None)
-        except csv.Error as exc:
-            raise _bad(name, table.line_num, f"not valid CSV: {exc}") from exc
+    # Blank lines within quotes belong to the text, so this is no place for lines().
+    table = csv.reader(_csv_lines(file, name), strict=True)
+    try:
+        head = next(table, [])
+        at = _column(name, head, column)
+        id_at = head.index("id") if "id" in head and column != "id" else None
+        for row in table:
+            if not row:
+                continue
+            where = f"{name}:{table.line_num}"
+            if len(row) != len(head):
+                refuse(_bad(name, table.line_num, f"has {len(row)} fields, the head has {len(head)}"), on_bad)
+                continue
+            yield Text(row[at], where if id_at is None else row[id_at], where, id_at is not None)
+    except csv.Error as exc:
+        raise _bad(name, table.line_num, f"not valid CSV: {exc}") from exc
 
 
-def _csv_lines(file: BinaryIO, name: str) -> Iterator[str]:
+def _csv_lines(file: Lines, name: str) -> Iterator[str]:
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
@@ -265,26 +257,31 @@ def _csv_lines(file: BinaryIO, name: str) -> Iterator[str]:
             raise _bad(name, number, "not UTF-8 text") from exc
 
 
-def _parquet(name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
+def _parquet(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
+    yield from table_rows(file, name, column, on_bad)
+
+
+def table_rows(file: Any, name: str, column: str, on_bad: OnBad, groups: range | None = None) -> Iterator[Text]:
+    """Iterate over the texts of a parquet table: of all its row groups, or of *groups*."""
     arrow, parquet = arrow_modules()
-    with opened(name) as file:
-        try:
-            table = parquet.ParquetFile(file)
-            head = table.schema_arrow.names
-            _column(name, head, column)
-            columns = [column, "id"] if "id" in head and column != "id" else [column]
-            row = 0
-            for batch in table.iter_batches(PARQUET_ROWS, columns=columns):
-                texts, *ids = (batch.column(place).to_pylist() for place in range(len(columns)))
-                for at, text in enumerate(texts):
-                    row += 1
-                    where = f"{name}:{row}"
-                    if isinstance(text, str):
-                        yield Text(text, str(ids[0][at]) if ids else where, where, bool(ids))
-                    else:
-                        _refuse(_bad(name, row, f"column {column} holds {type(text).__name__}, not text"), on_bad)
-        except arrow.ArrowException as exc:
-            raise InvalidRequest(f"{name}: can't be read as parquet: {exc}", details={"file": name}) from exc
+    try:
+        table = parquet.ParquetFile(file)
+        head = table.schema_arrow.names
+        _column(name, head, column)
+        columns = [column, "id"] if "id" in head and column != "id" else [column]
+        chosen = range(table.num_row_groups) if groups is None else groups
+        row = sum(table.metadata.row_group(group).num_rows for group in range(chosen.start))
+        for batch in table.iter_batches(PARQUET_ROWS, row_groups=list(chosen), columns=columns):
+            texts, *ids = (batch.column(place).to_pylist() for place in range(len(columns)))
+            for at, text in enumerate(texts):
+                row += 1
+                where = f"{name}:{row}"
+                if isinstance(text, str):
+                    yield Text(text, str(ids[0][at]) if ids else where, where, bool(ids))
+                else:
+                    refuse(_bad(name, row, f"column {column} holds {type(text).__name__}, not text"), on_bad)
+    except arrow.ArrowException as exc:
+        raise InvalidRequest(f"{name}: can't be read as parquet: {exc}", details={"file": name}) from exc
 
 
 def arrow_modules() -> tuple[Any, Any]:
@@ -300,11 +297,7 @@ def arrow_modules() -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-_KINDS: Final = {".jsonl": _jsonl, ".txt": _txt, ".csv": _csv, ".parquet": _parquet, ".md": _md}
-
-
-def _kind(name: str) -> Callable[[str, str, OnBad], Iterator[Text]]:
-    return _KINDS.get(Path(name).suffix.lower(), _by_content)
+_TABLES: Final = {".csv": _csv, ".parquet": _parquet, ".md": _md}
 
 
 def _column(name: str, head: list[str], column: str) -> int:
@@ -321,8 +314,8 @@ def _bad(name: str, number: int, what: str) -> InvalidRequest:
     return InvalidRequest(f"{name}:{number}: {what}", details={"file": name, "line": number})
 
 
-def _refuse(error: InvalidRequest, on_bad: OnBad, cause: BaseException | None = None) -> None:
-    """Hand an error to *on_bad*, or raise it."""
+def refuse(error: InvalidRequest, on_bad: OnBad, cause: BaseException | None = None) -> None:
+    """Hand the error of a text to *on_bad*, which leaves the text out; without one raise it."""
     if on_bad is None:
         raise error from cause
     on_bad(error)

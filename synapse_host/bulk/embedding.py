@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 from engines.bundle.manifest import Bundle
 from synapse_host.bulk import output
-from synapse_host.bulk.corpus import Corpus, Text, arrow_modules
+from synapse_host.bulk.corpus import Corpus, OnBad, Text, arrow_modules
 from synapse_host.bulk.entries import Chunking, Empty, entries
 from synapse_host.errors import InvalidRequest, SequenceTooLong, SynapseError
 from synapse_host.text.background import beside
@@ -78,6 +78,10 @@ class Policy:
     empty: Empty = "error"
     on_error: OnError = "stop"
     chunking: Chunking | None = None
+
+    def entries(self, texts: Iterable[Text], tokenizer: TextTokenizer | None, on_bad: OnBad) -> Iterator[Text]:
+        """Iterate over the entries of *texts*; see :func:`synapse_host.bulk.entries.entries`."""
+        return entries(texts, empty=self.empty, chunking=self.chunking, tokenizer=tokenizer, on_bad=on_bad)
 
     def facts(self) -> dict[str, Any]:
         """Return what of it shapes the rows, for records and for who reads the corpus again."""
@@ -187,15 +191,14 @@ class Reader:
         if self._policy.on_error == "skip":
             on_bad = on_bad or (lambda error: None)
         corpus = replace(self.corpus, on_bad=on_bad)
-        every = entries(corpus, empty=self._policy.empty, chunking=self._policy.chunking, tokenizer=self._tokenizer)
-        return islice(every, first, None)
+        return islice(self._policy.entries(corpus, self._tokenizer, on_bad), first, None)
 
     def survey(self) -> tuple[int, str, list[dict[str, Any]]]:
         """Return how many entries there are, the corpus's digest, and what is left out."""
         bad: list[dict[str, Any]] = []
 
         def note(error: SynapseError) -> None:
-            bad.append(_described(error))
+            bad.append(described(error))
             _check_skipped(len(bad), error)
 
         skip = self._policy.on_error == "skip"
@@ -203,7 +206,8 @@ class Reader:
         return count, self.corpus.digest(), bad
 
 
-def _described(error: SynapseError) -> dict[str, Any]:
+def described(error: SynapseError) -> dict[str, Any]:
+    """Return a line of ``errors.jsonl``."""
     where = error.details.get("where") or f"{error.details.get('file')}:{error.details.get('line')}"
     return {"where": where, "code": error.code, "message": error.message}
 
@@ -231,7 +235,7 @@ class Job:
         try:
             while True:
                 while len(waiting) < AHEAD and (block := await beside(lambda: list(islice(texts, BLOCK)))):
-                    waiting.append(asyncio.ensure_future(self._block(block)))
+                    waiting.append(asyncio.ensure_future(self.block(block)))
                 if not waiting:
                     return
                 yield await waiting.popleft()
@@ -240,7 +244,8 @@ class Job:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def _block(self, texts: list[Text]) -> Block:
+    async def block(self, texts: list[Text]) -> Block:
+        """Embed one block of texts. Raises the error of a text with its place, unless bad ones are left out."""
         import numpy as np
 
         block = Block(len(texts))
@@ -259,7 +264,7 @@ class Job:
                 if self._policy.on_error == "stop":
                     raise error from exc
                 await self._embed(block, rest[:at])
-                block.skipped.append({"entry": entry + at, **_described(error)})
+                block.skipped.append({"entry": entry + at, **described(error)})
                 entry += at + 1
         if not block.vectors:
             block.vectors.append(np.empty((0, 0), np.float32))

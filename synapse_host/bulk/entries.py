@@ -6,11 +6,11 @@ counting, resuming and the list of ids rest on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from synapse_host.bulk.corpus import Corpus, Text
+from synapse_host.bulk.corpus import OnBad, Text, refuse
 from synapse_host.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -47,25 +47,24 @@ class Chunking:
 
 
 def entries(
-    corpus: Corpus, *, empty: Empty = "error", chunking: Chunking | None = None, tokenizer: TextTokenizer | None = None
+    texts: Iterable[Text],
+    *,
+    empty: Empty = "error",
+    chunking: Chunking | None = None,
+    tokenizer: TextTokenizer | None = None,
+    on_bad: OnBad = None,
 ) -> Iterator[Text]:
-    """Iterate over the entries of a corpus; chunk *n* of the text ``id`` has the id ``id#n``.
+    """Iterate over the entries of *texts*; chunk *n* of the text ``id`` has the id ``id#n``.
 
-    Raises as the corpus, and InvalidRequest {file} for an empty text under ``error``; where the corpus has an
-    ``on_bad`` that takes the error, the text is left out.
+    Raises as the corpus, and InvalidRequest {where} for an empty text under ``error``, unless *on_bad* takes it.
     """
-    for text in corpus:
+    for text in texts:
         if not text.text.strip():
             if empty == "zero":
                 yield text
             elif empty == "error":
-                error = InvalidRequest(
-                    f"{text.where}: the text is empty. Leave it out, or pass --empty skip or --empty zero",
-                    details={"where": text.where},
-                )
-                if corpus.on_bad is None:
-                    raise error
-                corpus.on_bad(error)
+                message = f"{text.where}: the text is empty. Leave it out, or pass --empty skip or --empty zero"
+                refuse(InvalidRequest(message, details={"where": text.where}), on_bad)
         elif chunking is None or tokenizer is None:
             yield text
         else:

@@ -56,6 +56,14 @@ def configure(parser: Parser) -> None:
         metavar="F",
         help="write float32 (n, dims) to F.npy, or ids and vectors to F.parquet; resumes after a stop",
     )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="run on Ray: on this machine, or on the cluster at ADDRESS (auto: the one that runs here); --file may be "
+        "a pattern or a URI (s3://…), --out is a folder of parquet parts",
+    )
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long; what was cut is listed")
     parser.add_argument("--chunk", metavar="N[:M]", help="cut texts into chunks of N tokens, M of them shared")
     parser.add_argument(
@@ -80,6 +88,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if sys.stdin is None or sys.stdin.isatty():
             raise UsageError(NOTHING)
         args.file = "-"
+    if args.ray is not None:
+        return _on_ray(args, console)
     if args.out is not None:
         return _to_file(args, console)
     if args.on_error != "stop" or args.chunk:
@@ -117,6 +127,33 @@ def run(args: argparse.Namespace, console: Console) -> int:
         console.line(" ".join(numbers))
     _remarks(result.truncated, console, result.model)
     console.note(f"{n} x {dims} from {result.model} on {result.engine} (lane {result.lane})")
+    return EXIT_OK
+
+
+def _on_ray(args: argparse.Namespace, console: Console) -> int:
+    from synapse_host.bulk import Chunking, Policy
+    from synapse_host.bulk.cluster import embed_on_ray
+
+    if not args.file or args.file == "-" or args.out is None:
+        raise UsageError("--ray needs --file (a file, folder, pattern or URI) and --out (a folder)")
+    chunking = Chunking.of(args.chunk) if args.chunk else None
+    document = embed_on_ray(
+        args.file,
+        str(args.out),
+        args.model,
+        policy=Policy(args.truncate, args.empty, args.on_error, chunking),
+        column=args.column,
+        address=None if args.ray == "local" else args.ray,
+        display=console,
+        interactive=console.bars,
+        lane=args.lane,
+        matrix=None if args.matrix is None else str(args.matrix),
+        models_dir=None if args.models_dir is None else str(args.models_dir),
+    )
+    console.document(document)
+    if document["skipped"]:
+        console.note(f"{document['skipped']} left out: {args.out}/errors.jsonl says which and why")
+    console.line(f"{document['n']} x {document['dims']} float32 -> {args.out}   {document['parts']} parts")
     return EXIT_OK
 
 

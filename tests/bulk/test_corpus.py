@@ -111,7 +111,7 @@ def test_empty_texts(empty: Empty, texts: list[str] | None) -> None:
     with pytest.raises(InvalidRequest, match="text 0: the text is empty"):
         list(entries(corpus, empty=empty))
     bad: list[SynapseError] = []
-    assert [text.text for text in entries(dataclasses.replace(corpus, on_bad=bad.append), empty=empty)] == ["a"]
+    assert [text.text for text in entries(corpus, empty=empty, on_bad=bad.append)] == ["a"]
     assert [error.details["where"] for error in bad] == ["text 0"]
 
 
