@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     folder, source = places.expanded(Path(args.checkpoint)), None
     if hub.is_name(args.checkpoint):
         console.note(f"fetching {args.checkpoint}")
-        folder, source = (fetched := hub.fetch(args.checkpoint)).folder, fetched.source
+        folder, source = (fetched := hub.fetch(args.checkpoint, bars=console.bars)).folder, fetched.source
     checkpoint = Checkpoint.open(folder, task=args.task)
     formats = args.formats or _possible(checkpoint)
     limit = checkpoint.config["max_position_embeddings"]

@@ -52,8 +52,8 @@ def is_name(text: str) -> bool:
     return NAME.fullmatch(text) is not None and not Path(text).exists()
 
 
-def fetch(name: str) -> Fetched:
-    """Fetch the checkpoint ``owner/name[@revision]``; what is in the cache isn't fetched again.
+def fetch(name: str, *, bars: bool = False) -> Fetched:
+    """Fetch the checkpoint ``owner/name[@revision]``; what is in the cache isn't fetched again. *bars*: show progress.
 
     Raises BackendMissing without huggingface_hub, UnknownModel where the hub has no such checkpoint or can't be asked,
     InvalidRequest for one without safetensors.
@@ -61,6 +61,7 @@ def fetch(name: str) -> Fetched:
     try:
         import huggingface_hub
         from huggingface_hub import errors
+        from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError as exc:
         raise BackendMissing(
             f"{name} is fetched with huggingface_hub, which isn't installed. Install it: "
@@ -71,6 +72,8 @@ def fetch(name: str) -> Fetched:
     details: dict[str, Any] = {"model": name}
     try:
         wanted = list(WANTED)
+        if not bars:
+            disable_progress_bars()
         folder = Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=wanted))
     except errors.GatedRepoError as exc:
         raise UnknownModel(

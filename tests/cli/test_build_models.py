@@ -169,7 +169,8 @@ def test_a_broken_bundle_is_listed_as_broken(tmp_path: Path, capsys: pytest.Capt
         (["path", "minilm"], "synapse models install minilm"),
         (["path"], "needs a name"),
         (["install"], "needs a name"),
-        (["remove"], "invalid choice"),
+        (["remove"], "needs a name"),
+        (["drop"], "invalid choice"),
     ],
 )
 def test_models_refuses_in_one_line(
