@@ -4,6 +4,7 @@
 #   make test      set up and pass every test that this machine can run
 #   make lint      ruff, mypy --strict, import contracts
 #   make lock      resolve the newest versions for every supported Python and write constraints.txt
+#   make wheel     an sdist and a wheel in dist/
 #   make doctor    what this machine can run and what is wrong with it
 #   make certify   certify every lane that this machine can run; documents under evidence/, README's table made anew
 #   make faults    the fault campaign R1 to R17 (under six minutes): a table and reports/faults.json
@@ -31,7 +32,7 @@ endif
 REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
-.PHONY: setup demo test lint lock doctor certify faults faults-nightly coverage mutants bench bench-rivals goldens \
+.PHONY: setup demo test lint lock wheel doctor certify faults faults-nightly coverage mutants bench bench-rivals goldens \
   hw-cuda hw-ane hw-metal rehearse-cuda hw-mac-cpu
 
 setup:
@@ -50,6 +51,9 @@ lint: setup
 
 lock:
 	@$(or $(PYTHON),python3) scripts/lock.py
+
+wheel: setup
+	@$(BIN)/python -m build --outdir dist
 
 doctor: setup
 	@$(BIN)/python -m synapse_host doctor

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import echo_worker
 from synapse_host import Host, HostConfig
-from synapse_host.bulk.embed_file import embed_to_file
+from synapse_host.bulk import Corpus, Policy, embed_file
 from synapse_host.cli.console import Console
 from tests.support.small_bundle import write_bundle
 
@@ -65,10 +65,9 @@ async def run(folder: Path, lines: int) -> tuple[float, float, float]:
     async with Host.open(matrix, {"bulk": bundle}, HostConfig()) as host:
         await host.load("bulk")
         begun = time.perf_counter()
-        await embed_to_file(
-            host, "bulk", source=str(source), texts=[], out=folder / "bulk.npy", lane=None, deadline=None,
-            truncate=True, display=Quiet(quiet=True),
-        )  # fmt: skip
+        policy = Policy(truncate=True)
+        corpus = Corpus.of(source)
+        await embed_file(host, "bulk", corpus, folder / "bulk.npy", policy=policy, display=Quiet(quiet=True))
         rate = lines / (time.perf_counter() - begun)
     settled = [value for done, value in samples if done >= lines / 10]
     return rate, settled[-1] - settled[0], max(value for _, value in samples)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from setup import CONSTRAINTS, EXTRAS, NVIDIA, ROOT, SUPPORTED, pythons
 
-MORE = "clients,browser,mutation"
+MORE = "clients,browser,ray,mutation"
 """Extras that a single make target installs."""
 HEADER = """\
 # The tested set: every package, direct and indirect, that the project installs on Linux. Made by `make lock`, used by

@@ -98,6 +98,13 @@ class SynapseError(Exception):
         advice = self._advice.get(place)
         return f"{self._what} {advice}" if advice else self._what
 
+    def located(self, where: str, prefix: str = "") -> SynapseError:
+        """Return the same error said of a place of a file, ``file:line``; *prefix* of its message is left out."""
+        what = self._what.removeprefix(prefix)
+        error = type(self)(f"{where}: {what}", details={**self.details, "where": where}, advice=self._advice)
+        error.retry_after_ms, error.safe_to_retry = self.retry_after_ms, self.safe_to_retry
+        return error
+
     def to_dict(self, place: Place = "python") -> dict[str, Any]:
         """Return the ``error`` object of interfaces.md, said for *place*; ``retry_after_ms`` only where it has one."""
         document: dict[str, Any] = {"code": self.code, "class": "transient" if self.transient else "permanent"}

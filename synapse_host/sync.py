@@ -11,7 +11,7 @@ import atexit
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from synapse_host.arrays import FloatArray
     from synapse_host.config import HostConfig
     from synapse_host.host import Host
+    from synapse_host.placement.assignment import Assignment
     from synapse_host.results import EmbedResult, Generation, RerankResult
 
 
@@ -72,6 +73,14 @@ class SyncHost:
         finally:
             atexit.unregister(close)
             close()
+
+    def call(self, work: Callable[[Host], Awaitable[T]]) -> T:
+        """Run *work* with the host on its loop and wait for what it returns."""
+
+        async def body() -> T:
+            return await work(self._host)
+
+        return self._run(body())
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._thread.call(coroutine)
@@ -144,6 +153,10 @@ class SyncHost:
     def probe(self, lane_id: str, **options: Any) -> None:
         """As :meth:`Host.probe`."""
         self._run(self._host.probe(lane_id, **options))
+
+    def lane_of(self, model: str, lane: str | None = None) -> Assignment:
+        """As :meth:`Host.lane_of`."""
+        return self._host.lane_of(model, lane)
 
     def health(self) -> dict[str, Any]:
         """As :meth:`Host.health`, read on the loop's thread."""

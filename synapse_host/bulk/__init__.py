@@ -1,5 +1,14 @@
-"""Files in, files out: a whole corpus through one lane, in bounded memory, resumed after a stop.
+"""Files in, files out: whole corpora through one lane, in bounded memory, resumed after a stop.
 
-`embed_file` reads, embeds and writes in step; `jsonl` reads the lines. It uses the facade like any caller. Start with
-`embed_file.py`.
+:func:`embed_file` and :func:`rerank_file` are the commands' work as a library; :mod:`synapse_host.bulk.search` finds
+the nearest rows of what the first one wrote. The room uses the host as any caller does and knows nothing of workers or
+of the wire. Start with ``embedding.py``; ``corpus.py`` reads the kinds of files, ``output.py`` owns a result while it
+grows.
 """
+
+from synapse_host.bulk.corpus import Corpus
+from synapse_host.bulk.embedding import Policy, embed_file
+from synapse_host.bulk.entries import Chunking
+from synapse_host.bulk.reranking import rerank_file
+
+__all__ = ["Chunking", "Corpus", "Policy", "embed_file", "rerank_file"]

@@ -41,6 +41,7 @@ class Verb(NamedTuple):
 VERBS: Final[dict[str, Verb]] = {
     "embed": Verb("vectors of texts, in input order", "work"),
     "rerank": Verb("score documents against a query", "work"),
+    "search": Verb("the nearest texts of an embedded corpus", "work"),
     "generate": Verb("continue a prompt, or answer a chat message", "work"),
     "run": Verb("hold a host until SIGTERM, for the verbs below", "host"),
     "ps": Verb("lanes and workers of the running host", "host"),

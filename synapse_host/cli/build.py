@@ -1,4 +1,4 @@
-"""``synapse build``: a model bundle from a checkpoint folder."""
+"""``synapse build``: a model bundle from a checkpoint folder, or from one on the hub by its name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engines.checkpoint.read import Checkpoint
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, count
 from synapse_host.errors import EXIT_OK, InvalidRequest
-from synapse_host.models import builder
+from synapse_host.models import builder, hub
 from synapse_host.placement import places
 
 _DTYPES: Final[dict[str, tuple[str, ...]]] = {
@@ -25,10 +25,11 @@ _DTYPES: Final[dict[str, tuple[str, ...]]] = {
 def configure(parser: Parser) -> None:
     """Declare the verb's arguments."""
     parser.description = (
-        "Make a model bundle from a Hugging Face style checkpoint folder (config.json and safetensors; never pickles). "
+        "Make a model bundle from a checkpoint: a folder (config.json and safetensors; never pickles), or a name on "
+        "the Hugging Face hub, owner/name or owner/name@revision, which is fetched into the hub's cache. "
         "Families: bert, modernbert, qwen3, llama."
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder with config.json")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder with config.json, or owner/name on the hub")
     parser.add_argument("out", type=Path, metavar="OUT", help="bundle folder to make; must not exist yet, or be empty")
     parser.add_argument(
         "--formats",
@@ -51,6 +52,7 @@ def configure(parser: Parser) -> None:
     parser.examples(
         """
         synapse build ./all-MiniLM-L6-v2 ./minilm
+        synapse build BAAI/bge-small-en-v1.5 ./bge
         synapse build ./my-reranker ./bundle --formats gguf --dtype q8_0
         synapse build ./e5 ./bundle --dtype gguf=f16+bf16,safetensors-package=f32 --pooling mean
         """
@@ -61,7 +63,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb; return the exit code."""
     out: Path = places.expanded(args.out)
     _check_target(out, force=args.force)
-    checkpoint = Checkpoint.open(places.expanded(args.checkpoint), task=args.task)
+    folder, source = places.expanded(Path(args.checkpoint)), None
+    if hub.is_name(args.checkpoint):
+        console.note(f"fetching {args.checkpoint}")
+        folder, source = (fetched := hub.fetch(args.checkpoint, bars=console.bars)).folder, fetched.source
+    checkpoint = Checkpoint.open(folder, task=args.task)
     formats = args.formats or _possible(checkpoint)
     limit = checkpoint.config["max_position_embeddings"]
     if args.max_tokens is not None and args.max_tokens > limit:
@@ -75,7 +81,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             dtypes=_dtypes(args.dtype, formats),
             model_id=args.name or _model_id(out),
             task=checkpoint.task,
-            overrides=_overrides(args, checkpoint),
+            overrides={**_overrides(args, checkpoint), **({"source": source} if source else {})},
             reference=args.fixtures,
             progress=progress,
         )

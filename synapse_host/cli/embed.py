@@ -1,12 +1,12 @@
-"""``synapse embed``: texts from the command line, a JSONL file or stdin; vectors to stdout or a resumable .npy file."""
+"""``synapse embed``: texts from the command line, files or stdin; vectors to stdout or a resumable file."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from synapse_host.bulk.jsonl import read_texts
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import (
@@ -25,6 +25,8 @@ from synapse_host.errors import EXIT_OK
 if TYPE_CHECKING:
     from synapse_host.host import EmbedResult, Host
 
+NOTHING: Final = "nothing to embed: give texts or --file F. See: synapse embed --help"
+
 
 def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
@@ -36,13 +38,46 @@ def configure(parser: Parser) -> None:
     parser.examples("""
         synapse embed 'The cat sat on the mat.' 'Rates rose on Tuesday.'
         synapse embed --file corpus.jsonl --out corpus.npy
-        cat lines.jsonl | synapse embed --file - --json
+        synapse embed --file notes/ --chunk 200:20 --out notes.parquet
+        cat lines.txt | synapse embed --json
     """)
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to embed")
-    parser.add_argument("--file", metavar="F.jsonl", help='one JSON string or {"id"?, "text"} a line; - is stdin')
+    parser.add_argument(
+        "--file",
+        metavar="F",
+        help='.jsonl (a JSON string or {"id"?, "text"} a line), .txt (one text a line), .csv, .parquet, .md (one '
+        "text), a folder of these, or - for stdin",
+    )
+    parser.add_argument("--column", default="text", metavar="C", help="where a table has its texts (default: text)")
     serving_options(parser, "embed")
-    parser.add_argument("--out", type=Path, metavar="F.npy", help="write float32 (n, dims) here; resumes after a stop")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="F",
+        help="write float32 (n, dims) to F.npy, or ids and vectors to F.parquet; resumes after a stop",
+    )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="run on Ray: on this machine, or on the cluster at ADDRESS (auto: the one that runs here); --file may be "
+        "a pattern or a URI (s3://…), --out is a folder of parquet parts",
+    )
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long; what was cut is listed")
+    parser.add_argument("--chunk", metavar="N[:M]", help="cut texts into chunks of N tokens, M of them shared")
+    parser.add_argument(
+        "--empty",
+        choices=("error", "skip", "zero"),
+        default="error",
+        help="an empty text: refuse it, leave it out, or give it zeros (default: error)",
+    )
+    parser.add_argument(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="a bad text: stop, or leave it out and list it in F.errors.jsonl (needs --out; default: stop)",
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -50,13 +85,27 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.texts and args.file:
         raise UsageError("give texts or --file, not both. See: synapse embed --help")
     if not args.texts and not args.file:
-        raise UsageError("nothing to embed: give texts or --file F.jsonl. See: synapse embed --help")
+        if sys.stdin is None or sys.stdin.isatty():
+            raise UsageError(NOTHING)
+        args.file = "-"
+    if args.ray is not None:
+        return _on_ray(args, console)
     if args.out is not None:
         return _to_file(args, console)
+    if args.on_error != "stop" or args.chunk:
+        raise UsageError("--chunk and --on-error need --out F.npy or F.parquet. See: synapse embed --help")
     texts: list[str] = args.texts
+    ids: list[str] = []
     if args.file:
-        with limited(left(args), READING, of=args.deadline), read_texts(args.file) as lines:
-            texts = list(lines)
+        from synapse_host.bulk import Corpus
+        from synapse_host.bulk.entries import entries
+
+        with limited(left(args), READING, of=args.deadline):
+            found = list(entries(Corpus.of(args.file, column=args.column), empty=args.empty))
+        if not found:
+            raise UsageError(NOTHING if args.file == "-" else f"{args.file} holds no text")
+        texts = [text.text for text in found]
+        ids = [text.id for text in found] if any(text.named for text in found) else []
     model = model_name(args.model)
 
     async def work(host: Host) -> EmbedResult:
@@ -66,7 +115,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     result = run_host(args, console, {model: args.model}, work)
     n, dims = result.vectors.shape
     if console.json:
-        size = {"n": n, "dims": dims, "truncated": result.truncated}
+        size = {"n": n, "dims": dims, "truncated": result.truncated, **({"ids": ids} if ids else {})}
         console.document({**served_by(result), **size, "vectors": result.vectors.tolist()})
         return EXIT_OK
     for row in result.vectors:
@@ -81,30 +130,55 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return EXIT_OK
 
 
-def _to_file(args: argparse.Namespace, console: Console) -> int:
-    from synapse_host.bulk.embed_file import Texts, embed_to_file, place
+def _on_ray(args: argparse.Namespace, console: Console) -> int:
+    from synapse_host.bulk import Chunking, Policy
+    from synapse_host.bulk.cluster import embed_on_ray
 
-    place(args.out, args.file)  # what can't be written is told before anything is read
+    if not args.file or args.file == "-" or args.out is None:
+        raise UsageError("--ray needs --file (a file, folder, pattern or URI) and --out (a folder)")
+    chunking = Chunking.of(args.chunk) if args.chunk else None
+    document = embed_on_ray(
+        args.file,
+        str(args.out),
+        args.model,
+        policy=Policy(args.truncate, args.empty, args.on_error, chunking),
+        column=args.column,
+        address=None if args.ray == "local" else args.ray,
+        display=console,
+        interactive=console.bars,
+        lane=args.lane,
+        matrix=None if args.matrix is None else str(args.matrix),
+        models_dir=None if args.models_dir is None else str(args.models_dir),
+    )
+    console.document(document)
+    if document["skipped"]:
+        console.note(f"{document['skipped']} left out: {args.out}/errors.jsonl says which and why")
+    console.line(f"{document['n']} x {document['dims']} float32 -> {args.out}   {document['parts']} parts")
+    return EXIT_OK
+
+
+def _to_file(args: argparse.Namespace, console: Console) -> int:
+    from synapse_host.bulk import Chunking, Corpus, Policy, embed_file
+    from synapse_host.bulk.output import place
+
+    chunking = Chunking.of(args.chunk) if args.chunk else None
+    place(args.out, [args.file] if args.file else [])  # what can't be written is said before anything is read
     # Here and not on the host's loop: a pipe that nobody writes to ends with a signal, or with the deadline.
     with limited(left(args), READING, of=args.deadline):
-        source = Texts.survey(args.file, args.texts)
+        corpus = Corpus.of(args.file or args.texts, column=args.column)
+    policy = Policy(args.truncate, args.empty, args.on_error, chunking)
     model = model_name(args.model)
 
     async def work(host: Host) -> dict[str, Any]:
-        return await embed_to_file(
-            host,
-            model,
-            source=source,
-            out=args.out,
-            lane=args.lane,
-            deadline=left(args),
-            truncate=args.truncate,
-            display=console,
+        return await embed_file(
+            host, model, corpus, args.out, policy=policy, lane=args.lane, deadline=left(args), display=console
         )
 
     document = run_host(args, console, {model: args.model}, work)
     console.document(document)
     _remarks(document["truncated"], console, model)
+    if document["skipped"]:
+        console.note(f"{document['skipped']} left out: {args.out}.errors.jsonl says which and why")
     console.line(
         f"{document['n']} x {document['dims']} float32 -> {args.out}   {document['engine']}, "
         f"{document['texts_per_s']:.0f} texts/s, {document['tokens_per_s']:.0f} tokens/s"

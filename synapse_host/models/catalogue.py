@@ -43,8 +43,9 @@ __all__ = [
 
 
 def models_dir(given: Path | None = None) -> Path:
-    """Return the folder that holds bundles: the given one, else the user's cache. Raises NoHome."""
-    return places.cache() / "models" if given is None else places.expanded(given).absolute()
+    """Return the folder of the bundles: the given one, ``SYNAPSE_MODELS_DIR``, or the user's cache. Raises NoHome."""
+    chosen = given or os.environ.get("SYNAPSE_MODELS_DIR")
+    return places.expanded(Path(chosen)).absolute() if chosen else places.cache() / "models"
 
 
 def installed(folder: Path | None = None) -> dict[str, Path]:
@@ -175,6 +176,31 @@ def install(
         raise of_os(
             exc, f"model {name}: {exc.filename or root}: {exc.strerror or exc}", otherwise=BundleInvalid
         ) from exc
+
+
+def remove(name: str, folder: Path | None = None) -> Path:
+    """Delete an installed bundle and return where it was; one in use goes on serving from what it has open.
+
+    Raises UnknownModel, and InvalidRequest for a folder elsewhere: that is its owner's.
+    """
+    path = installed(folder).get(name)
+    if path is None:
+        if Path(name, manifest.FILE_NAME).is_file():
+            raise InvalidRequest(f"{name} is a folder of your own, not an installed model: delete it yourself")
+        raise unknown(name, folder)
+    try:
+        with _locked(models_dir(folder) / f".{name}.lock", lambda: None):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                # Renamed first: nobody meets half a bundle under its name.
+                gone = path.with_name(f".{name}.removing.old")
+                shutil.rmtree(gone, ignore_errors=True)
+                path.rename(gone)
+                shutil.rmtree(gone)
+    except OSError as exc:
+        raise of_os(exc, f"model {name}: {path}: {exc.strerror or exc}", otherwise=BundleInvalid) from exc
+    return path
 
 
 def outdated(name: str, bundle: Bundle) -> bool:

@@ -195,6 +195,50 @@ class TextTokenizer:
             raise too_long(0, self.max_tokens + 1, self.max_tokens, model=self.model, noun="prompt", at_least=True)
         return ids
 
+    def pieces(self, text: str, tokens: int, overlap: int = 0) -> Iterator[str]:
+        """Yield the text in pieces of at most *tokens* tokens; each begins with the last *overlap* of the one before.
+
+        A piece ends where a token ends, never inside a character. Read alone it may have a token or two more, since
+        a word was cut: never more than the model takes. A text without tokens is yielded whole.
+        """
+        start, size = 0, self._first_piece(8 * tokens)
+        while True:
+            window = text[start : start + size]
+            with _budget.taken(len(window)):
+                spans = self._run(lambda window=window: self._plain.encode(window, add_special_tokens=False).offsets)  # type: ignore[misc]
+            last = start + size >= len(text)
+            sure = len(spans) if last else len(spans) - MARGIN
+            at = 0
+            while sure - at > tokens:
+                end = self._piece_end(window, spans, at, at + tokens)
+                yield window[spans[at][0] : spans[end - 1][1]]
+                at = max(at + 1, end - overlap)
+            if last:
+                # What is left fits, unless a word that was cut at its beginning has more tokens now.
+                while at < len(spans) and (end := self._piece_end(window, spans, at, len(spans))) < len(spans):
+                    yield window[spans[at][0] : spans[end - 1][1]]
+                    at = max(at + 1, end - overlap)
+                yield window[spans[at][0] :] if spans else window
+                return
+            if at:
+                start += spans[at][0]
+            else:
+                size *= 2
+
+    def _piece_end(self, window: str, spans: Sequence[tuple[int, int]], at: int, end: int) -> int:
+        """Return where a piece that begins with the token *at* ends, at most at *end*."""
+        room = self.max_tokens - len(self.single)
+        while end - at > 1 and (
+            # Several tokens of one character have the same span.
+            (end < len(spans) and spans[end][0] < spans[end - 1][1])
+            or (
+                end - at > room - MARGIN
+                and len(self._ids(self._plain, window[spans[at][0] : spans[end - 1][1]], room)[0]) > room
+            )
+        ):
+            end -= 1
+        return end
+
     def mentions_special(self, text: str) -> bool:
         """True when reading the text's special-token literals as tokens would change its ids."""
         return self.template(text) != self.literal(text)

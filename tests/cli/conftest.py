@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -117,6 +118,7 @@ def here(cli: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CACHE_HOME", str(cli.root / "cache"))
     monkeypatch.setenv("XDG_DATA_HOME", str(cli.root / "data"))
     monkeypatch.delenv("SYNAPSE_MATRIX", raising=False)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
 
     def run(*words: str, bare: bool = False) -> Done:
         code = main(list(words) if bare else cli.arguments(*words)[3:])

@@ -27,7 +27,7 @@ ONE_LINE: list[tuple[tuple[str, ...], int, str]] = [
     (("embed", "--model", "toy", "--file", "none.jsonl"), 2, "none.jsonl: can't be read: No such file"),
     (("embed", "--model", "toy", "--file", "bad.jsonl"), 2, "bad.jsonl:2: not valid JSON"),
     (("embed", "--model", "toy", "--file", "odd.jsonl"), 2, "odd.jsonl:1: must be a JSON string"),
-    (("embed", "--model", "toy", "--file", "empty.jsonl"), 2, "texts is empty"),
+    (("embed", "--model", "toy", "--file", "empty.jsonl"), 2, "empty.jsonl holds no text"),
     (("embed", "--model", "toy", "--file", "empty.jsonl", "--out", "x.npy"), 2, "there is no text to embed"),
     (("embed", "--model", "toy", "--file", "bin.jsonl"), 2, "bin.jsonl:1: not"),
     (("embed", "--model", "toy", "--out", "nowhere/x.npy", "a"), 2, "nowhere/x.npy: can't be written"),

@@ -169,7 +169,8 @@ def test_a_broken_bundle_is_listed_as_broken(tmp_path: Path, capsys: pytest.Capt
         (["path", "minilm"], "synapse models install minilm"),
         (["path"], "needs a name"),
         (["install"], "needs a name"),
-        (["remove"], "invalid choice"),
+        (["remove"], "needs a name"),
+        (["drop"], "invalid choice"),
     ],
 )
 def test_models_refuses_in_one_line(
@@ -181,3 +182,28 @@ def test_models_refuses_in_one_line(
     assert err.count("\n") == 1
     code, found = document(capsys, "models", *arguments, "--models-dir", tmp_path)
     assert found["error"]["code"] in ("unknown_model", "bundle_invalid", "invalid_request")
+
+
+def test_a_model_is_shown_and_removed(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = tmp_path / "models"
+    assert call(capsys, "build", checkpoint, models / "mine")[0] == 0
+    code, found = document(capsys, "models", "show", "mine", "--models-dir", models)
+    [shown] = found["models"]
+    assert code == 0 and (shown["name"], shown["family"], shown["task"]) == ("mine", "bert", "embed")
+    assert [item["format"] for item in shown["artifacts"]] == ["gguf", "safetensors-package"]
+    assert "max_tokens" in call(capsys, "models", "show", "mine", "--models-dir", models)[1]
+    assert document(capsys, "models", "remove", "mine", "--models-dir", models)[0] == 0
+    assert document(capsys, "models", "--models-dir", models)[1]["models"] == []
+    assert call(capsys, "models", "remove", "mine", "--models-dir", models)[0] == 2
+    # Not what isn't ours to delete.
+    assert call(capsys, "build", checkpoint, tmp_path / "own")[0] == 0
+    assert call(capsys, "models", "remove", tmp_path / "own", "--models-dir", models)[0] == 2
+    assert (tmp_path / "own" / "manifest.json").is_file()
+
+
+def test_the_models_folder_may_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SYNAPSE_MODELS_DIR", str(tmp_path / "shelf"))
+    assert f"models in {tmp_path / 'shelf'}" in call(capsys, "models")[1]
+    assert f"models in {tmp_path / 'other'}" in call(capsys, "models", "--models-dir", tmp_path / "other")[1]

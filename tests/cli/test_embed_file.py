@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from synapse_host.bulk.embed_file import alone
+from synapse_host.bulk.output import alone
 from synapse_host.errors import InvalidRequest
 from tests.cli.conftest import Command
 
@@ -37,7 +37,7 @@ def test_a_second_run_on_one_file_is_refused_in_one_line(cli: Command) -> None:
         (cli.root / "go").touch()
         assert first.wait(60) == 0
     assert np.load(out).shape == (2, 8)
-    assert sorted(path.name for path in cli.root.glob("x.npy*")) == ["x.npy"]
+    assert sorted(path.name for path in cli.root.glob("x.npy*")) == ["x.npy", "x.npy.meta.json"]
     cli.check_clean(mark)
 
 
@@ -52,7 +52,7 @@ def test_an_out_that_is_a_link_is_written_through_it(cli: Command) -> None:
         done = cli("embed", "--model", "toy", "--out", "o.npy", "--json", "a", "b")
         assert done.code == 0 and done.document["out"] == "o.npy"
         assert link.is_symlink() and np.load(target).shape == (2, 8)
-    assert [path.name for path in (cli.root / "big").iterdir()] == ["o.npy"]
+    assert sorted(path.name for path in (cli.root / "big").iterdir()) == ["o.npy", "o.npy.meta.json"]
     (cli.root / "loop").symlink_to("loop")
     refused = cli("embed", "--model", "toy", "--out", "loop", "a")
     assert refused.code == 2 and "loop: can't be written" in refused.err and "internal error" not in refused.err
@@ -80,7 +80,7 @@ def test_what_can_t_be_written_leaves_nothing_but_an_older_result(cli: Command, 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit of file sizes")
 def test_a_lock_that_can_t_be_written_isn_t_left(tmp_path: Path) -> None:
     code = (
-        "import pathlib, resource\nfrom synapse_host.bulk.embed_file import alone\n"
+        "import pathlib, resource\nfrom synapse_host.bulk.output import alone\n"
         "from synapse_host.errors import SynapseError\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         f"try:\n    with alone(pathlib.Path({str(tmp_path / 'x.npy')!r})): pass\n"
         "except SynapseError as exc: raise SystemExit(exc.message)"
@@ -92,7 +92,7 @@ def test_a_lock_that_can_t_be_written_isn_t_left(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_a_killed_run_locks_nobody_out(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from synapse_host.bulk.embed_file import alone\n" + (
+    code = "import sys, pathlib; from synapse_host.bulk.output import alone\n" + (
         f"with alone(pathlib.Path({str(tmp_path / 'x.npy')!r})): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

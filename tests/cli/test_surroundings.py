@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from synapse_host.bulk.embed_file import reserve_blocks, resume_point
+from synapse_host.bulk.output import good_rows, reserve_blocks
 from tests.cli.conftest import Command
 
 pytestmark = [
@@ -156,32 +156,36 @@ def test_an_endless_line_in_a_plain_file_is_refused_while_it_is_counted(cli: Com
     with (cli.root / "long.jsonl").open("wb") as file:
         file.truncate(70 * 1024 * 1024)
     done = cli("embed", "--model", "toy", "--file", "long.jsonl", "--out", "x.npy")
-    assert done.code == 2 and "a line is longer than" in done.err
+    assert done.code == 2 and "long.jsonl:1: longer than" in done.err
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("rows_done", True), ("rows_done", -1), ("rows_done", 99), ("truncated", ["x"]), ("truncated", [5])],
+    [
+        *(("rows_done", value) for value in (True, -1, 99)),
+        *(("truncated", value) for value in (["x"], [5])),
+        *(("read", 2), ("skipped", [3])),
+    ],
 )
 def test_a_resume_file_that_lies_is_not_believed(cli: Command, name: str, value: object) -> None:
     out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
     with (cli.root / "x.npy.partial").open("wb") as file:
         np.save(file, np.zeros((4, 2), np.float32))
-    honest = {"input_digest": "d", "rows_done": 2, "truncated": [1]}
+    honest = {"input_digest": "d", "rows_done": 2, "read": 3, "truncated": [1], "skipped": [{"entry": 1}]}
     note.write_text(json.dumps(honest))
-    assert resume_point(out, {"input_digest": "d"}, (4, 2)) == (2, [1])
+    assert good_rows(out, {"input_digest": "d"}, (4, 2)) == honest
     note.write_text(json.dumps({**honest, name: value}))
-    assert resume_point(out, {"input_digest": "d"}, (4, 2)) == (0, [])
+    assert good_rows(out, {"input_digest": "d"}, (4, 2)) is None
 
 
 def test_an_archive_in_place_of_the_vectors_is_not_resumed(cli: Command) -> None:
     out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
-    note.write_text(json.dumps({"rows_done": 2, "truncated": []}))
+    note.write_text(json.dumps({"rows_done": 2, "read": 2, "truncated": [], "skipped": []}))
     with (cli.root / "x.npy.partial").open("wb") as file:
         np.savez(file, np.zeros((4, 2), np.float32))
-    assert resume_point(out, {}, (4, 2)) == (0, [])
+    assert good_rows(out, {}, (4, 2)) is None
     note.write_text("[" * 100_000)
-    assert resume_point(out, {}, (4, 2)) == (0, [])
+    assert good_rows(out, {}, (4, 2)) is None
 
 
 # --- outputs ---------------------------------------------------------------------------------------------------------

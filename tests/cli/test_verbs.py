@@ -60,17 +60,17 @@ def test_embed_to_a_file_resumes_where_it_stopped(cli: Command) -> None:
     words = [WORDS[4 + number % 6] for number in range(3000)]
     lines.write_text("".join(json.dumps(word) + "\n" for word in words))
     out = cli.root / "out.npy"
-    # The worker dies on its third exchange of 256: two chunks of 1,024 were not finished, so the first run fails.
+    # Two blocks of 1,024 are under way at a time; the worker dies at the third, so the first run fails.
     cli.setup({"state": str(cli.root / "spawns"), "generations": [
-        {"rules": [{"on": "EMBED_BATCH", "nth": 6, "do": [{"signal": "SIGKILL"}]}]}, {},
+        {"rules": [{"on": "EMBED_BATCH", "nth": 10, "do": [{"signal": "SIGKILL"}]}]}, {},
     ]})  # fmt: skip
     arguments = ("embed", "--model", "toy", "--file", str(lines), "--out", str(out), "--json")
     first = cli(*arguments)
     assert first.code == 1 and first.document["error"]["code"] == "engine_crashed"
     progress = json.loads((cli.root / "out.npy.progress.json").read_text())
-    assert progress["rows_done"] == 1024 and len(progress["input_digest"]) == 64
+    assert progress["rows_done"] == 2048 and len(progress["input_digest"]) == 64
     second = cli(*arguments)
-    assert second.code == 0 and second.document["resumed_at"] == 1024
+    assert second.code == 0 and second.document["resumed_at"] == 2048
     assert not (cli.root / "out.npy.progress.json").exists()
     array = np.load(out)
     assert array.dtype == np.float32 and array.shape == (3000, 8)

@@ -1,0 +1,321 @@
+"""Where texts come from: files of several kinds, folders of them, stdin, or a list at hand; each text keeps its id.
+
+Kinds, by a file's suffix: ``.jsonl`` (a JSON string or ``{"id"?, "text"}`` a line), ``.txt`` (one text a line),
+``.csv`` (``--column``, default ``text``; a column ``id`` where there is one), ``.parquet`` (the same columns), ``.md``
+(the whole file is one text). Anything else, stdin included, is read by its first line: as JSON lines where that is a
+JSON string or begins with a brace, else as lines of text. A folder stands for all such files below it, in the order of
+their names.
+
+Reading is lazy and in bounded memory, one line at a time. Every text knows where it comes from (``corpus.jsonl:12``),
+which is what errors name, and what serves as its id where the file gives none.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, Final, Protocol, TypeAlias
+
+from synapse_host.errors import BackendMissing, InvalidRequest, SynapseError
+
+OnBad: TypeAlias = Callable[[SynapseError], None] | None
+"""Gets the error of a line that can't be read, which is left out then; None: the error is raised."""
+
+MAX_LINE: Final = 64 * 1024 * 1024
+PARQUET_ROWS: Final = 1024
+"""Rows of a parquet file in memory at once."""
+SUFFIXES: Final = (".jsonl", ".txt", ".csv", ".parquet", ".md")
+"""What a folder is searched for."""
+
+
+class Lines(Protocol):
+    """What lines are read from: a binary file, or a part of one."""
+
+    def readline(self, limit: int, /) -> bytes:
+        """Return the next line with its end, or *limit* bytes of it; empty at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One text: its id, and where it is (``file:line``, or ``file:row`` of a table)."""
+
+    text: str
+    id: str
+    where: str
+    named: bool = False
+    """The id is the file's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Texts that can be read more than once: of files, or at hand.
+
+    ``column``: which column of a table holds the text. ``on_bad``: called with the error of a line that can't be read;
+    it may raise it, else the line is left out.
+    """
+
+    files: tuple[str, ...] = ()
+    texts: tuple[Text, ...] = ()
+    column: str = "text"
+    on_bad: OnBad = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, source: str | Path | Iterable[str], *, column: str = "text") -> Corpus:
+        """Return the corpus of a file, a folder, ``-`` (stdin), or texts.
+
+        What can't be read twice (stdin, a pipe) is read whole, and waits for whoever writes to it. InvalidRequest where
+        there is nothing to read.
+        """
+        if not isinstance(source, str | Path):
+            return cls(texts=tuple(Text(text, str(row), f"text {row}") for row, text in enumerate(source)))
+        path = Path(source)
+        if str(source) != "-" and path.is_dir():
+            files = sorted(str(file) for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            if not files:
+                raise InvalidRequest(
+                    f"{source}: no {', '.join(SUFFIXES)} file is in this folder", details={"file": str(source)}
+                )
+            return cls(files=tuple(files), column=column)
+        corpus = cls(files=(str(source),), column=column)
+        if str(source) != "-" and path.is_file():
+            return corpus
+        return cls(texts=tuple(corpus), column=column)
+
+    @property
+    def name(self) -> str | None:
+        """The file that errors name; None for texts at hand and for several files."""
+        return self.files[0] if len(self.files) == 1 else None
+
+    def __iter__(self) -> Iterator[Text]:
+        """Iterate over the texts. InvalidRequest {file, line} where one can't be read, unless ``on_bad`` takes it."""
+        yield from self.texts
+        for name in self.files:
+            with opened(name) as file:
+                yield from read(file, "stdin" if name == "-" else name, self.column, self.on_bad)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all that is read: what tells a changed corpus from the one of an earlier run."""
+        digest = hashlib.sha256()
+        for text in self.texts:
+            digest.update(json.dumps([text.id, text.text]).encode() + b"\n")
+        for name in self.files:
+            with opened(name) as file:
+                digest.update(json.dumps(["file", self.column]).encode())  # not its name: it may be moved
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        return digest.hexdigest()
+
+
+@contextmanager
+def opened(source: str) -> Iterator[BinaryIO]:
+    """Open a file by name, or stdin for ``-``. InvalidRequest says why it can't be read."""
+    if source == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        file = Path(source).open("rb")  # noqa: SIM115 - closed below; only opening may be told as 'can't be read'
+    except OSError as exc:
+        raise InvalidRequest(f"{source}: can't be read: {exc.strerror or exc}", details={"file": source}) from exc
+    with file:
+        yield file
+
+
+def read(file: Lines, name: str, column: str, on_bad: OnBad = None, *, before: int = 0) -> Iterator[Text]:
+    """Iterate over the texts of an open file, of the kind that its *name* says; it has *before* lines before it."""
+    suffix = PurePath(name).suffix.lower()
+    if suffix in _TABLES:
+        yield from _TABLES[suffix](file, name, column, on_bad)
+        return
+    kind = suffix if suffix in (".jsonl", ".txt") else ""
+    for number, line in lines(file, name, on_bad, before=before):
+        if not kind:
+            kind = ".jsonl" if line.lstrip().startswith("{") or _is_json_string(line) else ".txt"
+        where = f"{name}:{number}"
+        if kind == ".txt":
+            yield Text(line, where, where)
+            continue
+        try:
+            yield _json_text(line, name, number)
+        except InvalidRequest as exc:
+            refuse(exc, on_bad, exc.__cause__)
+
+
+def lines(file: Lines, name: str, on_bad: OnBad = None, *, before: int = 0) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 1, line without its end); blank ones are left out. InvalidRequest: one isn't text."""
+    number = before
+    while line := file.readline(MAX_LINE + 1):
+        number += 1
+        if len(line) > MAX_LINE:
+            raise _bad(name, number, f"longer than {MAX_LINE} bytes")
+        try:
+            # A mark at the beginning of a file is none of its text.
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as exc:
+            refuse(_bad(name, number, "not UTF-8 text"), on_bad, exc)
+            continue
+        if text.strip():
+            yield number, text
+
+
+def values(file: Lines, name: str) -> Iterator[tuple[int, Any]]:
+    """Yield (line number, value) of JSON lines. InvalidRequest {file, line}."""
+    for number, line in lines(file, name):
+        yield number, _json(line, name, number)
+
+
+def _json(line: str, name: str, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as exc:
+        raise _bad(name, number, f"not valid JSON: {exc}") from exc
+    except RecursionError as exc:
+        raise _bad(name, number, "nested too deep") from exc
+
+
+def query_of(value: Any, name: str, number: int) -> tuple[str, list[str], str | None]:
+    """Return query, documents and id of one line of a reranking file: ``{"id"?, "query", "docs"}``."""
+    if (
+        isinstance(value, dict)
+        and set(value) - {"id"} == {"query", "docs"}
+        and isinstance(value["query"], str)
+        and isinstance(value["docs"], list)
+        and value["docs"]
+        and all(isinstance(doc, str) for doc in value["docs"])
+        and isinstance(value.get("id", ""), str | int)
+    ):
+        return value["query"], value["docs"], str(value["id"]) if "id" in value else None
+    raise _bad(name, number, 'must be {"query": text, "docs": [text, …]}')
+
+
+def _json_text(line: str, name: str, number: int) -> Text:
+    where = f"{name}:{number}"
+    value = _json(line, name, number)
+    if isinstance(value, str):
+        return Text(value, where, where)
+    if (
+        isinstance(value, dict)
+        and isinstance(value.get("text"), str)
+        and set(value) <= {"id", "text"}
+        and isinstance(value.get("id", ""), str | int)
+    ):
+        return Text(value["text"], str(value.get("id", where)), where, "id" in value)
+    raise _bad(name, number, 'must be a JSON string or {"id"?, "text"}')
+
+
+def _is_json_string(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), str)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _md(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
+    data = file.read(MAX_LINE + 1)
+    if len(data) > MAX_LINE:
+        raise _bad(name, 1, f"longer than {MAX_LINE} bytes")
+    try:
+        yield Text(data.decode("utf-8-sig"), name, name, named=True)
+    except UnicodeDecodeError as exc:
+        refuse(_bad(name, data[: exc.start].count(b"\n") + 1, "not UTF-8 text"), on_bad, exc)
+
+
+def _csv(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
+    csv.field_size_limit(MAX_LINE)
+    # Blank lines within quotes belong to the text, so this is no place for lines().
+    table = csv.reader(_csv_lines(file, name), strict=True)
+    try:
+        head = next(table, [])
+        at = _column(name, head, column)
+        id_at = head.index("id") if "id" in head and column != "id" else None
+        for row in table:
+            if not row:
+                continue
+            where = f"{name}:{table.line_num}"
+            if len(row) != len(head):
+                refuse(_bad(name, table.line_num, f"has {len(row)} fields, the head has {len(head)}"), on_bad)
+                continue
+            yield Text(row[at], where if id_at is None else row[id_at], where, id_at is not None)
+    except csv.Error as exc:
+        raise _bad(name, table.line_num, f"not valid CSV: {exc}") from exc
+
+
+def _csv_lines(file: Lines, name: str) -> Iterator[str]:
+    number = 0
+    while line := file.readline(MAX_LINE + 1):
+        number += 1
+        if len(line) > MAX_LINE:
+            raise _bad(name, number, f"longer than {MAX_LINE} bytes")
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as exc:
+            raise _bad(name, number, "not UTF-8 text") from exc
+
+
+def _parquet(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
+    yield from table_rows(file, name, column, on_bad)
+
+
+def table_rows(file: Any, name: str, column: str, on_bad: OnBad, groups: range | None = None) -> Iterator[Text]:
+    """Iterate over the texts of a parquet table: of all its row groups, or of *groups*."""
+    arrow, parquet = arrow_modules()
+    try:
+        table = parquet.ParquetFile(file)
+        head = table.schema_arrow.names
+        _column(name, head, column)
+        columns = [column, "id"] if "id" in head and column != "id" else [column]
+        chosen = range(table.num_row_groups) if groups is None else groups
+        row = sum(table.metadata.row_group(group).num_rows for group in range(chosen.start))
+        for batch in table.iter_batches(PARQUET_ROWS, row_groups=list(chosen), columns=columns):
+            texts, *ids = (batch.column(place).to_pylist() for place in range(len(columns)))
+            for at, text in enumerate(texts):
+                row += 1
+                where = f"{name}:{row}"
+                if isinstance(text, str):
+                    yield Text(text, str(ids[0][at]) if ids else where, where, bool(ids))
+                else:
+                    refuse(_bad(name, row, f"column {column} holds {type(text).__name__}, not text"), on_bad)
+    except arrow.ArrowException as exc:
+        raise InvalidRequest(f"{name}: can't be read as parquet: {exc}", details={"file": name}) from exc
+
+
+def arrow_modules() -> tuple[Any, Any]:
+    """Return ``pyarrow`` and ``pyarrow.parquet``. BackendMissing says what to install."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as exc:
+        raise BackendMissing(
+            "parquet files need pyarrow. Install it: pip install 'synapse-workers[parquet]'",
+            details={"missing": "pyarrow"},
+        ) from exc
+    return pyarrow, pyarrow.parquet
+
+
+_TABLES: Final = {".csv": _csv, ".parquet": _parquet, ".md": _md}
+
+
+def _column(name: str, head: list[str], column: str) -> int:
+    if column not in head:
+        have = ", ".join(head[:20]) or "none"
+        raise InvalidRequest(
+            f"{name}: there is no column {column!r} (have: {have}). Name the one with the texts: --column NAME",
+            details={"file": name, "column": column},
+        )
+    return head.index(column)
+
+
+def _bad(name: str, number: int, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{name}:{number}: {what}", details={"file": name, "line": number})
+
+
+def refuse(error: InvalidRequest, on_bad: OnBad, cause: BaseException | None = None) -> None:
+    """Hand the error of a text to *on_bad*, which leaves the text out; without one raise it."""
+    if on_bad is None:
+        raise error from cause
+    on_bad(error)

@@ -1,0 +1,423 @@
+"""A corpus into a file of vectors: resumable, in bounded memory, with its ids kept.
+
+The theory of operation. A run goes over the corpus twice or three times: once to count its entries and to take its
+digest, so that the result can be laid out; once to embed them, block by block; and, where there are ids to write, once
+more for these. Two blocks are under way at a time: while the worker computes one, the next is read and tokenised in
+threads. Their results are written in order: the rows first, then the record of how many are good
+(:mod:`synapse_host.bulk.output`). A run with the same corpus, model, engine and policy goes on from that record.
+
+What a run leaves: ``x.npy`` (float32 (n, dims)), ``x.npy.meta.json`` (which model and corpus it is of, for
+:mod:`synapse_host.bulk.search`), ``x.npy.ids.txt`` where the corpus has ids, ``x.npy.errors.jsonl`` where texts were
+skipped. With ``x.parquet`` one table has all but the errors: columns ``id``, ``vector``, ``truncated``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
+
+from engines.bundle.manifest import Bundle
+from synapse_host.bulk import output
+from synapse_host.bulk.corpus import Corpus, OnBad, Text, arrow_modules
+from synapse_host.bulk.entries import Chunking, Empty, entries
+from synapse_host.errors import InvalidRequest, SequenceTooLong, SynapseError
+from synapse_host.text.background import beside
+from synapse_host.text.tokenizer import TextTokenizer
+from synapse_host.text.validate import absolute
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from synapse_host.host import Host
+    from synapse_host.results import FloatArray
+
+BLOCK: Final = 1024
+"""Texts of one call."""
+AHEAD: Final = 2
+"""Blocks under way: one computes, the next is tokenised."""
+PARQUET_GROUP: Final = 65_536
+MAX_SKIPPED: Final = 10_000
+"""Texts that a run leaves out before it takes the corpus for the wrong file."""
+
+OnError: TypeAlias = Literal["stop", "skip"]
+ON_ERROR: Final[tuple[OnError, ...]] = ("stop", "skip")
+
+
+class Bar(Protocol):
+    """A progress bar that counts finished rows."""
+
+    @property
+    def advance(self) -> Callable[[int], None]:
+        """Add rows."""
+
+
+class Display(Protocol):
+    """Where a run shows how far it is; the command's console is one."""
+
+    def note(self, text: str) -> None:
+        """Say a sentence."""
+
+    def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Bar]:
+        """Show a bar until the block ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What becomes of each text: cut where too long, cut into chunks, left out where empty or bad."""
+
+    truncate: bool = False
+    empty: Empty = "error"
+    on_error: OnError = "stop"
+    chunking: Chunking | None = None
+
+    def entries(self, texts: Iterable[Text], tokenizer: TextTokenizer | None, on_bad: OnBad) -> Iterator[Text]:
+        """Iterate over the entries of *texts*; see :func:`synapse_host.bulk.entries.entries`."""
+        return entries(texts, empty=self.empty, chunking=self.chunking, tokenizer=tokenizer, on_bad=on_bad)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what of it shapes the rows, for records and for who reads the corpus again."""
+        cut = self.chunking and [self.chunking.tokens, self.chunking.overlap]
+        return {"truncate": self.truncate, "empty": self.empty, "on_error": self.on_error, "chunk": cut}
+
+
+@dataclass(slots=True)
+class Block:
+    """Entries of one call and what came of them."""
+
+    read: int
+    kept: list[Text] = field(default_factory=list)
+    vectors: list[FloatArray] = field(default_factory=list)
+    truncated: list[int] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    tokens: int = 0
+
+
+async def embed_file(
+    host: Host,
+    model: str,
+    corpus: Corpus,
+    out: Path,
+    *,
+    policy: Policy | None = None,
+    lane: str | None = None,
+    deadline: float | None = None,
+    display: Display | None = None,
+) -> dict[str, Any]:
+    """Embed *corpus* into *out* (``.npy``, or ``.parquet`` by its suffix) and return the command's document.
+
+    One run at a time has *out*. Raises InvalidRequest where it can't be written, another run has it, or the corpus
+    changed while it was read; the error of a text with ``where`` (``file:line``) under ``on_error="stop"``.
+    """
+    policy = policy or Policy()
+    until = absolute(deadline)
+    assignment = host.lane_of(model, lane)
+    spec = assignment.require()
+    reader = Reader(corpus, policy, assignment.bundle, model)
+    with output.alone(out):
+        file = output.place(out, corpus.files)
+        if file.suffix == ".parquet":
+            arrow_modules()
+        count, digest, bad = await beside(reader.survey)
+        if not count:
+            raise InvalidRequest("there is no text to embed", details={"file": corpus.name})
+        shape = (count, assignment.bundle.manifest.dims)
+        key = {
+            "input_digest": digest,
+            "manifest_digest": assignment.bundle.digest,
+            "artifact_digest": spec.load.artifact_digest,
+            "engine": spec.engine_id,
+            "rows": count,
+            **policy.facts(),
+        }
+        growing = Growing(file, key, shape, display.note if display else None)
+        started, first = time.monotonic(), growing.done
+        job = Job(host, model, lane, until, policy)
+        async with aclosing(job.blocks(reader.read(growing.read))) as blocks:
+            if display is None:
+                await growing.fill(blocks, lambda rows: None, corpus.name)
+            else:
+                with display.bar("embedding", count, unit="texts") as bar:
+                    bar.advance(growing.read)
+                    await growing.fill(blocks, bar.advance, corpus.name)
+        elapsed = max(time.monotonic() - started, 1e-9)
+        facts = {"model": model, "dims": shape[1], "n": growing.done, **_origin(corpus, key)}
+        errors = [*bad, *growing.skipped]
+        with output.writing(out):
+            facts["left_out"] = [entry["entry"] for entry in growing.skipped]
+            await beside(lambda: growing.finish(reader, facts, errors))
+    return {
+        "model": model,
+        "lane": assignment.lane_id,
+        "engine": spec.engine_id,
+        "device": spec.device,
+        "dims": shape[1],
+        "n": growing.done,
+        "out": str(out),
+        "resumed_at": first,
+        "truncated": growing.truncated,
+        "skipped": len(errors),
+        "texts_per_s": (growing.done - first) / elapsed,
+        "tokens_per_s": growing.tokens / elapsed,
+    }
+
+
+def _origin(corpus: Corpus, key: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a run's key and corpus a reader of the result needs."""
+    files = [os.path.abspath(name) for name in corpus.files]  # noqa: PTH100 - links stay as they are
+    return {"files": files, "column": corpus.column, **key}
+
+
+class Reader:
+    """Reads a corpus as entries, again and again the same ones."""
+
+    def __init__(self, corpus: Corpus, policy: Policy, bundle: Bundle, model: str) -> None:
+        self.corpus = corpus
+        self._policy = policy
+        self._tokenizer = TextTokenizer(bundle, model=model) if policy.chunking else None
+        if policy.chunking and self._tokenizer:
+            policy.chunking.check(self._tokenizer)
+
+    def read(self, first: int = 0, on_bad: Callable[[SynapseError], None] | None = None) -> Iterator[Text]:
+        """Iterate over the entries from number *first* on. *on_bad* gets the error of each text that is left out."""
+        if self._policy.on_error == "skip":
+            on_bad = on_bad or (lambda error: None)
+        corpus = replace(self.corpus, on_bad=on_bad)
+        return islice(self._policy.entries(corpus, self._tokenizer, on_bad), first, None)
+
+    def survey(self) -> tuple[int, str, list[dict[str, Any]]]:
+        """Return how many entries there are, the corpus's digest, and what is left out."""
+        bad: list[dict[str, Any]] = []
+
+        def note(error: SynapseError) -> None:
+            bad.append(described(error))
+            _check_skipped(len(bad), error)
+
+        skip = self._policy.on_error == "skip"
+        count = sum(1 for _ in self.read(on_bad=note if skip else None))
+        return count, self.corpus.digest(), bad
+
+
+def described(error: SynapseError) -> dict[str, Any]:
+    """Return a line of ``errors.jsonl``."""
+    where = error.details.get("where") or f"{error.details.get('file')}:{error.details.get('line')}"
+    return {"where": where, "code": error.code, "message": error.message}
+
+
+def _check_skipped(count: int, error: SynapseError) -> None:
+    if count > MAX_SKIPPED:
+        raise InvalidRequest(
+            f"more than {MAX_SKIPPED} texts can't be embedded: is this the right file? The last: {error.message}"
+        )
+
+
+class Job:
+    """The calls of one run: blocks of entries to one model."""
+
+    def __init__(self, host: Host, model: str, lane: str | None, until: float | None, policy: Policy) -> None:
+        self._host = host
+        self._model = model
+        self._lane = lane
+        self._until = until
+        self._policy = policy
+
+    async def blocks(self, texts: Iterator[Text]) -> AsyncGenerator[Block, None]:
+        """Yield the texts' results in their order; the next block is under way meanwhile."""
+        waiting: deque[asyncio.Task[Block]] = deque()
+        try:
+            while True:
+                while len(waiting) < AHEAD and (block := await beside(lambda: list(islice(texts, BLOCK)))):
+                    waiting.append(asyncio.ensure_future(self.block(block)))
+                if not waiting:
+                    return
+                yield await waiting.popleft()
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def block(self, texts: list[Text]) -> Block:
+        """Embed one block of texts. Raises the error of a text with its place, unless bad ones are left out."""
+        import numpy as np
+
+        block = Block(len(texts))
+        entry = 0
+        while entry < len(texts):
+            rest = texts[entry:]
+            try:
+                await self._embed(block, rest)
+                break
+            except (SequenceTooLong, InvalidRequest) as exc:
+                index = exc.details.get("index")
+                if not isinstance(index, int):
+                    raise
+                at = _sent(rest)[index]
+                error = exc.located(rest[at].where, f"text {index} ")
+                if self._policy.on_error == "stop":
+                    raise error from exc
+                await self._embed(block, rest[:at])
+                block.skipped.append({"entry": entry + at, **described(error)})
+                entry += at + 1
+        if not block.vectors:
+            block.vectors.append(np.empty((0, 0), np.float32))
+        return block
+
+    async def _embed(self, block: Block, texts: list[Text]) -> None:
+        """Add the vectors of *texts* to *block*: zeros for empty ones."""
+        import numpy as np
+
+        sent = _sent(texts)
+        dims = self._host.bundles[self._model].manifest.dims
+        vectors: FloatArray = np.zeros((len(texts), dims), np.float32)
+        if sent:
+            left = None if self._until is None else max(0.001, self._until - asyncio.get_running_loop().time())
+            result = await self._host.embed_result(
+                self._model,
+                [texts[at].text for at in sent],
+                lane=self._lane,
+                deadline=left,
+                truncate=self._policy.truncate,
+            )
+            vectors[sent] = result.vectors
+            block.truncated += [len(block.kept) + sent[index] for index in result.truncated]
+            block.tokens += result.tokens
+        block.kept += texts
+        block.vectors.append(vectors)
+
+
+def _sent(texts: list[Text]) -> list[int]:
+    """Return the indices of those that aren't empty."""
+    return [at for at, text in enumerate(texts) if text.text.strip()]
+
+
+class Growing:
+    """A result while it grows, and how much of it is good."""
+
+    def __init__(
+        self, file: Path, key: dict[str, Any], shape: tuple[int, int], note: Callable[[str], None] | None
+    ) -> None:
+        self._file = file
+        self._key = key
+        self._shape = shape
+        self._array: np.memmap[Any, np.dtype[np.float32]] | None = None
+        record = output.good_rows(file, key, shape) or {"rows_done": 0, "read": 0, "truncated": [], "skipped": []}
+        self.done: int = record["rows_done"]
+        self.read: int = record["read"]
+        self.truncated: list[int] = record["truncated"]
+        self.skipped: list[dict[str, Any]] = record["skipped"]
+        self.tokens = 0
+        if self.read and note:
+            note(f"going on at text {self.read} of {shape[0]}")
+
+    async def fill(self, blocks: AsyncIterator[Block], advance: Callable[[int], None], source: str | None) -> None:
+        """Write *blocks*, noting each in the record. InvalidRequest where they aren't the texts that were counted."""
+        try:
+            async for block in blocks:
+                if self.read + block.read > self._shape[0]:
+                    raise InvalidRequest(f"{source} grew while it was read", details={"file": source})
+                with output.writing(self._file):
+                    self._write(block)
+                advance(block.read)
+            if self.read != self._shape[0]:
+                raise InvalidRequest(f"{source} shrank while it was read", details={"file": source})
+        except BaseException:
+            if self._array is not None and not self.done:
+                # No row of it is good: nothing is left to resume.
+                output.partial_path(self._file).unlink(missing_ok=True)
+            raise
+
+    def _write(self, block: Block) -> None:
+        if self._array is None:
+            # Not before there is something to write: a run that fails at once leaves older rows alone.
+            self._array = output.rows_file(self._file, self._shape, resumed=self.done > 0)
+        done = self.done
+        for vectors in block.vectors:
+            self._array[done : done + len(vectors)] = vectors if len(vectors) else 0
+            done += len(vectors)
+        self.truncated += [self.done + row for row in block.truncated]
+        self.skipped += [{**entry, "entry": self.read + entry["entry"]} for entry in block.skipped]
+        if block.skipped:
+            _check_skipped(len(self.skipped), InvalidRequest(block.skipped[-1]["message"]))
+        self._array.flush()
+        record = {
+            "rows_done": done,
+            "read": self.read + block.read,
+            "truncated": self.truncated,
+            "skipped": self.skipped,
+        }
+        output.write_record(self._file, {**self._key, **record})
+        self.done, self.read = done, self.read + block.read
+        self.tokens += block.tokens
+
+    def finish(self, reader: Reader, facts: dict[str, Any], errors: list[dict[str, Any]]) -> None:
+        """Write what belongs beside the rows and give the result its name. OSError."""
+        file, partial = self._file, output.partial_path(self._file)
+        if self._array is None:  # an earlier run wrote the last row
+            self._array = output.rows_file(file, self._shape, resumed=True)
+        skipped = {entry["entry"] for entry in self.skipped}
+        kept = (text for number, text in enumerate(reader.read()) if number not in skipped)
+        if file.suffix == ".parquet":
+            self._parquet(kept, facts)
+            self._array = None
+            partial.unlink()
+        else:
+            ids = _ids(kept, several=len(reader.corpus.files) > 1)
+            output.write_lines(beside_of(file, "ids.txt"), ids)
+            output.replace_with(beside_of(file, "meta.json"), json.dumps(facts).encode())
+            self._array = None  # Windows renames no file that is mapped
+            if self.done < self._shape[0]:
+                output.shorten(file, (self.done, self._shape[1]))
+            os.replace(partial, file)  # noqa: PTH105
+        output.write_lines(beside_of(file, "errors.jsonl"), (json.dumps(_error(entry)) for entry in errors))
+        output.progress_path(file).unlink(missing_ok=True)
+
+    def _parquet(self, kept: Iterator[Text], facts: dict[str, Any]) -> None:
+        arrow, parquet = arrow_modules()
+        assert self._array is not None
+        dims = self._shape[1]
+        cut = set(self.truncated)
+        schema = arrow.schema(
+            [("id", arrow.string()), ("vector", arrow.list_(arrow.float32(), dims)), ("truncated", arrow.bool_())],
+            metadata={"synapse": json.dumps(facts)},
+        )
+        part = self._file.with_name(self._file.name + ".part")
+        try:
+            with parquet.ParquetWriter(part, schema) as writer:
+                for first in range(0, self.done, PARQUET_GROUP):
+                    last = min(self.done, first + PARQUET_GROUP)
+                    flat = arrow.array(self._array[first:last].reshape(-1))
+                    columns = [
+                        arrow.array([text.id for text in islice(kept, last - first)], arrow.string()),
+                        arrow.FixedSizeListArray.from_arrays(flat, dims),
+                        arrow.array([row in cut for row in range(first, last)]),
+                    ]
+                    writer.write_table(arrow.Table.from_arrays(columns, schema=schema))
+            os.replace(part, self._file)  # noqa: PTH105
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def beside_of(file: Path, what: str) -> Path:
+    """Return the path of a file that belongs to the result *file*: ``x.npy.ids.txt``."""
+    return file.with_name(f"{file.name}.{what}")
+
+
+def _ids(texts: Iterator[Text], *, several: bool) -> Iterator[str]:
+    """Yield the ids, JSON strings where they have a line break; none where the corpus gives no id of its own."""
+    for row, text in enumerate(texts):
+        if row == 0 and not (text.named or several):
+            return
+        yield json.dumps(text.id) if text.id.splitlines() != [text.id] or text.id.startswith('"') else text.id
+
+
+def _error(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry[name] for name in ("where", "code", "message")}

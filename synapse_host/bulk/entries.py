@@ -1,0 +1,73 @@
+"""What a corpus becomes before it is embedded: texts cut into chunks, empty ones by the caller's policy.
+
+An *entry* is one row of the result. Reading a corpus twice with the same policy gives the same entries, which is what
+counting, resuming and the list of ids rest on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from synapse_host.bulk.corpus import OnBad, Text, refuse
+from synapse_host.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from synapse_host.text.tokenizer import TextTokenizer
+
+Empty: TypeAlias = Literal["error", "skip", "zero"]
+EMPTY: Final[tuple[Empty, ...]] = ("error", "skip", "zero")
+"""What becomes of an empty text: an error, nothing, or a row of zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """Cut texts into chunks of at most ``tokens`` tokens; the first ``overlap`` are the end of the chunk before."""
+
+    tokens: int
+    overlap: int = 0
+
+    @classmethod
+    def of(cls, text: str) -> Chunking:
+        """Parse ``TOKENS[:OVERLAP]``. InvalidRequest."""
+        tokens, _, overlap = text.partition(":")
+        if not (tokens.isdecimal() and (overlap or "0").isdecimal() and int(tokens) > int(overlap or 0)):
+            raise InvalidRequest(f"--chunk {text}: must be TOKENS or TOKENS:OVERLAP, with fewer of the latter")
+        return cls(int(tokens), int(overlap or 0))
+
+    def check(self, tokenizer: TextTokenizer) -> None:
+        """Raise InvalidRequest where a chunk would not fit the model."""
+        room = tokenizer.max_tokens - len(tokenizer.single)
+        if self.tokens > room:
+            raise InvalidRequest(
+                f"chunks of {self.tokens} tokens don't fit: {tokenizer.model} takes {room} beside its special tokens",
+                details={"tokens": self.tokens, "max_tokens": room},
+            )
+
+
+def entries(
+    texts: Iterable[Text],
+    *,
+    empty: Empty = "error",
+    chunking: Chunking | None = None,
+    tokenizer: TextTokenizer | None = None,
+    on_bad: OnBad = None,
+) -> Iterator[Text]:
+    """Iterate over the entries of *texts*; chunk *n* of the text ``id`` has the id ``id#n``.
+
+    Raises as the corpus, and InvalidRequest {where} for an empty text under ``error``, unless *on_bad* takes it.
+    """
+    for text in texts:
+        if not text.text.strip():
+            if empty == "zero":
+                yield text
+            elif empty == "error":
+                message = f"{text.where}: the text is empty. Leave it out, or pass --empty skip or --empty zero"
+                refuse(InvalidRequest(message, details={"where": text.where}), on_bad)
+        elif chunking is None or tokenizer is None:
+            yield text
+        else:
+            pieces = tokenizer.pieces(text.text, chunking.tokens, chunking.overlap)
+            for number, piece in enumerate(pieces):
+                yield replace(text, text=piece, id=f"{text.id}#{number}", where=f"{text.where}#{number}", named=True)

@@ -1,0 +1,257 @@
+"""The file of a result while it grows: its own lock, a partial file, a record of how much of it is good.
+
+The rows go to ``<out>.partial``, which is renamed to *out* when the last one is there: nothing under a result's name
+is ever half a result. ``<out>.progress.json`` says how many of them are good, for a run that goes on from there, and
+its lock keeps a second run away.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from synapse_host.errors import InvalidRequest, of_os
+from synapse_host.locks import lock_exclusive
+from synapse_host.worker.runtime_dir import holder
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def place(out: Path, sources: Iterable[str] = ()) -> Path:
+    """Return the file that *out* names: where it is a link, what the link points to, which is the larger disk's file.
+
+    InvalidRequest where the result can't be there, or where making it would destroy something else.
+    """
+    if not out.name:
+        raise InvalidRequest(f"--out {out}: is not a file name", details={"file": str(out)})
+    if out.exists() and not out.is_file():
+        # It would be replaced: as root even /dev/null.
+        raise InvalidRequest(f"{out}: can't be written: it is not a regular file", details={"file": str(out)})
+    real = Path(os.path.realpath(out)) if out.is_symlink() else out
+    if real.is_symlink():
+        raise InvalidRequest(f"{out}: can't be written: it is a link to itself", details={"file": str(out)})
+    mine = [path.stat() for path in (real, progress_path(real), partial_path(real)) if path.exists()]
+    for source in sources if mine else ():
+        if source != "-" and Path(source).exists() and any(os.path.samestat(Path(source).stat(), one) for one in mine):
+            raise InvalidRequest(f"{out}: --out would overwrite the input", details={"file": str(out)})
+    return real
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Hold ``<out>.progress.json.lock`` for the block; InvalidRequest where another run writes *out*."""
+    # The record itself is replaced at every step, so it can't be locked; one file by another name has one lock.
+    record = progress_path(Path(os.path.realpath(out)))
+    lock = record.with_name(record.name + ".lock")
+    with writing(out):
+        file = _locked(lock, out)
+    with file:
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                lock.unlink()
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Tell a failed system call of the block as *out*'s: StorageFull, or InvalidRequest."""
+    try:
+        yield
+    except OSError as exc:
+        message = f"{out}: can't be written: {exc.strerror or exc}"
+        raise of_os(exc, message, otherwise=InvalidRequest, details={"file": str(out)}) from exc
+
+
+def _locked(lock: Path, out: Path) -> IO[bytes]:
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+        file = os.fdopen(os.open(lock, flags, 0o600), "r+b", buffering=0)
+        try:
+            lock_exclusive(file)
+        except OSError as exc:
+            pid, whom = holder(file)
+            file.close()
+            raise InvalidRequest(
+                f"{out} is being written by {whom}. Wait for it, or pass another --out",
+                details={"reason": "out_busy", "file": str(out), "pid": pid},
+            ) from exc
+        try:
+            file.seek(0)
+            if file.read(64).strip(b"0123456789\n"):
+                raise InvalidRequest(f"{lock} is in the way; move it away", details={"file": str(lock)})
+            # The last holder may have removed it between our opening and locking it.
+            if os.path.samestat(os.fstat(file.fileno()), lock.lstat()):
+                file.seek(0)
+                file.truncate()
+                try:
+                    file.write(f"{os.getpid()}\n".encode())
+                except OSError:
+                    lock.unlink()  # it is ours, and says nothing: a full disk
+                    raise
+                return file
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def progress_path(out: Path) -> Path:
+    """Return where a run that writes *out* notes how far it is."""
+    return out.with_name(out.name + ".progress.json")
+
+
+def partial_path(out: Path) -> Path:
+    """Return where the rows of *out* lie until all are there."""
+    return out.with_name(out.name + ".partial")
+
+
+def reserve_blocks(out: Path) -> None:
+    """Give the file its blocks now: writing to a mapped hole of a full disk is SIGBUS, this is an OSError."""
+    with out.open("r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+                return
+            # macOS and Windows have no such call in Python: zeros after the header, which is there already.
+            start = file.seek(_header_bytes(out))
+            zeros = bytes(1 << 20)
+            for at in range(start, size, len(zeros)):
+                file.write(zeros[: size - at])
+        except OSError:
+            out.unlink(missing_ok=True)
+            raise
+
+
+def rows_file(out: Path, shape: tuple[int, int], *, resumed: bool) -> np.memmap[Any, np.dtype[np.float32]]:
+    """Map the partial file of *out* as float32 of *shape*: as it is where *resumed*, else anew, its blocks reserved.
+
+    Raises OSError; a file that can't be made isn't left.
+    """
+    import numpy as np
+
+    partial = partial_path(out)
+    if resumed:
+        return np.lib.format.open_memmap(partial, mode="r+")
+    progress_path(out).unlink(missing_ok=True)  # what it counts is gone now
+    partial.unlink(missing_ok=True)
+    try:
+        array = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
+        reserve_blocks(partial)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    return array
+
+
+def shorten(out: Path, shape: tuple[int, int]) -> None:
+    """Cut the partial file of *out* to its first ``shape[0]`` rows: what was skipped has none."""
+    import numpy as np
+
+    partial = partial_path(out)
+    start = _header_bytes(partial)
+    head = io.BytesIO()
+    # numpy pads the head so that the number of rows can change in place.
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    if head.tell() != start:
+        raise InvalidRequest(f"{out}: the head of the file can't be rewritten in place", details={"file": str(out)})
+    with partial.open("r+b") as file:
+        file.write(head.getvalue())
+        file.truncate(start + 4 * shape[0] * shape[1])
+
+
+def good_rows(out: Path, key: dict[str, Any], shape: tuple[int, int]) -> dict[str, Any] | None:
+    """Return the record of a run of the same *key* that can be gone on from; None where there is none.
+
+    ``rows_done`` rows of the partial file are good then, made of the first ``read`` entries; ``truncated`` are rows
+    that were cut, ``skipped`` entries that have none.
+    """
+    import numpy as np
+
+    try:
+        record = json.loads(progress_path(out).read_bytes())
+        # Not np.load: that takes archives too.
+        array = np.lib.format.open_memmap(partial_path(out), mode="r")
+    except (OSError, ValueError, EOFError, OverflowError, MemoryError, RecursionError):
+        return None
+    if not isinstance(record, dict) or any(record.get(name) != value for name, value in key.items()):
+        return None
+    done, read = record.get("rows_done"), record.get("read")
+    truncated, skipped = record.get("truncated"), record.get("skipped")
+    if (
+        array.shape != shape
+        or array.dtype != np.float32
+        or type(done) is not int
+        or type(read) is not int
+        or not isinstance(truncated, list)
+        or not isinstance(skipped, list)
+        or not 0 <= done <= read <= shape[0]
+        or read - done != len(skipped)
+        or not all(type(index) is int and 0 <= index < done for index in truncated)
+        or not all(isinstance(entry, dict) and type(entry.get("entry")) is int for entry in skipped)
+    ):
+        return None
+    return record if done else None
+
+
+def write_record(out: Path, record: dict[str, Any]) -> None:
+    """Write the resume file in one step: a kill leaves the old one or the new one."""
+    replace_with(progress_path(out), json.dumps(record).encode())
+
+
+def replace_with(path: Path, data: bytes) -> None:
+    """Give a file new content in one step; a failure leaves the old one."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)  # noqa: PTH105
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def writing_to(out: Path, size: int) -> Iterator[IO[bytes]]:
+    """Open the partial file of *out* behind its first *size* bytes, which are good; what follows them is cut off."""
+    with writing(out):
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
+        file = os.fdopen(os.open(partial_path(out), flags, 0o666), "r+b")
+        file.truncate(size)
+        file.seek(size)
+    with file:
+        yield file
+
+
+def write_lines(path: Path, lines: Iterator[str]) -> None:
+    """Give a file these lines in one step; without any the file is removed: an older result's says nothing here."""
+    part = path.with_name(path.name + ".part")
+    count = 0
+    try:
+        with part.open("w", encoding="utf-8", newline="\n") as file:
+            for line in lines:
+                file.write(line + "\n")
+                count += 1
+        if count:
+            os.replace(part, path)  # noqa: PTH105
+        else:
+            part.unlink()
+            path.unlink(missing_ok=True)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _header_bytes(file: Path) -> int:
+    """Return where the numbers of a .npy file begin."""
+    import numpy as np
+
+    return int(np.lib.format.open_memmap(file, mode="r").offset)

@@ -1,0 +1,167 @@
+"""Search by meaning over an embedded corpus: the nearest rows of a file of vectors, by cosine.
+
+Brute force: every row is compared, in blocks of a memory-mapped file, so that memory stays small and the answer is
+exact. A million rows of 384 numbers take a fraction of a second once the file is in the page cache. The file says which
+model made it (its ``meta.json``, or the metadata of a parquet table), and a query is embedded by that model only:
+vectors of two models can't be compared, and nothing in the numbers would show it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from synapse_host.bulk.corpus import Corpus, arrow_modules
+from synapse_host.bulk.embedding import Policy, Reader, beside_of
+from synapse_host.bulk.entries import Chunking
+from synapse_host.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from engines.bundle.manifest import Bundle
+    from synapse_host.arrays import FloatArray
+
+ROWS: Final = 32_768
+"""Rows compared at once: 50 MB for 384 numbers a row."""
+MAX_META: Final = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One row of the index that was found: its number, its id, and its cosine with the query."""
+
+    row: int
+    id: str
+    score: float
+
+
+class Index:
+    """The vectors of a corpus in a file, and what is known of them.
+
+    ``facts``: ``model``, ``manifest_digest``, ``dims``, ``n``, and how the corpus was read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open ``x.npy`` or ``x.parquet`` as :mod:`synapse_host.bulk.embedding` writes them. InvalidRequest."""
+        self.path = path
+        self._table: Any = None
+        self._vectors: Any = None
+        try:
+            if path.suffix == ".parquet":
+                arrow, parquet = arrow_modules()
+                try:
+                    self._table = parquet.ParquetFile(path, memory_map=True)
+                    raw = (self._table.schema_arrow.metadata or {}).get(b"synapse", b"")
+                except arrow.ArrowException as exc:
+                    raise ValueError(str(exc)) from exc
+            else:
+                self._vectors = np.lib.format.open_memmap(path, mode="r")
+                with beside_of(path, "meta.json").open("rb") as file:
+                    raw = file.read(MAX_META)
+            self.facts: dict[str, Any] = json.loads(raw)
+            self.dims, self.rows = int(self.facts["dims"]), int(self.facts["n"])
+            held = (self.rows, self.dims) if self._table is not None else self._vectors.shape
+            if held != (self.rows, self.dims) or (self._vectors is not None and self._vectors.dtype != np.float32):
+                raise ValueError(f"its rows aren't the {self.rows} x {self.dims} that it speaks of")
+        except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as exc:
+            said = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
+            raise InvalidRequest(
+                f"{path}: is no index ({said}). Make one: synapse embed --file CORPUS --out {path}",
+                details={"file": str(path)},
+            ) from exc
+
+    def check_model(self, bundle: Bundle, model: str) -> None:
+        """Raise InvalidRequest where the index was made by another model than this bundle."""
+        if bundle.digest != self.facts.get("manifest_digest"):
+            raise InvalidRequest(
+                f"{self.path} was made by another model than {model} is now ({self.facts.get('model')}, another "
+                "manifest digest). Embed the corpus again, or name the model it was made by: --model",
+                details={"file": str(self.path), "expected": self.facts.get("manifest_digest"), "got": bundle.digest},
+            )
+
+    def nearest(self, queries: FloatArray, count: int) -> list[list[Hit]]:
+        """Return, for each query vector (float32 (q, dims)), the *count* rows of the greatest cosine, best first.
+
+        Equal scores keep the order of the rows.
+        """
+        queries = _unit(queries)
+        best = [(np.empty(0, np.float32), np.empty(0, np.int64)) for _ in queries]
+        first = 0
+        for block in self._blocks():
+            lengths = np.sqrt(np.einsum("ij,ij->i", block, block))
+            scores = queries @ block.T
+            scores /= np.where(lengths > 0, lengths, 1)
+            for at, row in enumerate(scores):
+                few = np.argpartition(row, -count)[-count:] if len(row) > count else np.arange(len(row))
+                values = np.concatenate([best[at][0], row[few]])
+                rows = np.concatenate([best[at][1], few + first])
+                order = np.lexsort((rows, -values))[:count]
+                best[at] = values[order], rows[order]
+            first += len(block)
+        names = self._ids(sorted({int(row) for _, rows in best for row in rows}))
+        return [
+            [Hit(int(row), names[int(row)], float(score)) for score, row in zip(scores, rows, strict=True)]
+            for scores, rows in best
+        ]
+
+    def _blocks(self) -> Iterator[FloatArray]:
+        if self._vectors is not None:
+            for first in range(0, self.rows, ROWS):
+                yield np.asarray(self._vectors[first : first + ROWS])
+            return
+        for batch in self._table.iter_batches(ROWS, columns=["vector"]):
+            yield batch.column(0).flatten().to_numpy(zero_copy_only=True).reshape(-1, self.dims)
+
+    def _ids(self, rows: Sequence[int]) -> dict[int, str]:
+        """Return the ids of some rows, given in order; a row's number where the corpus gave no ids."""
+        names = {row: str(row) for row in rows}
+        if self._table is not None:
+            first = 0
+            for batch in self._table.iter_batches(ROWS, columns=["id"]):
+                column = batch.column(0)
+                names |= {row: column[row - first].as_py() for row in rows if first <= row < first + len(column)}
+                first += len(column)
+            return names
+        file = beside_of(self.path, "ids.txt")
+        if file.is_file():
+            with file.open(encoding="utf-8") as lines:
+                wanted = set(rows)
+                for row, line in enumerate(islice(lines, rows[-1] + 1 if rows else 0)):
+                    if row in wanted:
+                        line = line.rstrip("\n")
+                        names[row] = json.loads(line) if line.startswith('"') else line
+        return names
+
+    def texts(self, rows: Sequence[int], bundle: Bundle) -> dict[int, str]:
+        """Return the texts of some rows, read from the corpus again; InvalidRequest where it has changed."""
+        facts = self.facts
+        cut = facts.get("chunk")
+        policy = Policy(facts["truncate"], facts["empty"], facts["on_error"], Chunking(*cut) if cut else None)
+        corpus = Corpus(files=tuple(facts["files"]), column=facts["column"])
+        if not corpus.files:
+            raise InvalidRequest(f"{self.path}: its texts are in no file that could be read again")
+        if corpus.digest() != facts["input_digest"]:
+            raise InvalidRequest(f"{self.path}: the texts it was made from have changed. Embed them again")
+        reader = Reader(corpus, policy, bundle, facts["model"])
+        wanted, found = set(rows), dict[int, str]()
+        left_out = set(facts.get("left_out", ()))
+        row = 0
+        for number, text in enumerate(reader.read()):
+            if number in left_out:
+                continue
+            if row in wanted:
+                found[row] = text.text
+                if len(found) == len(wanted):
+                    break
+            row += 1
+        return found
+
+
+def _unit(vectors: FloatArray) -> FloatArray:
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
