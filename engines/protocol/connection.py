@@ -16,17 +16,6 @@ from msgspec import Struct
 
 from engines.protocol.decoding import DECODE_ERRORS, decode_ack, decode_from_host, decode_from_worker, decode_hello
 from engines.protocol.errors import LocalProtocolError, RemoteProtocolError, VersionMismatch
-from engines.protocol.events import (
-    AckReceived,
-    Event,
-    HelloReceived,
-    PeerClosed,
-    ProgressReceived,
-    ReplyReceived,
-    ReplyStarted,
-    RequestReceived,
-    ShutdownReceived,
-)
 from engines.protocol.expectation import Expectation, check_request
 from engines.protocol.framing import LENGTH, Allocate, FrameReader, SpentReader, allocate_fresh, raw_view
 from engines.protocol.messages import (
@@ -50,26 +39,22 @@ from engines.protocol.messages import (
     encode,
     type_name,
 )
-from engines.protocol.states import KINDS, TRANSITIONS, Kind, Role, State
-
-__all__ = [
-    "KINDS",
-    "TRANSITIONS",
-    "AckReceived",
-    "Connection",
-    "Event",
-    "HelloReceived",
-    "Kind",
-    "PeerClosed",
-    "ProgressReceived",
-    "ReplyReceived",
-    "ReplyStarted",
-    "RequestReceived",
-    "Role",
-    "ShutdownReceived",
-    "State",
-]
-
+from engines.protocol.rules import (
+    KINDS,
+    TRANSITIONS,
+    AckReceived,
+    Event,
+    HelloReceived,
+    Kind,
+    PeerClosed,
+    ProgressReceived,
+    ReplyReceived,
+    ReplyStarted,
+    RequestReceived,
+    Role,
+    ShutdownReceived,
+    State,
+)
 
 _DTYPES: Final[dict[type[Struct], Dtype]] = {
     kind: kind.payload for kind in KINDS if issubclass(kind, Message) and kind.payload is not None
@@ -344,7 +329,7 @@ class Connection:
         size = index = 0
         limit = self.max_frame
         if payload is not None and dtype is not None:
-            raw = payload if type(payload) is bytes else raw_view(payload, dtype)
+            raw = payload if type(payload) is bytes else raw_view(payload)
             size = len(raw)
         request = kind in REPLY_TO
         answers = False

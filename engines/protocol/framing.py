@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final, NoReturn
 
 from engines.protocol.errors import LocalProtocolError, RemoteProtocolError
-from engines.protocol.messages import ITEM_BYTES, Buffer, Dtype
+from engines.protocol.messages import Buffer
 
 LENGTH: Final = struct.Struct("<I")
 _PREFIX: Final = LENGTH.size
@@ -40,31 +40,16 @@ class ReusedBuffer:
         return memoryview(self._buffer)[:size]
 
 
-_FORMATS: Final[dict[Dtype, str]] = {"<i4": "Bbcil", "<f4": "Bbcf"}
-"""Buffer formats a raw frame may be made of: plain bytes, or elements of the frame's own dtype."""
-
-
-def raw_view(payload: Buffer, dtype: Dtype) -> Buffer:
-    """Return *payload* as flat bytes, uncopied: what a raw frame of *dtype* may be sent from.
-
-    Accepted is every C-contiguous buffer of plain bytes or of native 4-byte elements of that dtype, read-only or not,
-    of any shape, also empty. Raises LocalProtocolError for the rest: sliced, transposed, big-endian, float64, a list.
-    """
+def raw_view(payload: Buffer) -> Buffer:
+    """Return *payload* as flat bytes, uncopied; LocalProtocolError for a list or a strided array."""
     if type(payload) is bytes or type(payload) is bytearray:
         return payload
     try:
         view = memoryview(payload)
+        # A view with a zero in its shape can't be cast, and has nothing to send anyway.
+        return view.cast("B") if view.nbytes else b""
     except (TypeError, ValueError, BufferError) as exc:
-        raise LocalProtocolError(f"a raw frame needs a buffer, not {type(payload).__name__}: {exc}") from exc
-    form = view.format
-    if form not in _FORMATS[dtype] or view.itemsize != (ITEM_BYTES if form in "ilf" else 1):
-        raise LocalProtocolError(f"a raw {dtype} frame can't be made of elements of format {form!r}")
-    if not view.c_contiguous:
-        raise LocalProtocolError("a raw frame needs a C-contiguous buffer: copy it first (numpy.ascontiguousarray)")
-    if form == "B" and view.ndim == 1:
-        return view
-    # A view with a zero in its shape can't be cast, and has nothing to send anyway.
-    return view.cast("B") if view.nbytes else b""
+        raise LocalProtocolError(f"a raw frame needs a C-contiguous buffer: {exc}") from exc
 
 
 class FrameReader:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from engines.protocol.connection import Connection
-from engines.protocol.events import Event
 from engines.protocol.messages import Buffer, Hello, Message
+from engines.protocol.rules import Event
 
 if TYPE_CHECKING:
     from types import TracebackType

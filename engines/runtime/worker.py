@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from engines.protocol.connection import Connection
-from engines.protocol.events import AckReceived, PeerClosed, RequestReceived, ShutdownReceived
 from engines.protocol.framing import ReusedBuffer
 from engines.protocol.messages import (
     DEFAULT_MAX_FRAME,
@@ -26,7 +25,7 @@ from engines.protocol.messages import (
     Progress,
     phases,
 )
-from engines.protocol.states import Role
+from engines.protocol.rules import AckReceived, PeerClosed, RequestReceived, Role, ShutdownReceived
 from engines.runtime.dispatch import Answer, Dispatcher
 from engines.runtime.progress import ProgressReporter
 from engines.runtime.transport import (

@@ -80,7 +80,7 @@ class WorkerProcess:
             if sys.platform == "win32":
                 from synapse_host.worker import windows
 
-                self._job = windows.contain(int(self._popen._handle))
+                self._job = windows.contain(int(self._popen._handle))  # type: ignore[attr-defined,unused-ignore]
             self._watch_pipes()
             self._watch_exit()
         except BaseException:

@@ -12,16 +12,9 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from engines.protocol.connection import (
-    Event,
-    HelloReceived,
-    ProgressReceived,
-    ReplyReceived,
-    ReplyStarted,
-    State,
-)
 from engines.protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from engines.protocol.messages import LLAMA_ENGINE, Hello, Ping, Shutdown
+from engines.protocol.rules import Event, HelloReceived, ProgressReceived, ReplyReceived, ReplyStarted, State
 from synapse_host.config import HostConfig
 from synapse_host.placement.spec import LaneSpec
 from synapse_host.worker.counters import LaneCounters

@@ -43,7 +43,7 @@ TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "engines.protocol.messages": (
         *("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py", "tests/protocol/test_document.py"),
     ),
-    "engines.protocol.states": ("tests/protocol/test_document.py", "tests/protocol/test_vectors.py"),
+    "engines.protocol.rules": ("tests/protocol/test_document.py", "tests/protocol/test_vectors.py"),
     "engines.protocol.errors": ("tests/protocol/test_errors.py", "tests/protocol/test_vectors.py"),
     "engines.bundle.manifest": ("tests/bundle/test_manifest.py",),
     "engines.bundle.digest": ("tests/bundle/test_digest.py",),

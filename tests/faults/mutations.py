@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from engines.protocol import messages as m
-from engines.protocol.connection import Connection, Role, State
+from engines.protocol.connection import Connection
 from engines.protocol.errors import RemoteProtocolError
+from engines.protocol.rules import Role, State
 from synapse_host.config import Windows
 from synapse_host.errors import EngineCrashed, LaneRefused, WorkerError
 from tests.faults.arena import Arena, arena, run

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from engines.protocol.connection import Connection, ReplyStarted, Role, State
+from engines.protocol.connection import Connection
 from engines.protocol.errors import LocalProtocolError, RemoteProtocolError
+from engines.protocol.rules import ReplyStarted, Role, State
 from tests.protocol.model import ANSWERS, LIMIT, RAW_REQUESTS, Model, next_frame, wire
 from tests.protocol.test_vectors import build, snapshot
 from tests.support.pair import Cut, byte_by_byte, joined, random_cuts, whole

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from engines.protocol import messages
-from engines.protocol.connection import Connection, Event, ReplyStarted, Role, State
+from engines.protocol.connection import Connection
 from engines.protocol.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, VersionMismatch
 from engines.protocol.messages import DEFAULT_MAX_FRAME, Phase, Pooling
+from engines.protocol.rules import Event, ReplyStarted, Role, State
 from tests.support.pair import Cut, byte_by_byte, joined, random_cuts, whole
 
 FOLDER = Path(__file__).parent.parent / "vectors"

@@ -20,8 +20,8 @@ import pytest
 
 from engines.protocol.connection import Connection
 from engines.protocol.errors import ProtocolError
-from engines.protocol.events import PeerClosed
 from engines.protocol.messages import EmbedBatch, Item, Load, Loaded, Ping, Pong, Pooling, Shutdown, Vectors
+from engines.protocol.rules import PeerClosed
 from engines.runtime.transport import SocketTransport, TransportFailed, connect_socket
 from tests.support.desk import DIGEST, WorkerThread
 from tests.support.toy_engine import ToyEngine

@@ -28,7 +28,7 @@ from engines.protocol.messages import (
     Shutdown,
     Vectors,
 )
-from engines.protocol.states import State
+from engines.protocol.rules import State
 from engines.runtime.engine import DeviceLost
 from engines.runtime.progress import ProgressReporter
 from tests.support.desk import WorkerThread

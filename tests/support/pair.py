@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from engines.protocol.connection import Connection, Event, Role, State
+from engines.protocol.connection import Connection
 from engines.protocol.framing import Allocate, allocate_fresh
 from engines.protocol.messages import (
     DEFAULT_MAX_FRAME,
@@ -17,6 +17,7 @@ from engines.protocol.messages import (
     HelloAck,
     Message,
 )
+from engines.protocol.rules import Event, Role, State
 
 Cut = Callable[[bytes], Iterator[bytes]]
 """Cuts a stretch of the stream into the pieces that one read after another delivers."""

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.protocol.connection import Connection, Role
+from engines.protocol.connection import Connection
 from engines.protocol.errors import RemoteProtocolError
 from engines.protocol.messages import HELLO_MAX_FRAME
+from engines.protocol.rules import Role
 from synapse_host.errors import InvalidRequest
 from synapse_host.placement import probe
 from synapse_host.placement.child import ENVIRONMENT, ENVIRONMENT_PREFIXES, worker_environment

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.protocol.connection import Connection, HelloReceived, ReplyReceived, Role
-from engines.protocol.events import AckReceived, RequestReceived
+from engines.protocol.connection import Connection
 from engines.protocol.messages import EmbedBatch, HelloAck, Item, Load, Loaded, Pooling, Vectors
+from engines.protocol.rules import AckReceived, HelloReceived, ReplyReceived, RequestReceived, Role
 from engines.runtime.engine import EngineIdentity
 from engines.runtime.main import connect
 from engines.runtime.transport import Channel as WorkerChannel
