@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -33,16 +33,9 @@ EngineFactory: TypeAlias = Callable[[WorkerOptions], Engine]
 PR_SET_PDEATHSIG: Final = 1
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse that keeps stdout clean: help goes to stderr."""
-
-    def print_help(self, file: Any = None) -> None:
-        super().print_help(sys.stderr if file is None else file)
-
-
 def parser(program: str, default_device: str) -> argparse.ArgumentParser:
     """Return the parser of a worker's command line (interfaces.md, Workers)."""
-    result = _Parser(
+    result = argparse.ArgumentParser(
         prog=program,
         description="Inference worker, started by the host. Alone: --version or --probe-floor.",
         allow_abbrev=False,
