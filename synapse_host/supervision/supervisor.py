@@ -13,23 +13,21 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
+import msgspec
+
 from engines.protocol.errors import ErrorCode, LocalProtocolError
 from engines.protocol.messages import SERVING, AnyReply, AnyRequest, Err, Ping, Pong, Unload
-from synapse_host.config import HostConfig
 from synapse_host.errors import EngineCrashed, SynapseError
 from synapse_host.placement.spec import LaneSpec
 from synapse_host.supervision.health import LaneHealth, Refresher
 from synapse_host.supervision.lifecycle import Generations
 from synapse_host.supervision.queueing import Permits, Turns, expire
-from synapse_host.supervision.record import record
 from synapse_host.supervision.standing import Standing
 from synapse_host.worker import refusals
-from synapse_host.worker.counters import LaneCounters
 from synapse_host.worker.crash import Death
 from synapse_host.worker.exchange import Exchange, Lease
-from synapse_host.worker.listener import RuntimeDirectory
-from synapse_host.worker.output import LogRing
 from synapse_host.worker.session import Session
+from synapse_host.worker.startup import LaneContext
 
 Build: TypeAlias = Callable[[str, str], tuple[AnyRequest, Any]]
 """``build(req_id, model_ref)`` returns the request and its raw buffer or None. It may be called again when the worker
@@ -44,47 +42,31 @@ _log = logging.getLogger(__name__)
 class Supervisor:
     """Runs one lane with one worker at a time. Use it from one event loop.
 
-    *kind* and everything else about the lane stand in *spec*. Nothing is spawned before the first request or load.
+    Nothing is spawned before the first request or load.
     *admit* is asked before each start of a worker: it returns the spec to start it with, or raises why it may not run.
     """
 
     def __init__(
         self,
-        spec: LaneSpec,
+        context: LaneContext,
         *,
-        config: HostConfig,
-        runtime: RuntimeDirectory,
         permits: Permits | None = None,
-        counters: LaneCounters | None = None,
-        journal: LogRing | None = None,
         admit: Callable[[LaneSpec], Awaitable[LaneSpec]] | None = None,
     ) -> None:
-        self.spec = spec
-        self.counters = counters or LaneCounters()
-        """Plain integers, for :mod:`synapse_host.serve.metrics`."""
-        # An empty ring is falsy.
-        self.journal = LogRing(config.log_ring_bytes) if journal is None else journal
-        """The last output of the lane's workers, across generations."""
+        config = context.config
+        self.spec = spec = context.spec
+        self.counters = context.counters
         self.lost: Callable[[], None] | None = None
         """Called on the loop when the current worker is lost and nobody hears engine_crashed; it is charged by then."""
-        self._config = config
         self._permits = permits or Permits(config.permits)
         self._loop = asyncio.get_running_loop()
         self._standing = Standing(spec, cool_down=config.cool_down)
         self._quarantine = self._standing.quarantine
         self._turns = Turns(self._standing, limit=config.queue_limit)
-        self._health = LaneHealth()
+        self._health = LaneHealth(spec)
         self._refresher = Refresher(config.ping_interval, self._refresh)
         self._workers = Generations(
-            self._standing,
-            config=config,
-            runtime=runtime,
-            owner=self,
-            counters=self.counters,
-            journal=self.journal,
-            health=self._health,
-            refresher=self._refresher,
-            admit=admit,
+            context, self._standing, owner=self, health=self._health, refresher=self._refresher, admit=admit
         )
         self._closer: asyncio.Task[None] | None = None
 
@@ -421,15 +403,10 @@ class Supervisor:
 
     def health(self) -> dict[str, Any]:
         """Return the cached state of the lane: no I/O. On the loop's thread, like everything here."""
-        return record(
-            self._health,
-            self._standing,
-            self._workers,
-            now=self._loop.time(),
-            stale_after=self._config.health_stale,
-            waiting=self._turns.waiting,
-            load_s=self.counters.last_load_s,
+        document: dict[str, Any] = msgspec.to_builtins(
+            self._workers.health(self._loop.time(), waiting=self._turns.waiting)
         )
+        return document
 
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Stop: queued requests are answered at once, the running one may finish within *drain* seconds.

@@ -10,33 +10,38 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
+
+from msgspec import Struct
 
 from engines.protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from engines.protocol.messages import LLAMA_ENGINE, Hello, Ping, Shutdown
 from engines.protocol.rules import Event, HelloReceived, ProgressReceived, ReplyReceived, ReplyStarted, State
-from synapse_host.config import HostConfig
-from synapse_host.placement.spec import LaneSpec
-from synapse_host.worker.counters import LaneCounters
 from synapse_host.worker.crash import Cause, Death, StartFailed, diagnose
 from synapse_host.worker.exchange import Exchange
 from synapse_host.worker.handshake import HandshakeFault
-from synapse_host.worker.listener import RuntimeDirectory, safe_id
+from synapse_host.worker.listener import safe_id
 from synapse_host.worker.output import LineForwarder, LogRing, Stream
 from synapse_host.worker.process import DUMP_GRACE, WorkerProcess
 from synapse_host.worker.refusals import no_resources
-from synapse_host.worker.startup import Birth
+from synapse_host.worker.startup import Birth, LaneContext
 from synapse_host.worker.transport import Channel
 from synapse_host.worker.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from synapse_host.worker.crash import Death
 
 EXIT_GRACE: Final = 0.5
 """Seconds between the end of the stream and the exit that explains it, or the other way round: on a busy machine a
 worker that dies of an exception needs a while to write its traceback and to be gone."""
 
 _log = logging.getLogger(__name__)
+
+
+class Underway(Struct, frozen=True):
+    """How far an exchange is: operation, phase and count of the last progress, seconds since it was sent."""
+
+    stage: str
+    phase: str | None
+    completed: int
+    running_s: float
 
 
 class Owner(Protocol):
@@ -66,20 +71,17 @@ class Session:
 
     def __init__(
         self,
-        spec: LaneSpec,
+        context: LaneContext,
         *,
         generation: int,
-        config: HostConfig,
-        runtime: RuntimeDirectory,
         forwarder: LineForwarder,
         owner: Owner,
         revision: str | None,
-        counters: LaneCounters,
-        journal: LogRing,
     ) -> None:
-        self.spec = spec
+        config = context.config
+        self.spec = context.spec
         self.generation = generation
-        self.worker_id = f"{safe_id(spec.lane_id)}-{generation}"
+        self.worker_id = f"{safe_id(self.spec.lane_id)}-{generation}"
         self.model_ref: str | None = None
         self.open: Exchange | None = None
         self.dead = False
@@ -88,9 +90,9 @@ class Session:
         """When the last exchange was sent, in loop time."""
         self.progress: ProgressReceived | None = None
         """The open exchange's last progress."""
-        self._counters = counters
-        self._journal = journal
-        self._config = config
+        self._counters = context.counters
+        self._journal = context.journal
+        self._handshake = config.handshake
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._ring = LogRing(config.log_ring_bytes)
@@ -111,9 +113,7 @@ class Session:
             counters=self._counters,
         )
         self._birth = Birth(
-            spec,
-            config=config,
-            runtime=runtime,
+            context,
             worker_id=self.worker_id,
             channel=self._channel,
             revision=revision,
@@ -154,7 +154,7 @@ class Session:
             raise StartFailed(await self._bury("handshake", text)) from exc
         except TimeoutError as exc:
             reached = "connected, but sent no HELLO" if self._channel.connected else "did not connect"
-            text = f"the worker {reached} within {self._config.handshake:g} s"
+            text = f"the worker {reached} within {self._handshake:g} s"
             raise StartFailed(await self._bury("handshake", text)) from exc
 
     # --- exchanges ---------------------------------------------------------------------------------------------------
@@ -174,17 +174,13 @@ class Session:
         self._serial += 1
         return f"{self.generation}-{self._serial}"
 
-    def underway(self, now: float) -> dict[str, Any] | None:
-        """Return how far the open exchange is: operation, phase and count of finished work; None when idle."""
+    def underway(self, now: float) -> Underway | None:
+        """Return how far the open exchange is; None when idle."""
         exchange, last = self.open, self.progress
         if exchange is None or not self.serving:
             return None
-        return {
-            "stage": exchange.stage,
-            "phase": None if last is None else last.progress.phase.value,
-            "completed": 0 if last is None else last.progress.completed,
-            "running_s": now - self.began,
-        }
+        phase, completed = (None, 0) if last is None else (last.progress.phase.value, last.progress.completed)
+        return Underway(exchange.stage, phase, completed, now - self.began)
 
     def begin(self, exchange: Exchange) -> None:
         """Send a request; its waiter resolves through its owner. LocalProtocolError: nothing was written."""
