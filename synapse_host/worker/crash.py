@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from msgspec import Struct
+
 from synapse_host.placement.child import signal_name
-from synapse_host.worker.output import LogRing
 from synapse_host.worker.process import WorkerProcess
 
 Cause: TypeAlias = Literal["exit", "eof", "protocol", "silence", "handshake"]
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
+class Death(Struct):
     """How a worker generation ended, with what it left behind."""
 
     generation: int
@@ -22,13 +21,14 @@ class Death:
     pid: int | None
     exit_status: int | None
     signal: str | None
-    log_tail: str
     reaped: bool
     """False when the process could not be confirmed dead: nothing may replace it yet."""
     llama: bool = True
     """False for a worker of another engine: it has no llama-cpp-python to rebuild."""
     taken: bool = False
     """True where it ended by itself and somebody else took its exit status: how it ended isn't known."""
+    log_tail: str = ""
+    """The last output of this generation."""
 
     def describe(self) -> str:
         """Return one sentence for people."""
@@ -53,10 +53,8 @@ class StartFailed(Exception):
         self.death = death
 
 
-async def diagnose(
-    process: WorkerProcess, cause: Cause, message: str, *, generation: int, ring: LogRing, llama: bool
-) -> Death:
-    """Kill and reap *process*, drain its pipes into *ring*, and say how it ended."""
+async def diagnose(process: WorkerProcess, cause: Cause, message: str, *, generation: int, llama: bool) -> Death:
+    """Kill and reap *process*, drain its pipes, and say how it ended."""
     own_end = cause != "silence" and not process.running
     reaped = await process.destroy()
     returncode = process.returncode
@@ -65,10 +63,9 @@ async def diagnose(
         cause=cause,
         message=message,
         pid=process.pid,
-        # What we did to it explains nothing: only its own end is told.
+        # What we did to it explains nothing: only its own end is reported.
         exit_status=returncode if own_end and returncode is not None and returncode >= 0 else None,
         signal=signal_name(returncode) if own_end else None,
-        log_tail=ring.render(),
         reaped=reaped,
         taken=own_end and returncode is None,
         llama=llama,

@@ -84,10 +84,10 @@ class LogRing:
                 runs.append((stream, data))
         return runs
 
-    def render(self) -> str:
-        """Return the content as text, every line preceded by ``[stdout] `` or ``[stderr] ``; lossy UTF-8."""
+    def render(self, position: int = 0) -> str:
+        """Return what came after *position* as text, each line behind ``[stdout] `` or ``[stderr] ``; lossy UTF-8."""
         lines: list[str] = []
-        for stream, data in self.segments():
+        for stream, data in self.since(position)[0]:
             text = data.decode("utf-8", "replace")
             lines += [f"[{stream}] {line}" for line in text.removesuffix("\n").split("\n")]
         return "\n".join(lines)

@@ -118,7 +118,12 @@ class WorkerProcess:
             with suppress(OSError, OverflowError):
                 if os.getsid(pid) == self.pid:
                     return True
-        return self.pid in _ancestors(pid)
+        import psutil
+
+        try:
+            return any(parent.pid == self.pid for parent in psutil.Process(pid).parents())
+        except (psutil.Error, OverflowError):
+            return False
 
     def dump(self) -> None:
         """Ask the worker's faulthandler for a traceback of every thread."""
@@ -287,28 +292,3 @@ def _first_to_go(pid: int) -> None:
         # Raising it is everybody's right. It may have exited already, or /proc may be read-only.
         with suppress(OSError):
             Path(f"/proc/{pid}/oom_score_adj").write_text(OOM_SCORE_ADJ)
-
-
-def _ancestors(pid: int) -> list[int]:
-    """Return the pids above *pid*, nearest first; as far as they can be read."""
-    found: list[int] = []
-    while pid > 1 and len(found) < 64:
-        pid = _parent(pid)
-        found.append(pid)
-    return found
-
-
-def _parent(pid: int) -> int:
-    if sys.platform == "linux":
-        try:
-            # The command name may hold spaces and parentheses; the fields after the last one are plain.
-            return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            return 0
-    else:
-        import psutil
-
-        try:
-            return psutil.Process(pid).ppid()
-        except psutil.Error:
-            return 0

@@ -21,7 +21,7 @@ from synapse_host.worker.crash import Cause, Death, StartFailed, diagnose
 from synapse_host.worker.exchange import Exchange
 from synapse_host.worker.handshake import HandshakeFault
 from synapse_host.worker.listener import safe_id
-from synapse_host.worker.output import LineForwarder, LogRing, Stream
+from synapse_host.worker.output import LineForwarder, Stream
 from synapse_host.worker.process import DUMP_GRACE, WorkerProcess
 from synapse_host.worker.refusals import no_resources
 from synapse_host.worker.startup import Birth, LaneContext
@@ -95,7 +95,7 @@ class Session:
         self._handshake = config.handshake
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._ring = LogRing(config.log_ring_bytes)
+        self._log_start = context.journal.written
         self._forwarder = forwarder
         self._watchdog = Watchdog(config.windows, self._counters.gaps)
         self._timer: asyncio.TimerHandle | None = None
@@ -326,7 +326,8 @@ class Session:
         if self._ended and await process.wait(EXIT_GRACE) and cause == "eof":
             cause, message = "exit", message.replace("connection ended", "process ended")
         llama = self.spec.expected_engine == LLAMA_ENGINE
-        death = await diagnose(process, cause, message, generation=self.generation, ring=self._ring, llama=llama)
+        death = await diagnose(process, cause, message, generation=self.generation, llama=llama)
+        death.log_tail = self._journal.render(self._log_start)
         if not death.reaped:
             _log.error("worker can't be killed: lane=%s pid=%d", self.spec.lane_id, process.pid)
         self._forwarder.restart()
@@ -395,6 +396,5 @@ class Session:
         self._rearm()
 
     def _output(self, stream: Stream, data: bytes) -> None:
-        self._ring.write(stream, data)
         self._journal.write(stream, data)
         self._forwarder.feed(self.worker_id, stream, data, self._loop.time())

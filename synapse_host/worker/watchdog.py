@@ -11,25 +11,11 @@ JUMP: Final = 1.0
 """Seconds by which a check may come late before the lateness counts as a stopped host, not as a silent worker."""
 
 
-def window_name(request: type[Request], phase: Phase) -> str:
-    """Return which of :class:`Windows` holds for an exchange in *phase*."""
-    # PING and UNLOAD share the control phase, but not the window: 120 s against 600 s.
-    return "ping" if request is Ping else phase.value
-
-
-def window(request: type[Request], phase: Phase, windows: Windows) -> float:
-    """Return the silence window in seconds of an exchange in *phase*."""
-    seconds: float = getattr(windows, window_name(request, phase))
-    return seconds
-
-
 class Watchdog:
     """Watches one exchange at a time; ``deadline`` is None while idle, because idle is not silence.
 
     The caller has validated every progress frame; bytes alone never come here.
     """
-
-    __slots__ = ("_first", "_header", "_name", "_request", "_since", "_window", "_windows", "deadline", "gaps")
 
     def __init__(self, windows: Windows, gaps: dict[str, float] | None = None) -> None:
         self.gaps: dict[str, float] = {} if gaps is None else gaps
@@ -41,7 +27,6 @@ class Watchdog:
         self._header = False
         self._request: type[Request] = Request
         self.deadline: float | None = None
-        self._first: dict[tuple[type[Request], str], tuple[str, float]] = {}
 
     @property
     def window(self) -> float:
@@ -52,21 +37,20 @@ class Watchdog:
         """Start watching: the stream is owned, the permit is held and the request is about to be written."""
         self._request = request
         self._header = False
-        first = self._first.get((request, engine))
-        if first is None:
-            phase = phases(request, engine)[0]
-            first = window_name(request, phase), window(request, phase, self._windows)
-            self._first[request, engine] = first
-        self._name, self._window = first
+        self._enter(phases(request, engine)[0])
         self._since = now
         self.deadline = now + self._window
 
     def progress(self, phase: Phase, now: float) -> None:
         """Renew with the window of *phase*."""
         self._heard(now)
-        self._name = window_name(self._request, phase)
-        self._window = window(self._request, phase, self._windows)
+        self._enter(phase)
         self.deadline = now + self._window
+
+    def _enter(self, phase: Phase) -> None:
+        # PING and UNLOAD share the control phase, but not the window: 120 s against 600 s.
+        self._name = "ping" if self._request is Ping else phase.value
+        self._window = getattr(self._windows, self._name)
 
     def header(self, now: float) -> None:
         """Renew, once: the terminal header came and its raw frame must follow within this window."""

@@ -47,7 +47,7 @@ def test_a_generation_s_facts():
     assert (facts.rss_mb, facts.rss_growth_mb, facts.placement_share, facts.buckets) == (150, 50, 0.97, [64])
     assert facts.resident_shapes == {"ane:1": [64]} and facts.resident_packed is None
     details = {"stage": "embed", "cause": "exit", "exit_status": 1, "signal": None, "fingerprint": None}
-    health.struck(Death(1, "exit", "m", 7, 1, None, "", True), details)
+    health.struck(Death(1, "exit", "m", 7, 1, None, True), details)
     assert health.age(107.0) is None and health.facts.rss_mb is None and health.facts.kernel_revision == "r1"
     assert health.facts.last_fault == Fault(1, 7, "embed", "exit", 1, None, None)
     health.greeted(HELLO, 108.0)

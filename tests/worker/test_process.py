@@ -14,7 +14,6 @@ import pytest
 from synapse_host.placement import probe
 from synapse_host.placement.child import signal_name, worker_environment
 from synapse_host.worker.crash import diagnose
-from synapse_host.worker.output import LogRing
 from synapse_host.worker.process import WorkerProcess
 
 pytestmark = pytest.mark.process
@@ -74,7 +73,7 @@ async def test_a_status_that_somebody_else_took_is_unknown_and_not_zero(sigchld_
     os.kill(child.process.pid, signal.SIGKILL)
     assert await child.process.wait(10)
     assert child.process.returncode is None and child.exits == 1
-    death = await diagnose(child.process, "exit", "it ended", generation=1, ring=LogRing(), llama=True)
+    death = await diagnose(child.process, "exit", "it ended", generation=1, llama=True)
     assert (death.exit_status, death.signal) == (None, None) and "exit status unknown" in death.describe()
     # A probe's answer is taken by its line alone then, not for one that contradicts its status.
     refused = 'print(\'{"status": "refused", "code": "cuda_no_driver"}\'); raise SystemExit(2)'
