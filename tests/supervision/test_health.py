@@ -177,7 +177,13 @@ class OtherClock(asyncio.SelectorEventLoop):
 
 
 @pytest.mark.process
-def test_ages_and_remaining_times_are_of_the_loop_s_own_clock(tmp_path):
+@pytest.mark.parametrize(
+    "kind",
+    # libuv keeps one pipe for signals as long as the process lives.
+    ["another clock", pytest.param("uvloop", marks=pytest.mark.leaks_allowed("descriptors"))],
+)
+def test_a_lane_lives_on_any_loop_and_its_times_are_of_that_loop_s_clock(tmp_path, kind):
+    factory = OtherClock if kind == "another clock" else pytest.importorskip("uvloop").new_event_loop
     go = tmp_path / "go"
     script = poison({"wait_for": str(go)}, {"exit": 1})
 
@@ -196,5 +202,5 @@ def test_ages_and_remaining_times_are_of_the_loop_s_own_clock(tmp_path):
             health = lane.health()
             assert health["state"] == "quarantined" and 0 < health["quarantine_remaining_s"] <= 60
 
-    with asyncio.Runner(loop_factory=OtherClock) as runner:
+    with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(main())

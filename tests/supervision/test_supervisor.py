@@ -94,6 +94,21 @@ async def test_concurrent_requests_are_served_in_order_by_one_worker(make):
     assert (health["generation"], health["strikes"], health["state"]) == (1, 0, "idle")
 
 
+async def test_a_flood_of_progress_holds_up_no_other_lane(make):
+    """Legal frames, since the counter rises, as fast as a worker can write them."""
+    flooding, other = make(poison({"progress": {"from": 1, "to": 300_000}})), make()
+    await asyncio.gather(flooding.load(), other.load())
+    flood = asyncio.create_task(serve(flooding, POISON))
+    await until(lambda: (flooding.health()["progress"] or {}).get("completed", 0) > 1000)
+    for n in range(50):
+        await serve(other, n)
+    assert not flood.done(), "the other lane was served while the flood went on"
+    flood.cancel()
+    await asyncio.wait({flood})
+    await flooding.recycle()
+    assert (flooding.health()["strikes"], other.health()["strikes"]) == (0, 0)
+
+
 async def test_a_request_that_breaks_the_rules_is_refused_here(make):
     lane = make()
     with pytest.raises(InvalidRequest):
@@ -183,27 +198,14 @@ async def test_a_request_for_one_worker_never_reaches_another_and_starts_none(ma
 
 FAULTS = {
     "reply with another req_id": [{"reply": {"set": {"req_id": "other"}}}],
-    "reply without req_id": [{"reply": {"drop": ["req_id"]}}],
-    "another reply type": [{"frame": {"type": "UNLOADED", "req_id": "$req_id"}}],
-    "SCORES for EMBED_BATCH": [{"reply": {"type": "SCORES", "drop": ["dims", "n"]}}],
-    "dims 0": [{"reply": {"set": {"dims": 0}}}],
     "dims unlike LOADED": [{"reply": {"set": {"dims": 4}, "raw_bytes": 16}}],
-    "n off": [{"reply": {"set": {"n": 2}}}],
-    "raw too short": [{"reply": {"raw_bytes": 28}}],
     "raw too long": [{"reply": {"raw_bytes": 36}}],
-    "unknown field": [{"reply": {"set": {"extra": 1}}}],
     "two replies": [{"reply": {"times": 2}}],
     "unknown ERR code": [{"err": {"code": "own_invention"}}],
-    "unknown type": [{"frame": {"type": "HEARTBEAT", "req_id": "$req_id"}}],
-    "a request from the worker": [{"frame": {"type": "PING", "req_id": "$req_id"}}],
-    "not JSON": [{"bytes": "03000000"}, {"text": "yes"}],
     "not UTF-8": [{"bytes": "02000000fffe"}],
-    "a raw frame without a header": [{"raw": 32}],
-    "an empty frame": [{"raw": 0}],
     "longer than max_frame": [{"torn": {"length": 64 * 2**20 + 1, "send": 8}}],
-    "length 0xFFFFFFFF": [{"bytes": "ffffffff"}],
 }
-"""Those of PROGRESS are the campaign's R4."""
+"""One of each kind: the vectors hold them all, the campaign's R4 those of PROGRESS."""
 
 
 @pytest.mark.parametrize("case", FAULTS)
@@ -220,22 +222,6 @@ async def test_a_protocol_fault_is_one_strike_and_the_end_of_the_worker(make, ca
     assert health["last_fault"]["cause"] == "protocol" and health["strikes"] == 1
     await serve(lane)
     assert lane.health()["generation"] == 2
-
-
-async def test_cuda_never_goes_back_to_setup(make):
-    back = {"progress": {"completed": [2], "phase": "setup"}}
-    lane = make(
-        {
-            "engine": "owned-cuda",
-            "rules": [
-                on("EMBED_BATCH", {"progress": {"completed": [1], "phase": "inference"}}, back, first_id=POISON),
-                on("EMBED_BATCH", {"progress": {"completed": [1], "phase": "setup"}}),
-            ],
-        },
-        **CUDA,
-    )
-    assert (await crash(lane)).details["cause"] == "protocol"
-    await serve(lane)
 
 
 async def test_a_frame_while_idle_is_a_fault(make):
@@ -368,11 +354,6 @@ async def test_the_windows_of_cuda(make):
     await serve(lane)
     error = await crash(lane)
     assert error.details["cause"] == "silence" and "0.4 s" in error.message
-
-
-async def test_load_does_not_have_the_short_window(make):
-    slow = make({"rules": [on("LOAD", {"sleep": 1.0})]}, config=SHORT)
-    await slow.load()
 
 
 async def test_no_watchdog_while_waiting_for_the_stream_or_the_permit(make):
@@ -553,13 +534,6 @@ async def test_an_abandoned_exchange_keeps_its_permit_until_it_is_drained(make, 
     go.touch()
     await serve(other)
     await until(lambda: make.permits.in_use("cpu") == 0)
-
-
-async def test_a_crash_gives_its_permit_back(make):
-    make.permits = Permits({"cpu": 1})
-    ill, well = make(KILLS), make()
-    await asyncio.gather(crash(ill), serve(well))
-    assert make.permits.in_use("cpu") == 0
 
 
 async def test_a_worker_that_dies_while_its_request_waits_for_a_permit(make, tmp_path):

@@ -108,10 +108,6 @@ def test_the_environment_is_reduced():
     assert kept == {k: v for k, v in source.items() if v != "no"} | {"EXTRA": "yes", "SYNAPSE_WORKER_ID": "toy-1"}
 
 
-def test_the_worker_id_is_the_hosts_word():
-    assert worker_environment("a", {"SYNAPSE_WORKER_ID": "b"}, source={})["SYNAPSE_WORKER_ID"] == "a"
-
-
 @pytest.mark.parametrize(
     ("code", "name"), [(0, None), (3, None), (None, None), (-9, "SIGKILL"), (-4, "SIGILL"), (-63, "SIG63")]
 )

@@ -8,17 +8,12 @@ import os
 import re
 import socket
 import stat
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from engines.protocol.connection import Connection
-from engines.protocol.errors import RemoteProtocolError
-from engines.protocol.messages import HELLO_MAX_FRAME
-from engines.protocol.rules import Role
 from synapse_host.errors import InvalidRequest
 from synapse_host.placement import probe
 from synapse_host.placement.child import ENVIRONMENT, ENVIRONMENT_PREFIXES, worker_environment
@@ -32,22 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 # --- the runtime directory -------------------------------------------------------------------------------------------
-
-
-@posix
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_modes_don_t_depend_on_the_umask(runtime_dir, umask):
-    old = os.umask(umask)
-    try:
-        made = RuntimeDirectory.open(runtime_dir / "deep" / "rt")
-        listener = made.listen("toy-1")
-    finally:
-        os.umask(old)
-    for part in (made.path.parent, made.path, made.path / "synapse", made.workers):
-        assert stat.S_IMODE(part.lstat().st_mode) == 0o700
-    assert stat.S_IMODE(listener.path.lstat().st_mode) == 0o600
-    listener.close()
-    made.close()
 
 
 @posix
@@ -124,12 +103,10 @@ def test_the_environment_is_the_list_of_interfaces_md():
     listed = set(re.findall(r"[A-Z_]+\*?", LISTED))
     ours = set(ENVIRONMENT) | {f"{prefix}*" for prefix in ENVIRONMENT_PREFIXES} | {"SYNAPSE_WORKER_ID"}
     assert ours == listed
-
-
-@posix
-def test_names_of_variables_are_exact():
-    source = {"path": "/evil", "home": "/evil", "user": "x", "Lang": "x", "lc_all": "x", "cuda_x": "1", "PATH": "/bin"}
-    assert worker_environment("w", {}, source=source) == {"PATH": "/bin", "SYNAPSE_WORKER_ID": "w"}
+    # Elsewhere than on Windows another case is another variable; the host's own word for the id wins.
+    source = {"path": "/evil", "home": "/evil", "lc_all": "x", "cuda_x": "1", "PATH": "/bin"}
+    got = worker_environment("w", {"SYNAPSE_WORKER_ID": "x"}, source=source)
+    assert os.name == "nt" or got == {"PATH": "/bin", "SYNAPSE_WORKER_ID": "w"}
 
 
 @pytest.mark.process
@@ -240,41 +217,9 @@ async def test_the_nonce_is_new_for_each_spawn_and_never_told(make, tmp_path, ca
 @pytest.mark.process
 async def test_a_wrong_nonce_isn_t_echoed(make, caplog):
     caplog.set_level(logging.DEBUG)
-    lane = make({"hello": [{"hello": {"nonce": "feedfacefeedface"}}]})
-    error = await crash(lane)
+    error = await crash(make({"hello": [{"hello": {"nonce": "feedfacefeedface"}}]}))
     assert "nonce" in error.message
     assert "feedface" not in json.dumps(error.to_dict()) + caplog.text
-
-
-def test_nonces_are_compared_in_constant_time(monkeypatch):
-    compared = []
-
-    def compare(a, b):
-        compared.append((a, b))
-        return False
-
-    monkeypatch.setattr(handshake.hmac, "compare_digest", compare)
-    from tests.worker.test_handshake import NONCE, check, hello
-
-    with pytest.raises(handshake.HandshakeFault):
-        check(hello())
-    assert compared == [(NONCE.encode(), NONCE.encode())]
-
-
-# --- before the ACK --------------------------------------------------------------------------------------------------
-
-
-def test_the_frame_limit_before_the_ack():
-    for maximum, limit in ((64 * 2**20, HELLO_MAX_FRAME), (1024, 1024)):
-        for length, refused in ((limit + 1, True), (limit, False)):
-            host = Connection(Role.HOST, max_frame=maximum)
-            host.get_buffer()[:4] = struct.pack("<I", length)
-            host.buffer_updated(4)
-            if refused:
-                with pytest.raises(RemoteProtocolError, match="exceeds"):
-                    host.next_event()
-            else:
-                assert host.next_event() is None
 
 
 # --- who connects ----------------------------------------------------------------------------------------------------
