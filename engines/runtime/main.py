@@ -145,7 +145,7 @@ def serve(
 ) -> None:
     """Connect, shake hands and serve until the end."""
     deadline = time.monotonic() + HANDSHAKE_S
-    # First of all: until we have connected there is no socket whose end could tell that the host has gone.
+    # First of all: until we have connected no socket can show by its end that the host has gone.
     die_with_parent()
     faulthandler.enable()
     if hasattr(faulthandler, "register"):

@@ -76,8 +76,8 @@ class Generations:
             timeout = None if deadline is None else deadline - self._loop.time()
             if session is not None and session.dead:
                 # Never a new worker before the old one is reaped, and its strike may have shut the lane.
-                await session.buried(timeout)
-                if session.buried_now:
+                await session.ended(timeout)
+                if session.has_ended:
                     self.forget(session)
                 self._standing.admit(probing=probing)
                 continue
@@ -112,8 +112,8 @@ class Generations:
     async def _start(self) -> Session:
         session = self.session or await self._spawn()
         if session.dead:
-            # It died between its ACK and now; that is charged by its burial.
-            await session.buried()
+            # It died between its ACK and now; its end charges that.
+            await session.ended()
             self.session = None
             assert self._standing.last_crash is not None
             raise self._standing.last_crash

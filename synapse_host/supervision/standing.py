@@ -86,11 +86,11 @@ class Standing:
         lane_id = self.spec.lane_id
         details = {"lane_id": lane_id, "quarantined": True}
         last = self._last_words + self._same_input()
-        told = f"its worker died twice in a row (last, {last})."
+        why = f"its worker died twice in a row (last, {last})."
         see = f"See: synapse logs {shlex.quote(lane_id)}."
         if remaining is None:
             return ProbeRequired(
-                f"lane {lane_id} is quarantined until it is probed or a new host starts: {told}",
+                f"lane {lane_id} is quarantined until it is probed or a new host starts: {why}",
                 details=details,
                 advice={
                     "python": f"Probe it: await host.probe({lane_id!r}).",
@@ -101,7 +101,7 @@ class Standing:
         lane = lane_id.removesuffix(f":{self.spec.model}")
         unload = f"Clear it: synapse unload {shlex.quote(self.spec.model)} --lane {shlex.quote(lane)}."
         return EngineCrashed(
-            f"lane {lane_id} is quarantined for another {remaining:.0f} s: {told}",
+            f"lane {lane_id} is quarantined for another {remaining:.0f} s: {why}",
             details=details,
             retry_after_ms=max(1, round(remaining * 1000)),
             advice={

@@ -198,7 +198,7 @@ class UnixListener:
 
     @property
     def arguments(self) -> tuple[str, str]:
-        """What the worker is told: ``--socket PATH``."""
+        """The worker's arguments: ``--socket PATH``."""
         return ("--socket", os.fspath(self.path))
 
     async def connect(self, protocol: asyncio.BaseProtocol, admit: Callable[[Peer], bool]) -> None:
@@ -243,7 +243,7 @@ def safe_id(lane_id: str) -> str:
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Return uid and pid of the process at the other end, as far as the platform tells."""
+    """Return uid and pid of the process at the other end, as far as the platform knows."""
     if sys.platform == "linux":
         pid, uid, _gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return Peer(uid, pid)
@@ -280,7 +280,7 @@ def _is_file(handle: IO[bytes] | None, path: Path) -> bool:
 
 
 def _take_lock(path: Path, *, private: bool) -> IO[bytes]:
-    """Lock the file *path* and write into it whose it is; InvalidRequest tells who holds it."""
+    """Lock the file *path* and write into it whose it is; InvalidRequest names who holds it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
     handle = os.fdopen(os.open(path, flags, 0o600), "a+b")
     try:
@@ -304,7 +304,7 @@ def _take_lock(path: Path, *, private: bool) -> IO[bytes]:
 
 
 def _check_private(path: Path) -> None:
-    """Refuse a directory that isn't ours alone: whoever can write there can stand in for a worker."""
+    """Refuse a directory that isn't ours alone: whoever can write there can pose as a worker."""
     if os.name != "posix":
         return
     entry = path.lstat()

@@ -1,7 +1,22 @@
-"""One worker generation: handshake, one exchange at a time under its watchdog, death with its diagnosis.
+"""One worker generation: handshake, one exchange at a time under its watchdog, and its end with a diagnosis.
 
-Nothing here runs per call but plain functions and one Future: reading goes on in the protocol's callbacks whether or
-not the caller still waits, so a caller who leaves needs no task to drain the reply for it.
+Theory of operation. A :class:`Session` owns one process and one connection from spawn to reaping, and is used for
+nothing after that. It has three phases:
+
+1. the birth (`startup`): listen, spawn, admit exactly this child, check HELLO, answer with ACK, under one deadline.
+   What arrives before the ACK goes to the birth; its errors come out of :meth:`Session.start`;
+2. the exchanges: :meth:`Session.begin` writes a request and starts the watchdog. The protocol's callbacks read the
+   reply whether or not a caller still waits, so an abandoned request needs no task to drain it. One timer serves the
+   silence window and the caller's deadline; the deadline ends the wait, the window ends the worker;
+3. the end, for the first reason that appears: a broken rule, the end of the stream, the process's exit, silence, or a
+   planned stop. ``dead`` is set at once, later signs are consequences. A task kills the process group before the leader
+   is reaped, drains both pipes for a moment and describes the death; only then the owner learns of it.
+
+The owner hears of an exchange or of the end by the methods of :class:`Owner`, once for each cause, on the loop's
+thread. The end of the stream and the exit explain each other, so each waits :data:`EXIT_GRACE` for the other. What runs
+at the same time is at most one exchange, the reading of both output pipes, and one ending task.
+
+Nothing here runs per call but plain functions and one Future.
 """
 
 from __future__ import annotations
@@ -101,8 +116,8 @@ class Session:
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._engine = ""
-        self._ended = False
-        self._burial: asyncio.Task[None] | None = None
+        self._eof = False
+        self._ending: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._serial = 0
         self._channel = Channel(
@@ -151,11 +166,11 @@ class Session:
             return await self._birth.run()
         except (HandshakeFault, ProtocolError) as exc:
             text = f"the handshake failed: {exc}"
-            raise StartFailed(await self._bury("handshake", text)) from exc
+            raise StartFailed(await self._end("handshake", text)) from exc
         except TimeoutError as exc:
             reached = "connected, but sent no HELLO" if self._channel.connected else "did not connect"
             text = f"the worker {reached} within {self._handshake:g} s"
-            raise StartFailed(await self._bury("handshake", text)) from exc
+            raise StartFailed(await self._end("handshake", text)) from exc
 
     # --- exchanges ---------------------------------------------------------------------------------------------------
 
@@ -281,7 +296,7 @@ class Session:
         self._owner.starved(self, self._cut_off())
 
     def _lost(self) -> None:
-        self._ended = True
+        self._eof = True
         if self._birth.over:
             where = "during a request" if self.open is not None else "while idle"
             torn = ", inside a frame" if self._channel.connection.mid_frame else ""
@@ -302,10 +317,10 @@ class Session:
             return
         self._unwatch()
         self._channel.deafen()
-        self._burial = self._loop.create_task(self._die(cause, message))
+        self._ending = self._loop.create_task(self._die(cause, message))
 
     async def _die(self, cause: Cause, message: str) -> None:
-        death = await self._bury(cause, message)
+        death = await self._end(cause, message)
         self._owner.died(self, death, self._cut_off())
 
     def _cut_off(self) -> Exchange | None:
@@ -314,7 +329,7 @@ class Session:
         self._rearm()
         return exchange
 
-    async def _bury(self, cause: Cause, message: str) -> Death:
+    async def _end(self, cause: Cause, message: str) -> Death:
         """Kill, reap, drain the pipes and write the diagnosis."""
         process = self.process
         assert process is not None
@@ -323,7 +338,7 @@ class Session:
             process.dump()
             await process.wait(DUMP_GRACE)
         self._shut()
-        if self._ended and await process.wait(EXIT_GRACE) and cause == "eof":
+        if self._eof and await process.wait(EXIT_GRACE) and cause == "eof":
             cause, message = "exit", message.replace("connection ended", "process ended")
         llama = self.spec.expected_engine == LLAMA_ENGINE
         death = await diagnose(process, cause, message, generation=self.generation, llama=llama)
@@ -350,9 +365,9 @@ class Session:
     async def stop(self, grace: float) -> None:
         """Planned end: SHUTDOWN to an idle worker and *grace* seconds to obey, else SIGKILL. Never a strike.
 
-        It goes on to its end when its caller leaves: see :meth:`buried`.
+        It goes on to its end when its caller leaves: see :meth:`ended`.
         """
-        if self._burial is None and self._stopping is None:
+        if self._ending is None and self._stopping is None:
             self._unwatch()
             if self.process is None:
                 return
@@ -360,7 +375,7 @@ class Session:
         if self._stopping is not None:
             await asyncio.shield(self._stopping)
         else:
-            await self.buried()
+            await self.ended()
 
     async def _stop(self, process: WorkerProcess, grace: float) -> None:
         if not self.serving and not self._channel.closed and self._channel.connection.state in (State.IDLE, State.BUSY):
@@ -372,16 +387,16 @@ class Session:
         if (exchange := self._cut_off()) is not None:
             self._owner.stopped(exchange)
 
-    async def buried(self, timeout: float | None = None) -> None:
+    async def ended(self, timeout: float | None = None) -> None:
         """Wait until the end, planned or not, is complete (and charged), at most *timeout* seconds."""
-        end = self._burial or self._stopping
+        end = self._ending or self._stopping
         if end is not None:
             await asyncio.wait({end}, timeout=timeout)
 
     @property
-    def buried_now(self) -> bool:
+    def has_ended(self) -> bool:
         """True once the end is complete; the process may still be unconfirmed (``Death.reaped``)."""
-        end = self._burial or self._stopping
+        end = self._ending or self._stopping
         return end is not None and end.done()
 
     def _shut(self) -> None:
