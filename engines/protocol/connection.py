@@ -141,24 +141,6 @@ class Connection:
         """True when part of an unfinished frame has arrived."""
         return not self._reader.at_boundary
 
-    def receive(self, data: Buffer) -> list[Event]:
-        """Feed bytes from the peer and return the events they complete; handle each before feeding more.
-
-        Raises RemoteProtocolError once; close the transport, nothing later is valid. Events that the same bytes
-        completed before the violation are lost with it: a shell that wants them pulls :meth:`next_event` itself.
-        """
-        events: list[Event] = []
-        view = memoryview(data)
-        while view:
-            target = self.get_buffer()
-            count = min(len(target), len(view))
-            target[:count] = view[:count]
-            self.buffer_updated(count)
-            view = view[count:]
-            while (event := self.next_event()) is not None:
-                events.append(event)
-        return events
-
     def receive_eof(self) -> PeerClosed:
         """Record the end of the stream: PeerClosed between two frames, RemoteProtocolError inside one.
 
@@ -171,9 +153,9 @@ class Connection:
         return PeerClosed()
 
     def next_event(self) -> Event | None:
-        """Return the next event in what has arrived, or None when more bytes are needed.
+        """Return the next event in what has arrived, or None when more bytes are needed; handle it before the next.
 
-        Raises RemoteProtocolError once; the connection is closed then and takes no notice of anything later.
+        Raises RemoteProtocolError once; close the transport. The connection takes no notice of anything later.
         """
         try:
             return self._next_event()

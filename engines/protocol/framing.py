@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Final, NoReturn
+from typing import Final
 
 from engines.protocol.errors import LocalProtocolError, RemoteProtocolError
 from engines.protocol.messages import Buffer
@@ -104,13 +104,10 @@ class FrameReader:
         """
         if self._large is not None:
             return self._completed(self._large)
-        start = self._start
-        body = start + _PREFIX
-        if self._end < body:
+        size = self._length(None)
+        if size is None:
             return None
-        size: int = _read_length(self._staging, start)[0]
-        if size > self.max_frame:
-            self._refuse(size, None)
+        body = self._start + _PREFIX
         stop = body + size
         if self._end >= stop:
             self._start = stop
@@ -126,14 +123,11 @@ class FrameReader:
         """
         if self._large is not None:
             return self._completed(self._large)
-        start = self._start
-        body = start + _PREFIX
-        if self._end < body:
+        size = self._length(exact)
+        if size is None:
             return None
-        size: int = _read_length(self._staging, start)[0]
-        if size > self.max_frame or (exact is not None and size != exact):
-            self._refuse(size, exact)
         own = self._allocate(size)
+        body = self._start + _PREFIX
         stop = body + size
         if self._end < stop:
             self._gather(own, body)
@@ -142,11 +136,16 @@ class FrameReader:
         own[:] = self._staging[body:stop]
         return own
 
-    def _refuse(self, size: int, exact: int | None) -> NoReturn:
-        # Spec: the length is checked before anything is allocated.
+    def _length(self, exact: int | None) -> int | None:
+        """Return the next frame's length, None while it isn't there. Spec: checked before anything is allocated."""
+        if self._end < self._start + _PREFIX:
+            return None
+        size: int = _read_length(self._staging, self._start)[0]
         if size > self.max_frame:
             raise RemoteProtocolError(f"frame length {size} exceeds max {self.max_frame}", reason="oversize")
-        raise RemoteProtocolError(f"raw frame of {size} bytes where the header promises {exact}", reason="length")
+        if exact is not None and size != exact:
+            raise RemoteProtocolError(f"raw frame of {size} bytes where the header promises {exact}", reason="length")
+        return size
 
     def _gather(self, own: memoryview, body: int) -> None:
         """Move what has arrived of a frame's body into *own*; the rest is received straight into it."""

@@ -118,7 +118,6 @@ class Session:
         self._engine = ""
         self._eof = False
         self._ending: asyncio.Task[None] | None = None
-        self._stopping: asyncio.Task[None] | None = None
         self._serial = 0
         self._channel = Channel(
             max_frame=config.max_frame,
@@ -292,7 +291,7 @@ class Session:
         if self.dead or self.process is None:
             return
         self._unwatch()
-        self._stopping = self._loop.create_task(self._stop(self.process, 0.0))
+        self._ending = self._loop.create_task(self._stop(self.process, 0.0))
         self._owner.starved(self, self._cut_off())
 
     def _lost(self) -> None:
@@ -367,15 +366,12 @@ class Session:
 
         It goes on to its end when its caller leaves: see :meth:`ended`.
         """
-        if self._ending is None and self._stopping is None:
+        if self._ending is None:
             self._unwatch()
             if self.process is None:
                 return
-            self._stopping = self._loop.create_task(self._stop(self.process, grace))
-        if self._stopping is not None:
-            await asyncio.shield(self._stopping)
-        else:
-            await self.ended()
+            self._ending = self._loop.create_task(self._stop(self.process, grace))
+        await asyncio.shield(self._ending)
 
     async def _stop(self, process: WorkerProcess, grace: float) -> None:
         if not self.serving and not self._channel.closed and self._channel.connection.state in (State.IDLE, State.BUSY):
@@ -389,15 +385,13 @@ class Session:
 
     async def ended(self, timeout: float | None = None) -> None:
         """Wait until the end, planned or not, is complete (and charged), at most *timeout* seconds."""
-        end = self._ending or self._stopping
-        if end is not None:
-            await asyncio.wait({end}, timeout=timeout)
+        if self._ending is not None:
+            await asyncio.wait({self._ending}, timeout=timeout)
 
     @property
     def has_ended(self) -> bool:
         """True once the end is complete; the process may still be unconfirmed (``Death.reaped``)."""
-        end = self._ending or self._stopping
-        return end is not None and end.done()
+        return self._ending is not None and self._ending.done()
 
     def _shut(self) -> None:
         self._unwatch()

@@ -21,7 +21,7 @@ from engines.protocol.rules import (
     Role,
     State,
 )
-from tests.support.pair import ConnectionPair, byte_by_byte, joined, make_hello, ready
+from tests.support.pair import ConnectionPair, byte_by_byte, joined, make_hello, ready, receive
 
 MIB = 1 << 20
 
@@ -73,7 +73,7 @@ def test_an_ack_that_would_not_fit_the_negotiated_limit_still_leaves() -> None:
     """The agreed value rules from the ACK on, so a tiny offer can't make the host fail at its own ACK."""
     host = Connection(Role.HOST)
     hello = encode(make_hello(max_frame=10))
-    (event,) = host.receive(framed(hello))
+    (event,) = receive(host, framed(hello))
     assert isinstance(event, HelloReceived) and host.max_frame == 10
     host.send(m.HelloAck(v=3, accept=True, max_frame=10))
     with pytest.raises(LocalProtocolError, match="exceeds max 10"):
@@ -88,7 +88,7 @@ def test_hello_is_read_under_64_kib_and_sent_under_it() -> None:
     assert worker.state is State.HELLO
     host = Connection(Role.HOST)
     with pytest.raises(RemoteProtocolError, match="frame length 65537 exceeds max 65536"):
-        host.receive(struct.pack("<I", 65537))
+        receive(host, struct.pack("<I", 65537))
 
 
 # --- exchanges -------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_a_long_text_behind_many_progress_frames_in_one_burst() -> None:
     for completed in range(1, 101):
         burst += joined(pair.worker.send(m.Progress(req_id="g", completed=completed, phase=m.Phase.INFERENCE)))
     text = m.Text(req_id="g", text="x" * 62_000, n_prompt=1, n_gen=100, finish_reason=m.FinishReason.STOP)
-    *progress, reply = pair.host.receive(burst + joined(pair.worker.send(text)))
+    *progress, reply = receive(pair.host, burst + joined(pair.worker.send(text)))
     assert len(progress) == 100 and isinstance(reply, ReplyReceived) and reply.reply == text
 
 
@@ -192,11 +192,11 @@ def test_an_oversize_progress_frame_does_not_count() -> None:
     """A frame that never left must not have moved the counter."""
     hello = joined(Connection(Role.WORKER).send(make_hello()))
     host = Connection(Role.HOST)
-    host.receive(hello)
+    receive(host, hello)
     worker = Connection(Role.WORKER, max_frame=m.DEFAULT_MAX_FRAME)
     worker.send(make_hello())
-    worker.receive(framed(b'{"v":3,"accept":true,"max_frame":60}'))
-    worker.receive(framed(encode(m.Ping(req_id="p"))))
+    receive(worker, framed(b'{"v":3,"accept":true,"max_frame":60}'))
+    receive(worker, framed(encode(m.Ping(req_id="p"))))
     with pytest.raises(LocalProtocolError, match="exceeds max 60"):
         worker.send(m.Progress(req_id="p", completed=10**18, phase=m.Phase.CONTROL))
     assert worker.completed == 0
@@ -222,7 +222,7 @@ HELLO = framed(encode(make_hello(max_frame=1024)))
 def test_a_fault_is_counted_under_its_reason(data: bytes, eof: bool, reason: str) -> None:
     host = Connection(Role.HOST)
     with pytest.raises(RemoteProtocolError) as caught:
-        host.receive(data)
+        receive(host, data)
         if eof:
             host.receive_eof()
     assert caught.value.reason == reason and host.state is State.CLOSED
@@ -235,7 +235,7 @@ def test_a_fault_names_the_state_keeps_the_cause_and_does_not_quote_a_whole_fram
     host = ready(Role.HOST)
     host.send(m.Ping(req_id="p"))
     with pytest.raises(RemoteProtocolError, match="malformed frame while exchange running: ") as caught:
-        host.receive(framed(b'{"type":"ERR","code":"' + b"x" * 50_000 + b'","msg":""}'))
+        receive(host, framed(b'{"type":"ERR","code":"' + b"x" * 50_000 + b'","msg":""}'))
     assert len(str(caught.value)) < 300 and caught.value.__cause__ is not None
 
 
@@ -259,9 +259,9 @@ def test_a_reply_that_could_never_arrive_is_refused_at_its_header() -> None:
         return memoryview(bytearray(size))
 
     host = Connection(Role.HOST, max_frame=MIB, allocate=allocate)
-    host.receive(framed(encode(make_hello())))
+    receive(host, framed(encode(make_hello())))
     host.send(m.HelloAck(v=3, accept=True, max_frame=MIB))
     host.send(embed(1), ids(1))
     with pytest.raises(RemoteProtocolError, match=f"VECTORS promises {4 * MIB} bytes, max_frame is {MIB}"):
-        host.receive(framed(encode(m.Vectors(req_id="e", dims=MIB, n=1))))
+        receive(host, framed(encode(m.Vectors(req_id="e", dims=MIB, n=1))))
     assert asked == []

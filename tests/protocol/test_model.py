@@ -13,7 +13,7 @@ from engines.protocol.errors import LocalProtocolError, RemoteProtocolError
 from engines.protocol.rules import ReplyStarted, Role, State
 from tests.protocol.model import ANSWERS, LIMIT, RAW_REQUESTS, Model, next_frame, wire
 from tests.protocol.test_vectors import build, snapshot
-from tests.support.pair import Cut, byte_by_byte, joined, random_cuts, whole
+from tests.support.pair import Cut, byte_by_byte, joined, random_cuts, receive, whole
 
 ENGINES = ["llama.cpp-worker", "owned-cuda"]
 
@@ -64,7 +64,7 @@ class Wire:
     def feed(self, receiver: str, data: bytes) -> list[Any]:
         events = []
         for piece in self.cut(data):
-            events += self.ends[receiver].receive(piece)
+            events += receive(self.ends[receiver], piece)
         return [event for event in events if not isinstance(event, ReplyStarted)]
 
     def compare(self, event: Any, message: dict[str, Any], raw: bytes | None, asked: dict[str, Any] | None) -> None:
@@ -89,7 +89,7 @@ class Wire:
         end = self.ends[who]
         self.over = True
         if torn and end.state in (State.IDLE, State.BUSY):
-            end.receive(b"\7\0")
+            receive(end, b"\7\0")
             with pytest.raises(RemoteProtocolError):
                 end.receive_eof()
         end.receive_eof()

@@ -51,6 +51,21 @@ def random_cuts(seed: int) -> Cut:
     return cut
 
 
+def receive(connection: Connection, data: Buffer) -> list[Event]:
+    """Feed bytes from the peer as one read after another would, and return the events that they complete."""
+    events: list[Event] = []
+    view = memoryview(data)
+    while view:
+        target = connection.get_buffer()
+        count = min(len(target), len(view))
+        target[:count] = view[:count]
+        connection.buffer_updated(count)
+        view = view[count:]
+        while (event := connection.next_event()) is not None:
+            events.append(event)
+    return events
+
+
 def joined(buffers: Sequence[Buffer]) -> bytes:
     """Return what a transport would put on the wire for the buffers of one send."""
     return b"".join(bytes(buffer) for buffer in buffers)
@@ -119,6 +134,6 @@ class ConnectionPair:
         connection = self.end(to)
         events: list[Event] = []
         for piece in self.cut(data):
-            events += connection.receive(piece)
+            events += receive(connection, piece)
         (self.host_events if to is Role.HOST else self.worker_events).extend(events)
         return events
