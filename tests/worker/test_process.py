@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from synapse_host.placement import probe
-from synapse_host.placement.child import signal_name, worker_environment
+from synapse_host.placement.child import signal_name
 from synapse_host.worker.crash import diagnose
 from synapse_host.worker.process import WorkerProcess
 
@@ -82,30 +82,6 @@ async def test_a_status_that_somebody_else_took_is_unknown_and_not_zero(sigchld_
     assert (silent.code, silent.why) == ("probe_crashed", "its probe ended with an unknown status: boom")
     assert probe.version_line((sys.executable, "-c", "print('x 1')"), cwd=None, env={}) == "x 1"
     assert probe.probe((sys.executable, "-c", "import time; time.sleep(60)"), limit=0.5).code == "probe_timeout"
-
-
-def test_the_environment_is_reduced():
-    source = {
-        "PATH": "/bin",
-        "HOME": "/h",
-        "USER": "u",
-        "LANG": "C",
-        "LC_ALL": "C",
-        "TMPDIR": "/t",
-        "LD_LIBRARY_PATH": "/l",
-        "DYLD_LIBRARY_PATH": "/d",
-        "CUDA_VISIBLE_DEVICES": "0",
-        "NVIDIA_VISIBLE_DEVICES": "0",
-        "OMP_NUM_THREADS": "1",
-        "GGML_X": "1",
-        "SYSTEMROOT": "C:",
-        "AWS_SECRET_ACCESS_KEY": "no",
-        "SYNAPSE_LAUNCH_CREDENTIAL": "no",
-        "PYTHONPATH": "no",
-        "LD_PRELOAD": "no",
-    }
-    kept = worker_environment("toy-1", {"EXTRA": "yes"}, source=source)
-    assert kept == {k: v for k, v in source.items() if v != "no"} | {"EXTRA": "yes", "SYNAPSE_WORKER_ID": "toy-1"}
 
 
 @pytest.mark.parametrize(
