@@ -53,10 +53,10 @@ class Expectation:
     def __init__(self) -> None:
         self.request: AnyRequest | None = None
         self.completed = 0
-        self._phases: tuple[Phase, ...] = ()
-        self._phase_index = 0
-        self._rows = 0
-        self._ids = 0
+        self._phases: tuple[Phase, ...]
+        self._phase_index: int
+        self._rows: int
+        self._ids: int
         self._dims: dict[str, int] = {}
 
     @property

@@ -17,7 +17,6 @@ from msgspec import UNSET
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import (
     DEFAULT_MAX_FRAME,
-    U32_MAX,
     Admitted,
     AneAdmitPacked,
     AneAdmitShape,
@@ -156,7 +155,6 @@ class Dispatcher:
             )
         started = self._clock()
         model = self._engine.load(request, progress=progress)
-        assert 1 <= model.dims <= U32_MAX, f"a model of {model.dims} dims"
         ref = f"{self._engine.ref_prefix}:{self._next_ref}"
         self._next_ref += 1
         self._models[ref] = model
@@ -164,7 +162,7 @@ class Dispatcher:
             req_id=request.req_id,
             model_ref=ref,
             dims=model.dims,
-            cold_load_ms=max(0, round((self._clock() - started) * 1000)),
+            cold_load_ms=round((self._clock() - started) * 1000),
             buckets=list(model.buckets) or UNSET,
         )
 

@@ -211,7 +211,7 @@ class PeerWatcher:
     """
 
     def __init__(
-        self, wait_gone: Callable[[threading.Event], None], exit: Callable[[int], object], *, wakes: bool = True
+        self, wait_gone: Callable[[threading.Event], None], exit: Callable[[int], object], *, wakes: bool
     ) -> None:
         self._wait_gone = wait_gone
         self._exit = exit

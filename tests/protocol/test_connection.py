@@ -71,14 +71,14 @@ def test_max_frame_is_the_minimum_and_rules_both_ways(host: int, worker: int, ag
 
 def test_an_ack_that_would_not_fit_the_negotiated_limit_still_leaves() -> None:
     """The agreed value rules from the ACK on, so a tiny offer can't make the host fail at its own ACK."""
-    host = Connection(Role.HOST)
-    hello = encode(make_hello(max_frame=10))
-    (event,) = receive(host, framed(hello))
-    assert isinstance(event, HelloReceived) and host.max_frame == 10
-    host.send(m.HelloAck(v=3, accept=True, max_frame=10))
-    with pytest.raises(LocalProtocolError, match="exceeds max 10"):
-        host.send(m.Ping(req_id="p"))
-    assert host.state is State.IDLE
+    pair = ConnectionPair(worker_max_frame=4096)
+    (event,) = pair.worker_sends(make_hello(max_frame=1))
+    assert isinstance(event, HelloReceived) and pair.host.max_frame == 1
+    pair.host_sends(m.HelloAck(v=3, accept=True, max_frame=1))
+    with pytest.raises(LocalProtocolError, match="exceeds max 1"):
+        pair.host.send(m.Ping(req_id="p"))
+    assert pair.host.state is pair.worker.state is State.IDLE
+    assert Connection(Role.HOST, max_frame=1).max_frame == 1
 
 
 def test_hello_is_read_under_64_kib_and_sent_under_it() -> None:

@@ -361,6 +361,14 @@ def test_an_error_message_is_cut_to_the_frame_and_valid(msg: str, max_frame: int
     desk.engine.hook = hook
     answer = desk.ask(embed([1]), ids(1))
     data = encode(answer.reply)
-    assert len(data) <= max_frame
-    assert len(data) <= 4096
+    assert len(data) <= min(max_frame, 4096)
     assert msgspec.json.decode(data)["code"] == "inference_failed"
+
+
+@pytest.mark.parametrize(("max_frame", "limit"), [(200, 200), (2**20, 4096)])
+def test_a_message_that_just_fits_is_whole(max_frame: int, limit: int) -> None:
+    room = limit - len(encode(Err(req_id="r", code=ErrorCode.OOM, msg="")))
+    for extra in (0, 1):
+        desk = hooked(EngineError(ErrorCode.OOM, "x" * (room + extra)))
+        desk.dispatcher.max_frame = max_frame
+        assert len(desk.refusal(embed([1]), ids(1)).msg) == (room if not extra else (room + 1) // 2)

@@ -80,9 +80,13 @@ def test_the_watcher_acts_only_inside_a_request_and_never_once_stopped(stopped: 
     gone = threading.Event()
     acted = threading.Event()
     exits: list[int] = []
-    watcher = PeerWatcher(lambda busy: gone.wait(10) and None, lambda status: (exits.append(status), acted.set()))
+    watcher = PeerWatcher(
+        lambda busy: gone.wait(10) and None, lambda status: (exits.append(status), acted.set()), wakes=True
+    )
     watcher.stop()  # one that was never started
-    watcher = PeerWatcher(lambda busy: gone.wait(10) and None, lambda status: (exits.append(status), acted.set()))
+    watcher = PeerWatcher(
+        lambda busy: gone.wait(10) and None, lambda status: (exits.append(status), acted.set()), wakes=True
+    )
     watcher.start()
     gone.set()
     assert not acted.wait(0.05)  # the main thread is in a read, and sees a torn frame better than we do
