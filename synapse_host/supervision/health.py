@@ -13,7 +13,7 @@ from msgspec import UNSET, Struct, UnsetType, structs
 
 from engines.protocol.messages import Hello, Pong
 from synapse_host.placement.spec import LaneSpec
-from synapse_host.worker.crash import Death
+from synapse_host.worker.process import Death
 from synapse_host.worker.session import Underway
 
 

@@ -16,9 +16,9 @@ from synapse_host.placement.spec import LaneSpec
 from synapse_host.supervision.health import Health, LaneHealth, Refresher
 from synapse_host.supervision.standing import Standing
 from synapse_host.worker import refusals
-from synapse_host.worker.crash import Death, StartFailed
 from synapse_host.worker.exchange import Exchange
 from synapse_host.worker.output import LineForwarder
+from synapse_host.worker.process import Death, StartFailed
 from synapse_host.worker.refusals import NOT_READY
 from synapse_host.worker.session import Owner, Session
 from synapse_host.worker.startup import LaneContext

@@ -9,8 +9,8 @@ from typing import Any
 from synapse_host.errors import EngineCrashed, LaneRefused, ProbeRequired
 from synapse_host.placement.spec import LaneSpec
 from synapse_host.supervision.quarantine import Quarantine, Strike, fingerprint_of
-from synapse_host.worker.crash import Death
 from synapse_host.worker.exchange import Exchange
+from synapse_host.worker.process import Death
 from synapse_host.worker.refusals import stopping
 
 

@@ -41,8 +41,8 @@ from synapse_host.supervision.lifecycle import Generations
 from synapse_host.supervision.queueing import Permits, Turns, expire
 from synapse_host.supervision.standing import Standing
 from synapse_host.worker import refusals
-from synapse_host.worker.crash import Death
 from synapse_host.worker.exchange import Exchange, Lease
+from synapse_host.worker.process import Death
 from synapse_host.worker.session import Session
 from synapse_host.worker.startup import LaneContext
 

@@ -32,12 +32,11 @@ from msgspec import Struct
 from engines.protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from engines.protocol.messages import LLAMA_ENGINE, Hello, Ping, Shutdown
 from engines.protocol.rules import Event, HelloReceived, ProgressReceived, ReplyReceived, ReplyStarted, State
-from synapse_host.worker.crash import Cause, Death, StartFailed, diagnose
 from synapse_host.worker.exchange import Exchange
 from synapse_host.worker.handshake import HandshakeFault
 from synapse_host.worker.listener import safe_id
 from synapse_host.worker.output import LineForwarder, Stream
-from synapse_host.worker.process import DUMP_GRACE, WorkerProcess
+from synapse_host.worker.process import DUMP_GRACE, Cause, Death, StartFailed, WorkerProcess, diagnose
 from synapse_host.worker.refusals import no_resources
 from synapse_host.worker.startup import Birth, LaneContext
 from synapse_host.worker.transport import Channel

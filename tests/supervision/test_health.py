@@ -14,7 +14,7 @@ from engines.protocol.messages import EngineInfo, Hello, PackedCapability, Pong
 from synapse_host.config import Windows
 from synapse_host.errors import EngineCrashed
 from synapse_host.supervision.health import Fault, LaneHealth, Refresher
-from synapse_host.worker.crash import Death
+from synapse_host.worker.process import Death
 from tests.support.lanes import FAST, crash, lane, lanes_in, on, poison, serve, until
 
 HELLO = Hello(

@@ -13,8 +13,7 @@ import pytest
 
 from synapse_host.placement import probe
 from synapse_host.placement.child import signal_name
-from synapse_host.worker.crash import diagnose
-from synapse_host.worker.process import WorkerProcess
+from synapse_host.worker.process import WorkerProcess, diagnose
 
 pytestmark = pytest.mark.process
 
