@@ -233,44 +233,27 @@ async def test_a_frame_while_idle_is_a_fault(make):
     assert lane.health()["last_fault"]["cause"] == "protocol"
 
 
-async def test_err_is_neither_a_strike_nor_forgiveness(make):
-    lane = make(
-        {
-            "rules": [
-                on("EMBED_BATCH", {"err": {"code": "inference_failed", "msg": "no luck"}}, first_id=1),
-                on("EMBED_BATCH", {"err": {"code": "oom"}}, first_id=2),
-                on("EMBED_BATCH", {"signal": "SIGKILL"}, first_id=POISON),
-            ]
-        }
-    )
-    with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED], match="no luck") as caught:
-        await serve(lane, 1)
-    assert not caught.value.transient and caught.value.details["stage"] == EMBED
-    with pytest.raises(WORKER_ERRORS[ErrorCode.OOM]) as caught:
-        await serve(lane, 2)
-    assert caught.value.transient and caught.value.retry_after_ms == 250
-    assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
-    await crash(lane)
-    with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED]):
-        await serve(lane, 1)
-    assert lane.health()["strikes"] == 1
-
-
-@pytest.mark.parametrize("what", ["nan", "inf"])
+@pytest.mark.parametrize(
+    ("action", "code", "transient"),
+    [
+        ({"err": {"code": "inference_failed", "msg": "no luck"}}, "inference_failed", False),
+        ({"err": {"code": "oom"}}, "oom", True),
+        ({"reply": {"nan": 5}}, "nonfinite_output", False),
+        ({"reply": {"inf": 5}}, "nonfinite_output", False),
+    ],
+)
 @pytest.mark.report("ggml-org/llama.cpp#14812")
-async def test_a_reply_that_is_not_finite_is_refused_without_a_strike_or_forgiveness(make, what):
-    script = {
-        "rules": [
-            on("EMBED_BATCH", {"reply": {what: 5}}, first_id=1),
-            on("EMBED_BATCH", {"signal": "SIGKILL"}, first_id=POISON),
-        ]
-    }
-    lane = make(script)
-    await crash(lane)
-    with pytest.raises(WORKER_ERRORS[ErrorCode.NONFINITE_OUTPUT]) as caught:
-        await serve(lane, 1)
-    assert caught.value.code == "nonfinite_output" and not caught.value.transient
-    assert lane.health()["strikes"] == 1
+async def test_what_a_worker_answers_instead_is_neither_a_strike_nor_forgiveness(make, action, code, transient):
+    lane = make({"rules": [on("EMBED_BATCH", action, first_id=1), *KILLS["rules"]]})
+    for strikes in (0, 1):
+        with pytest.raises(WORKER_ERRORS[ErrorCode(code)], match=action.get("err", {}).get("msg", ".")) as caught:
+            await serve(lane, 1)
+        assert (caught.value.code, caught.value.transient, caught.value.details["stage"]) == (code, transient, EMBED)
+        assert caught.value.retry_after_ms == (250 if transient else None)
+        assert lane.health()["strikes"] == strikes and lane.health()["generation"] == 1 + strikes
+        if not strikes:
+            await crash(lane)
+            await lane.load()
     await serve(lane)
     assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 2
 
@@ -327,6 +310,9 @@ async def test_silence_past_the_window_is_one_strike(make, case):
     assert own or error.details["log_tail"] == ""
     assert (error.details["signal"], error.details["exit_status"]) == (None, None)
     assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
+    assert lane.counters.gaps["inference"] >= 0.4
+    await lane.load()
+    assert lane.counters.restarts == {"silence": 1}
 
 
 async def test_bytes_alone_never_renew(make):
@@ -615,7 +601,7 @@ async def test_a_legacy_lane_needs_a_probe(make, tmp_path):
     await serve(lane)
 
 
-@pytest.mark.parametrize("left", ["probe", "late probe", "recycle"])
+@pytest.mark.parametrize("left", ["probe", "late probe", "recycle", "probe, then the lane is closed"])
 async def test_whoever_leaves_while_a_worker_is_taken_down_leaves_no_worker_and_holds_up_nobody(make, left, tmp_path):
     began = tmp_path / "began"
     script = {
@@ -635,38 +621,50 @@ async def test_whoever_leaves_while_a_worker_is_taken_down_leaves_no_worker_and_
         leaving.cancel()
         await asyncio.wait({leaving})
         assert leaving.cancelled()
-    # One that spins here would hold up the loop, and every timeout with it.
-    await serve(lane)
-    assert lane.health()["generation"] == 2 and lane.health()["worker_pid"] != pid
+    if left.endswith("closed"):
+        await lane.aclose()
+    else:
+        # One that spins here would hold up the loop, and every timeout with it.
+        await serve(lane)
+        assert lane.health()["generation"] == 2 and lane.health()["worker_pid"] != pid
     assert not psutil.pid_exists(pid), "two workers of one lane"
-
-
-async def test_a_lane_closed_while_a_left_probe_takes_its_worker_down_leaves_no_process(make, tmp_path):
-    began = tmp_path / "began"
-    lane = make(
-        {"shutdown": [{"touch": str(began)}, {"sleep": 60}]}, config=dataclasses.replace(FAST, shutdown_grace=0.5)
-    )
-    await lane.load()
-    pid = lane.health()["worker_pid"]
-    leaving = asyncio.create_task(lane.probe(embed([1])))
-    await until(began.exists)
-    leaving.cancel()
-    await asyncio.wait({leaving})
-    await lane.aclose()
-    assert not psutil.pid_exists(pid)
 
 
 # --- load and unload -------------------------------------------------------------------------------------------------
 
 
-async def test_load_is_idempotent_and_lost_models_come_back(make):
-    lane = make({"dims": 5, **KILLS})
+async def test_what_is_loaded_is_known_and_comes_back(make):
+    """LOAD is idempotent, UNLOAD too, and the next request loads what a refusal, an UNLOAD or a death has taken."""
+    bad = on("LOAD", {"err": {"code": "artifact_invalid", "msg": "bad digest"}}, nth=[1, 2])
+    gone = on("UNLOAD", {"err": {"code": "model_not_loaded"}}, nth=2)
+    refused = on("UNLOAD", {"err": {"code": "inference_failed"}}, nth=3)
+    lane = make({"dims": 5, "rules": [bad, gone, refused, *KILLS["rules"]]})
+
+    async def refused_twice() -> None:
+        for _ in range(2):
+            with pytest.raises(WORKER_ERRORS[ErrorCode.ARTIFACT_INVALID], match="bad digest"):
+                await lane.submit(embed([1]), stage=EMBED)
+            assert lane.health()["models"] == []
+
+    await refused_twice()
     assert await lane.load() == await lane.load() == 5
-    assert lane.health()["models"] == ["m"]
+    pid = lane.health()["worker_pid"]
+    for way in ("done", "not loaded", "refused"):
+        assert lane.health()["models"] == ["m"]
+        if way == "refused":
+            with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED]):
+                await lane.unload()
+        else:
+            await lane.unload()
+            await lane.unload()
+        assert lane.health()["models"] == []
+        _, payload = await lane.submit(embed([1]), stage=EMBED)
+        assert payload.shape == (5,)
+    assert (lane.health()["worker_pid"], lane.health()["strikes"]) == (pid, 0)
     await crash(lane)
-    assert lane.health()["models"] == []
-    _, payload = await lane.submit(embed([1]), stage=EMBED)
-    assert payload.shape == (5,) and lane.health()["models"] == ["m"]
+    await refused_twice()
+    await lane.submit(embed([1]), stage=EMBED)
+    assert lane.health()["models"] == ["m"] and lane.health()["generation"] == 2
 
 
 async def test_an_upgrade_under_a_running_host_starts_no_worker_of_the_new_version(make, tmp_path, monkeypatch):
@@ -688,40 +686,6 @@ async def test_an_upgrade_under_a_running_host_starts_no_worker_of_the_new_versi
     shutil.rmtree(upgrade)
     importlib.invalidate_caches()
     await lane.load()
-
-
-async def test_a_refused_load_is_no_strike_and_not_remembered(make):
-    lane = make({"rules": [on("LOAD", {"err": {"code": "artifact_invalid", "msg": "bad digest"}}, nth=[1, 2])]})
-    for _ in range(2):
-        with pytest.raises(WORKER_ERRORS[ErrorCode.ARTIFACT_INVALID], match="bad digest"):
-            await serve(lane)
-    assert lane.health()["strikes"] == 0 and lane.health()["models"] == []
-    await serve(lane)
-    assert lane.health()["generation"] == 1
-
-
-async def test_unload_forgets_and_the_next_request_loads_again(make):
-    lane = make()
-    await serve(lane)
-    pid = lane.health()["worker_pid"]
-    await lane.unload()
-    await lane.unload()
-    assert lane.health()["models"] == [] and lane.health()["worker_pid"] == pid
-    await serve(lane)
-    assert lane.health()["models"] == ["m"]
-
-
-@pytest.mark.parametrize("code", ["model_not_loaded", "inference_failed"])
-async def test_a_refused_unload(make, code):
-    lane = make({"rules": [on("UNLOAD", {"err": {"code": code}})]})
-    await lane.load()
-    if code == "model_not_loaded":
-        await lane.unload()
-    else:
-        with pytest.raises(WORKER_ERRORS[ErrorCode.INFERENCE_FAILED]):
-            await lane.unload()
-    assert lane.health()["strikes"] == 0
-    await serve(lane)
 
 
 # --- a process that can't be killed ----------------------------------------------------------------------------------

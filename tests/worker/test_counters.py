@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from synapse_host.config import HostConfig, Windows
 from synapse_host.errors import DeadlineExceeded, EngineCrashed, QueueFull, SynapseError
 from synapse_host.worker.counters import Histogram, LaneCounters
-from tests.support.lanes import embed, on, soon, until
+from tests.support.lanes import embed, on, until
 
 # --- pure ------------------------------------------------------------------------------------------------------------
 
@@ -100,24 +99,3 @@ async def test_breaches_by_reason(make, reason, actions):
         await lane.submit(embed([1]), stage="embed")
     await until(lambda: lane.counters.rejected)
     assert set(lane.counters.rejected) == {reason}
-
-
-@pytest.mark.process
-async def test_an_abandoned_reply_and_a_silent_worker(make):
-    lane = make({"rules": [{"on": "EMBED_BATCH", "nth": 1, "do": [{"sleep": 0.3}]}]})
-    await lane.load()
-    with pytest.raises(DeadlineExceeded):
-        await lane.submit(embed([1]), deadline=soon(0.05), stage="embed")
-    await lane.submit(embed([1]), stage="embed")
-    assert lane.counters.abandoned == 1
-    assert lane.counters.requests["embed", "deadline_exceeded"] == 1
-    assert lane.counters.gaps["inference"] >= 0.25
-
-    short = HostConfig(windows=Windows(inference=0.3), shutdown_grace=5)
-    hung = make({"rules": [{"on": "EMBED_BATCH", "nth": 1, "do": [{"sleep": 60}]}]}, config=short)
-    with pytest.raises(EngineCrashed):
-        await hung.submit(embed([1]), stage="embed")
-    assert hung.counters.gaps["inference"] >= 0.3
-    with pytest.raises(EngineCrashed):
-        await hung.submit(embed([1]), stage="embed")
-    assert hung.counters.restarts == {"silence": 1}

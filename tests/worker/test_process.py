@@ -13,7 +13,7 @@ import pytest
 
 from synapse_host.placement import probe
 from synapse_host.placement.child import signal_name
-from synapse_host.worker.process import WorkerProcess, diagnose
+from synapse_host.worker.process import Death, WorkerProcess, diagnose
 
 pytestmark = pytest.mark.process
 
@@ -88,6 +88,22 @@ async def test_a_status_that_somebody_else_took_is_unknown_and_not_zero(sigchld_
 )
 def test_signal_names(code, name):
     assert signal_name(code) == name
+
+
+@pytest.mark.parametrize(
+    ("signal_", "status", "cause", "llama", "taken", "end"),
+    [
+        ("SIGILL", None, "exit", True, False, ": llama-cpp-python was built for another CPU, rebuild it"),
+        ("SIGILL", None, "eof", False, False, ": a library of this engine was built for another CPU (SIGILL)"),
+        ("SIGKILL", None, "eof", True, False, " (SIGKILL)"),
+        (None, 3, "handshake", True, False, " (exit status 3)"),
+        (None, 3, "protocol", True, False, ""),
+        (None, None, "exit", True, True, " (exit status unknown: another part of this program took it)"),
+    ],
+)
+def test_a_death_in_one_sentence(signal_, status, cause, llama, taken, end):
+    death = Death(1, cause, "it ended", 7, status, signal_, True, llama=llama, taken=taken)
+    assert death.describe() == "it ended" + end
 
 
 async def test_output_status_and_session():

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from engines.bundle.manifest import manifest_digest
 from synapse_host.errors import InvalidRequest
 from synapse_host.placement import probe
 from synapse_host.placement.child import ENVIRONMENT, ENVIRONMENT_PREFIXES, worker_environment
 from synapse_host.worker import handshake
 from synapse_host.worker.listener import RuntimeDirectory
 from tests.support import scripted
-from tests.support.lanes import crash, on, serve
+from tests.support.lanes import CUDA, crash, on, serve
 
 posix = pytest.mark.skipif(os.name != "posix", reason="Unix permissions and descriptors")
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,17 +85,25 @@ def test_the_environment_is_the_list_of_interfaces_md():
 
 @pytest.mark.process
 @posix
-async def test_a_worker_gets_its_socket_and_its_streams_and_nothing_else(make, tmp_path, monkeypatch):
+async def test_a_worker_gets_its_arguments_its_socket_and_its_streams_and_nothing_else(make, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
     monkeypatch.setenv("LD_PRELOAD", "")
-    report = tmp_path / "report"
+    report, manifest = tmp_path / "report", tmp_path / "manifest.json"
+    manifest.write_text('{"any":"object"}')
     pairs = [os.pipe() for _ in range(20)]
     server = socket.create_server(("127.0.0.1", 0))
     try:
         for fd in [fd for pair in pairs for fd in pair] + [server.fileno()]:
             os.set_inheritable(fd, True)
-        lane = make({"ready": [{"report": str(report)}]})
+        lane = make(
+            {"engine": "owned-cuda", "ready": [{"report": str(report)}]},
+            **CUDA,
+            env={"GGML_EXTRA": "1"},
+            manifest_path=manifest,
+            manifest_digest=manifest_digest(manifest.read_bytes()),
+            packed_widths=(128, 256),
+        )
         await serve(lane)
     finally:
         server.close()
@@ -107,7 +116,12 @@ async def test_a_worker_gets_its_socket_and_its_streams_and_nothing_else(make, t
     # Python itself may add LC_CTYPE (PEP 538).
     assert all(allowed.fullmatch(name) for name in told["environment"]), sorted(told["environment"])
     assert told["environment"]["SYNAPSE_WORKER_ID"] == "toy-1"
-    assert told["session"] == told["pid"], "a worker leads its own session"
+    assert told["environment"]["GGML_EXTRA"] == "1"
+    assert told["session"] == told["pid"] == lane.health()["worker_pid"], "a worker leads its own session"
+    argv = told["argv"][told["argv"].index("--socket") :]
+    assert argv[::2] == ["--socket", "--nonce", "--device", "--manifest", "--packed"]
+    assert Path(argv[1]).name == "toy-1.sock" and re.fullmatch("[0-9a-f]{16}", argv[3])
+    assert argv[5:10:2] == ["cpu", str(manifest), "128,256"]
 
 
 CLOEXEC = """

@@ -8,15 +8,13 @@ import dataclasses
 import json
 import os
 import socket
-from pathlib import Path
 
 import psutil
 import pytest
 
-from engines.bundle.manifest import canonical_bytes, manifest_digest
-from synapse_host.errors import DeadlineExceeded, InvalidRequest, LaneRefused, QueueFull
+from synapse_host.errors import InvalidRequest, LaneRefused, QueueFull
 from tests.support import scripted
-from tests.support.lanes import CUDA, EMBED, FAST, crash, embed, on, serve, soon, spawns, until
+from tests.support.lanes import CUDA, EMBED, FAST, crash, embed, on, serve, spawns, until
 
 pytestmark = pytest.mark.process
 
@@ -27,31 +25,6 @@ async def test_a_good_worker_is_accepted_and_its_socket_removed(make):
     assert (reply.n, reply.dims) == (2, 8)
     assert payload.reshape(2, 8).tolist() == [scripted.expected_vector([1, 2]), scripted.expected_vector([3])]
     assert list(make.runtime.workers.iterdir()) == []
-
-
-async def test_arguments_environment_and_session_of_a_worker(make, tmp_path, monkeypatch):
-    monkeypatch.setenv("SECRET_TOKEN", "no")
-    report = tmp_path / "report"
-    manifest = tmp_path / "manifest.json"
-    manifest.write_bytes(canonical_bytes({"any": "object"}))
-    lane = make(
-        {"engine": "owned-cuda", "ready": [{"report": str(report)}]},
-        **CUDA,
-        env={"EXTRA": "1"},
-        manifest_path=manifest,
-        manifest_digest=manifest_digest(manifest.read_bytes()),
-        packed_widths=(128, 256),
-    )
-    await lane.load()
-    told = json.loads(report.read_text())
-    argv = told["argv"][told["argv"].index("--socket") :]
-    assert argv[::2] == ["--socket", "--nonce", "--device", "--manifest", "--packed"]
-    assert Path(argv[1]).name == "toy-1.sock"
-    assert len(argv[3]) == 16 and int(argv[3], 16) >= 0
-    assert argv[5:10:2] == ["cpu", str(manifest), "128,256"]
-    assert told["environment"]["SYNAPSE_WORKER_ID"] == "toy-1" and told["environment"]["EXTRA"] == "1"
-    assert "SECRET_TOKEN" not in told["environment"]
-    assert told["session"] == told["pid"] == lane.health()["worker_pid"] != os.getsid(0)
 
 
 # --- deployment errors: typed, permanent, no strike, no respawn storm -----------------------------------------------
@@ -180,20 +153,6 @@ async def test_one_deadline_bounds_the_handshake(make, script, text):
     assert lane.health()["strikes"] == 1
 
 
-@pytest.mark.parametrize(
-    ("engine", "cure"),
-    [
-        ("llama.cpp-worker", "llama-cpp-python was built for another CPU, rebuild it"),
-        ("owned-cuda", "a library of this engine was built for another CPU (SIGILL)"),
-    ],
-)
-async def test_sigill_names_the_cure(make, engine, cure):
-    lane = make({"engine": engine, "start": [{"signal": "SIGILL"}]}, expected_engine=engine)
-    error = await crash(lane)
-    assert error.message.endswith(cure), error.message
-    assert error.details["signal"] == "SIGILL"
-
-
 @pytest.mark.report("python/cpython#124779")
 async def test_a_foreign_process_at_the_socket_harms_nobody(make, tmp_path):
     """It is turned away without a strike, even while it waits in silence, and the listener goes on."""
@@ -224,14 +183,3 @@ async def test_the_smaller_max_frame_rules(make):
     # Refused before the first byte: the same worker serves the next request.
     await serve(lane)
     assert lane.health()["generation"] == 1
-
-
-async def test_a_deadline_during_the_spawn_leaves_the_spawn_to_the_next_caller(make, tmp_path):
-    go, state = tmp_path / "go", tmp_path / "state"
-    lane = make({"start": [{"wait_for": str(go)}], "state": str(state)})
-    with pytest.raises(DeadlineExceeded):
-        await serve(lane, deadline=soon(0.05))
-    assert lane.health()["state"] == "loading"
-    go.touch()
-    await serve(lane)
-    assert lane.health()["generation"] == spawns(state) == 1 and lane.health()["strikes"] == 0

@@ -178,22 +178,6 @@ def test_payloads_of_every_size_cross_both_ways(
     conversation(end, worker, host)
 
 
-def test_bytes_come_in_any_pieces(end: End) -> None:
-    def worker(transport: Transport) -> None:
-        side = WorkerSide(transport)
-        connection = side.channel.connection
-        for chunk in connection.send(hello(EngineIdentity("llama.cpp-worker", "1"), NONCE)):
-            for value in bytes(chunk):
-                transport.send([bytes([value])])
-        assert isinstance(side.channel.receive(), AckReceived)
-
-    async def host(side: HostSide) -> None:
-        await shake_hands(side)
-        await side.lost.wait()
-
-    conversation(end, worker, host)
-
-
 def test_the_host_sees_the_worker_go(end: End) -> None:
     async def host(side: HostSide) -> None:
         await shake_hands(side)
