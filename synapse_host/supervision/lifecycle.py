@@ -136,7 +136,8 @@ class Generations:
             await session.stop(0.0)
             raise
         assert isinstance(reply, Loaded)
-        self._counters.loaded(self._loop.time() - session.began)
+        self._counters.last_load_s = seconds = self._loop.time() - session.began
+        self._counters.loads.add(seconds)
         session.model_ref = reply.model_ref
         self.loaded = reply
         return session

@@ -95,12 +95,3 @@ class LaneCounters:
             self.failed(op, exc)
             raise
         self.served(op, time.monotonic() - started)
-
-    def loaded(self, seconds: float) -> None:
-        """Count a LOAD."""
-        self.last_load_s = seconds
-        self.loads.add(seconds)
-
-    def reject(self, reason: str) -> None:
-        """Count a breach of the protocol."""
-        self.rejected[reason] += 1

@@ -61,24 +61,23 @@ class RuntimeDirectory:
         """Return a usable directory. InvalidRequest says why not: another owner, too open a mode, held by whom."""
         if path is None:
             _sweep()
-            folder = places.temporary()
-            try:
-                directory = cls(Path(tempfile.mkdtemp(prefix=runtime_dir.PREFIX, dir=folder)), temporary=True)
-            except OSError as exc:
-                what = f"{folder} takes no runtime directory: {exc.strerror or exc}; set TMPDIR to another folder"
-                raise of_os(exc, what, otherwise=InvalidRequest, details={"path": str(folder)}) from exc
-        else:
-            directory = cls(Path(path).resolve(), temporary=False)
+        folder = places.temporary() if path is None else Path(path).resolve()
+        directory = None
         try:
+            made = Path(tempfile.mkdtemp(prefix=runtime_dir.PREFIX, dir=folder)) if path is None else folder
+            directory = cls(made, temporary=path is None)
             directory._make()
-        except OSError as exc:
-            directory.close()
-            what = f"{directory.path} can't be the runtime directory: {exc.strerror or exc}; choose another one"
-            details = {"reason": "runtime_dir", "path": str(directory.path)}
-            raise of_os(exc, what, otherwise=InvalidRequest, details=details) from exc
-        except BaseException:
-            directory.close()
-            raise
+        except BaseException as exc:
+            if directory is not None:
+                directory.close()
+            if not isinstance(exc, OSError):
+                raise
+            what, cure = "can't be the runtime directory", "choose another one"
+            if path is None:
+                what, cure = "takes no runtime directory", "set TMPDIR to another folder"
+            details = {"reason": "runtime_dir", "path": str(folder)}
+            text = f"{folder} {what}: {exc.strerror or exc}; {cure}"
+            raise of_os(exc, text, otherwise=InvalidRequest, details=details) from exc
         return directory
 
     def _make(self) -> None:

@@ -255,7 +255,7 @@ class Session:
                     return
                 if self._channel.sending:
                     self.open = exchange
-                    self._counters.reject("out_of_turn")
+                    self._counters.rejected["out_of_turn"] += 1
                     self._fail("protocol", "the worker answered before it had read the whole request")
                     return
                 self._owner.replied(self, exchange, event.reply, event.payload)
@@ -277,7 +277,7 @@ class Session:
     def _violated(self, exc: RemoteProtocolError | MemoryError) -> None:
         self._channel.abort()
         if isinstance(exc, RemoteProtocolError):
-            self._counters.reject(exc.reason)
+            self._counters.rejected[exc.reason] += 1
         if not self._birth.over:
             self._birth.fault(exc)
         elif isinstance(exc, MemoryError):
@@ -299,7 +299,7 @@ class Session:
             where = "during a request" if self.open is not None else "while idle"
             torn = ", inside a frame" if self._channel.connection.mid_frame else ""
             if torn:
-                self._counters.reject("torn")
+                self._counters.rejected["torn"] += 1
             self._fail("eof", f"the worker's connection ended {where}{torn}")
         else:
             self._birth.fault(None)
