@@ -304,32 +304,3 @@ def test_nothing_comes_between_header_and_payload_while_a_thread_reports() -> No
             for thread in threads:
                 thread.join()
     assert frames >= 200 * 3
-
-
-def test_a_reply_far_larger_than_the_socket_buffer_arrives_whole() -> None:
-    dims = 300_000
-
-    def hook(**details: Any) -> Any:
-        return np.arange(dims, dtype=np.float32).reshape(1, dims)
-
-    def small(sock: socket.socket) -> socket.socket:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        return sock
-
-    with WorkerThread(engine(hook, dims=dims), wrap=small).ready() as worker:
-        worker.end.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-        outcome = worker.end.call(embed(), raw())
-        assert outcome.payload is not None
-        assert np.array_equal(np.frombuffer(outcome.payload, "<f4"), np.arange(dims, dtype=np.float32))
-
-
-def test_a_host_that_leaves_during_a_large_reply_is_an_orderly_end() -> None:
-    def hook(**details: Any) -> Any:
-        return np.zeros((1, 1_000_000), np.float32)
-
-    with WorkerThread(engine(hook, dims=1_000_000)).ready() as worker:
-        worker.end.send(embed(), raw())
-        assert worker.end.socket.recv(100)
-        worker.end.close()
-        assert worker.join() == 0
-    assert set(worker.exits) == {0}
