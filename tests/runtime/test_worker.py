@@ -97,25 +97,27 @@ BYE = frame(b'{"v":3,"accept":true,"max_frame":1024}') + frame(msgspec.json.enco
 
 
 @pytest.mark.parametrize(
-    ("sent", "status"),
+    ("sent", "leaves", "status"),
     [
-        (b"", 0),
-        (frame(b'{"v":3,"accept":false,"max_frame":1024}'), 1),
+        (b"", True, 0),
+        (frame(b'{"v":3,"accept":false,"max_frame":1024}'), False, 1),
         # protocol-v3, 1 calls an EOF between two frames orderly; a header without its payload ends on such a boundary.
-        (BYE, 0),
-        (BYE + frame(raw())[:6], 1),
-        (BYE + frame(raw()) + frame(b"{"), 1),
-        (BYE + frame(raw()) + LENGTH.pack(1025), 1),
+        (BYE, True, 0),
+        (BYE + frame(raw())[:6], True, 1),
+        (BYE + frame(raw()) + frame(b"{"), False, 1),
+        (BYE + frame(raw()) + LENGTH.pack(1025), False, 1),
     ],
 )
-def test_how_a_worker_ends_when_the_host_has_sent_this_and_left(
-    sent: bytes, status: int, capfd: pytest.CaptureFixture[str]
+def test_how_a_worker_ends_when_the_host_has_sent_this(
+    sent: bytes, leaves: bool, status: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with WorkerThread(engine()) as worker:
         worker.end.event()
         worker.end.socket.sendall(sent)
-        worker.end.socket.shutdown(socket.SHUT_WR)
+        if leaves:
+            worker.end.socket.shutdown(socket.SHUT_WR)
         assert worker.join() == status
+    assert worker.exits == ([] if not sent else [status]), "at once: nobody is left to clean up for"
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == status and all("fatal:" in line for line in lines)
 
