@@ -19,6 +19,7 @@ from synapse_host.config import HostConfig
 from synapse_host.placement.spec import LaneSpec, LoadSpec
 from synapse_host.supervision.supervisor import Supervisor
 from synapse_host.worker.listener import RuntimeDirectory
+from synapse_host.worker.startup import LaneContext
 
 if TYPE_CHECKING:
     from bench.plan import Plan
@@ -47,7 +48,7 @@ async def echo_lane(folder: Path, dims: int, name: str = "echo") -> AsyncIterato
     """Run one lane over the echo worker."""
     runtime = RuntimeDirectory.open(folder / name)
     spec = dataclasses.replace(SPEC, lane_id=name, command=echo_worker.command(dims))
-    supervisor = Supervisor(spec, config=HostConfig(), runtime=runtime)
+    supervisor = Supervisor(LaneContext(spec, HostConfig(), runtime))
     try:
         await supervisor.load()
         yield supervisor

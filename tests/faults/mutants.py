@@ -38,13 +38,13 @@ OPERATORS: Final = (
 TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "engines.protocol.framing": ("tests/protocol/test_framing.py", "tests/protocol/test_vectors.py"),
     "engines.protocol.connection": ("tests/protocol/test_connection.py", "tests/protocol/test_vectors.py"),
-    "engines.protocol.expectation": ("tests/protocol/test_vectors.py", "tests/protocol/test_model.py"),
+    "engines.protocol.expectation": ("tests/protocol/test_connection.py", "tests/protocol/test_vectors.py"),
     "engines.protocol.decoding": ("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py"),
     "engines.protocol.messages": (
         *("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py", "tests/protocol/test_document.py"),
     ),
-    "engines.protocol.states": ("tests/protocol/test_document.py", "tests/protocol/test_vectors.py"),
-    "engines.protocol.errors": ("tests/protocol/test_errors.py", "tests/protocol/test_vectors.py"),
+    "engines.protocol.rules": ("tests/protocol/test_document.py", "tests/protocol/test_vectors.py"),
+    "engines.protocol.errors": ("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py"),
     "engines.bundle.manifest": ("tests/bundle/test_manifest.py",),
     "engines.bundle.digest": ("tests/bundle/test_digest.py",),
     "engines.bundle.fixtures": ("tests/bundle/test_fixtures.py",),

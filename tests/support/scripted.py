@@ -67,7 +67,6 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engines.protocol.connection import State
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import (
     ANE_ENGINE,
@@ -87,6 +86,7 @@ from engines.protocol.messages import (
     phases,
     type_name,
 )
+from engines.protocol.rules import State
 from engines.runtime import main as runtime_main
 from engines.runtime.dispatch import Answer
 from engines.runtime.engine import (
