@@ -14,9 +14,8 @@ from synapse_host.cli.session import DEFAULT_MODELS, bundle_of
 from synapse_host.errors import EXIT_HARDWARE, EXIT_OK, BundleInvalid, SynapseError
 from synapse_host.models import catalogue
 from synapse_host.placement import hardware
-from synapse_host.placement.matrix import HardwareMatrix, Lane
+from synapse_host.placement.matrix import HardwareMatrix, Lane, json_schema
 from synapse_host.placement.matrix import load as load_matrix
-from synapse_host.placement.matrix_schema import json_schema
 from synapse_host.placement.select import Considered, Placement, select
 
 

@@ -24,7 +24,7 @@ from synapse_host.certificates.document import Fault
 from synapse_host.certificates.standing import MISSING, OTHERWISE
 from synapse_host.errors import EngineCrashed, LaneRefused, NotCertified
 from synapse_host.placement import hardware
-from synapse_host.placement.matrix import HardwareMatrix, load
+from synapse_host.placement.matrix import HardwareMatrix, Worker, load
 from synapse_host.placement.probe import Floor
 from tests.support.certified import Case, certified, grant, toy
 from tests.support.evidence import N, bounds, embed_inputs, evidence
@@ -178,10 +178,12 @@ def test_a_foreign_command_is_bound_to_the_files_it_names(tmp_path: Path) -> Non
     (tmp_path / "worker.py").write_text("1")
     path = write_matrix(tmp_path)
     matrix = load(path)
-    engine = msgspec.structs.replace(matrix.engines["scripted"], command=(sys.executable, "worker.py", "--fast"))
+    engine = msgspec.structs.replace(
+        matrix.engines["scripted"], worker=Worker(command=(sys.executable, "worker.py", "--fast"))
+    )
 
     def build(*words: str) -> str | None:
-        bent = msgspec.structs.replace(engine, command=words) if words else engine
+        bent = msgspec.structs.replace(engine, worker=Worker(command=words)) if words else engine
         return engine_build.build_id(bent, matrix, cache_dir=tmp_path / "cache")
 
     first = build()
@@ -383,7 +385,7 @@ CHANGES: dict[str, tuple[Act, str]] = {
     "runtime_config": (lambda case: case.why(runtime_config={"pooling_implementation": "builtin"}), OTHERWISE),
     "env of the matrix": (lambda case: case.why(env={"GGML_NO_AVX": "1"}), OTHERWISE),
     "env of the host": (with_variable("GGML_NO_AVX"), "the variable GGML_NO_AVX"),
-    "another worker command": (lambda case: case.why(command=("worker",)), OTHERWISE),
+    "another worker command": (lambda case: case.why(worker=Worker(command=("worker",))), OTHERWISE),
     "a library built anew": (patched("build_id", lambda *a: "sha256:" + "e" * 64), "the engine's build"),
     "an installation that can't be read": (patched("build_id", lambda *a: None), "can't be found or read"),
     "this project upgraded": (patched("SOFTWARE", ("numpy", "tokenizers")), "synapse-workers changed"),
