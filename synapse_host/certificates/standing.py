@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Final
 
 from synapse_host.certificates import binding, verdict
 from synapse_host.certificates import document as documents
-from synapse_host.certificates.binding import Identity
+from synapse_host.certificates.binding import Identity, model_of
 from synapse_host.certificates.document import Evidence, Model
-from synapse_host.certificates.recheck import model_of, recheck, thresholds_of
+from synapse_host.certificates.recheck import recheck, thresholds_of
 from synapse_host.errors import InvalidRequest, NotCertified
 from synapse_host.placement import hardware, places
 from synapse_host.placement.places import NoHome
@@ -158,7 +158,7 @@ def look_up(
     if not problems:
         identity = identity or binding.identity_of(binding.version_line(matrix, engine))
         now = binding.present(matrix, engine, bundle, artifact, profile, identity)
-        problems = binding.void_because(binding.bound(found, engine), now)
+        problems = binding.void_because(binding.recorded(found, engine), now)
     return Certificate(path, found, tuple(problems))
 
 

@@ -218,6 +218,7 @@ def _loader(text: str) -> Any:
                 raise refused("anchors and aliases are not supported here; write the value out", event)
             self.depth += 1
             node = super().compose_node(parent, index)
+            assert node is not None, "the document has a root"
             self.depth -= 1
             if node.tag not in _TAGS:
                 raise refused(f"the tag {node.tag!r} is not supported", node)

@@ -19,102 +19,89 @@ from engines.bundle.manifest import Bundle
 from synapse_host import Host, HostConfig
 from synapse_host.certificates import binding, engine_build, standing, verdict
 from synapse_host.certificates import document as documents
-from synapse_host.certificates.binding import Binding, Identity
-from synapse_host.certificates.document import Fault
+from synapse_host.certificates.binding import Identity
+from synapse_host.certificates.document import EngineFacts, Fault, Machine, Model
 from synapse_host.certificates.standing import MISSING, OTHERWISE
 from synapse_host.errors import EngineCrashed, LaneRefused, NotCertified
 from synapse_host.placement import hardware
 from synapse_host.placement.matrix import HardwareMatrix, Worker, load
 from synapse_host.placement.probe import Floor
 from tests.support.certified import Case, certified, grant, toy
-from tests.support.evidence import N, bounds, embed_inputs, evidence
+from tests.support.evidence import DIGEST, N, bounds, embed_inputs, evidence
 from tests.support.sabotage import rewrite
 from tests.support.scripted import command
 from tests.support.small_bundle import write_matrix
 
-BOUND = Binding(
-    manifest_digest="b" * 64,
-    artifact_digest="sha256:" + "a" * 64,
-    format="safetensors-package",
-    dtype="f16",
-    tokenizer="sha256:" + "c" * 64,
+MODEL = Model("toy", "toy", "bert", "embed", 8, 64, "b" * 64, DIGEST, "safetensors-package", "f16", tokenizer=DIGEST)
+ENGINE = EngineFacts(
+    id="cuda",
     device="cuda",
+    command=[],
     runtime_config={"attention": "fused"},
-    env={"NVIDIA_TF32_OVERRIDE": "5feceb66ffc86f38"},
-    engine="owned-cuda",
-    engine_version="onnxruntime-1.31.1",
-    kernel_revision="graph-1",
-    build="sha256:" + "d" * 64,
     packages={"onnxruntime-gpu": "1.31.1", "nvidia-cublas": "13.0.2"},
-    software={"synapse-workers": "0.3.0"},
-    os="linux",
-    os_build="6.8.0",
-    arch="x86_64",
-    cpu="a cpu",
-    cpu_features=["avx2", "fma"],
-    accelerator="NVIDIA H200, compute capability 9.0",
-    driver="cuda 13000, 580.159.03",
+    expected="owned-cuda",
+    observed="owned-cuda",
+    version="onnxruntime-1.31.1",
+    kernel_revision="graph-1",
+    env={"NVIDIA_TF32_OVERRIDE": "5feceb66ffc86f38"},
+    build="sha256:" + "d" * 64,
 )
+MACHINE = Machine(
+    *("linux", "6", "6.8.0", "x86_64", "a cpu", ["avx2", "fma"], 2, 2, None, 2**30),
+    driver="cuda 13000, 580.159.03",
+    accelerator="NVIDIA H200, compute capability 9.0",
+)
+BOUND = binding.bound(MODEL, ENGINE, MACHINE, {"synapse-workers": "0.3.0", "python": "3.11.7"}, threads=True)
 IDENTITY = Identity("llama.cpp-worker", "scripted-1", None)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({}, None),
-        ({"artifact_digest": "sha256:" + "b" * 64}, "the artifact changed"),
-        ({"packages": {**BOUND.packages, "nvidia-cublas": "13.1.0"}}, "nvidia-cublas changed 13.0.2 → 13.1.0"),
-        ({"packages": {"onnxruntime-gpu": "1.31.1"}}, "nvidia-cublas changed 13.0.2 → none"),
-        ({"runtime_config": {}}, "runtime_config.attention changed fused → none"),
-        ({"env": {}}, "the variable NVIDIA_TF32_OVERRIDE changed"),
-        ({"cpu_features": ["avx2", "amx_tile"]}, "instruction sets changed: without fma, with amx_tile"),
-        ({"os_build": "6.8.1"}, "the operating system build changed 6.8.0 → 6.8.1"),
-        ({"driver": None}, "the driver changed cuda 13000, 580.159.03 → none"),
-        ({"software": {"synapse-workers": "0.4.0"}}, "synapse-workers changed 0.3.0 → 0.4.0"),
+        ({"the artifact": "sha256:" + "b" * 64}, "the artifact changed"),
+        ({"the tokenizer": "sha256:" + "0" * 64}, "the tokenizer changed"),
+        ({"nvidia-cublas": "13.1.0"}, "nvidia-cublas changed 13.0.2 → 13.1.0"),
+        ({"nvidia-cublas": None}, "nvidia-cublas changed 13.0.2 → none"),
+        ({"nvidia-cudnn-cu13": "9.9"}, "nvidia-cudnn-cu13 changed none → 9.9"),
+        ({"runtime_config.attention": None}, "runtime_config.attention changed fused → none"),
+        ({"the variable NVIDIA_TF32_OVERRIDE": None}, "the variable NVIDIA_TF32_OVERRIDE changed"),
+        ({"the operating system build": "6.8.1"}, "the operating system build changed 6.8.0 → 6.8.1"),
+        ({"the driver": "cuda 13000, 590.1"}, "the driver changed cuda 13000, 580.159.03 → cuda 13000, 590.1"),
+        ({"the driver": None}, "the driver changed cuda 13000, 580.159.03 → none"),
+        ({"the accelerator": "NVIDIA B200, compute capability 9.0"}, "the accelerator changed NVIDIA H200"),
+        ({"synapse-workers": "0.4.0"}, "synapse-workers changed 0.3.0 → 0.4.0"),
         # A worker that doesn't say who it is may be any.
-        ({"engine": None, "engine_version": None, "kernel_revision": None}, "its worker doesn't say which engine"),
-        ({"build": None}, "the files of the engine's installation can't be found"),
+        ({"the engine": None, "the engine version": None}, "its worker doesn't say which engine"),
+        ({"the engine's build": None}, "the files of the engine's installation can't be found"),
     ],
 )
-def test_what_voids_a_certificate_is_named(change: dict[str, Any], reason: str | None) -> None:
-    reasons = binding.void_because(BOUND, msgspec.structs.replace(BOUND, **change))
-    if reason is None:
-        assert reasons == []
-    else:
-        assert len(reasons) == 1
-        assert reason in reasons[0]
+def test_what_voids_a_certificate_is_named(change: dict[str, Any], reason: str) -> None:
+    (said,) = binding.void_because(BOUND, {**BOUND, **change})
+    assert reason in said
 
 
-@pytest.mark.parametrize("field", Binding.__struct_fields__)
-def test_every_field_of_the_binding_voids(field: str) -> None:
-    value = getattr(BOUND, field)
-    others: list[Any] = [None] if not isinstance(value, dict | list) else []
-    others.append(
-        {**value, "another": "1"}
-        if isinstance(value, dict)
-        else [*value, "another"]
-        if isinstance(value, list)
-        else f"{value}x"
-    )
-    if isinstance(value, dict):
-        others += [{}, dict.fromkeys(value, "another")]
-    for other in others:
-        changed = msgspec.structs.replace(BOUND, **{field: other})
-        assert binding.void_because(BOUND, changed) and binding.void_because(changed, BOUND)
+def test_every_part_of_the_binding_voids_and_nothing_else_does() -> None:
+    assert binding.void_because(BOUND, dict(BOUND)) == []
+    assert "python" not in BOUND and len(BOUND) == 21
+    for name, value in BOUND.items():
+        for other in ({**BOUND, name: f"{value}x"}, {**BOUND, name: None}, {**BOUND, f"{name}x": "1"}):
+            assert binding.void_because(BOUND, other) and binding.void_because(other, BOUND), name
 
 
 def test_a_gpu_is_bound_to_its_exact_driver_and_model() -> None:
     """One driver API covers many drivers, one compute capability many devices."""
-    cuda = load().engines["cuda"]
-    answer = Floor("ok", "ok", observed={"driver_api": 13000, "compute_capability": {"major": 9, "minor": 0}})
-    plain = dataclasses.replace(hardware.detect(), floors={"cuda:cuda": answer}, nvidia_driver=None, nvidia_models=())
-    told = dataclasses.replace(plain, nvidia_driver="580.159.03", nvidia_models=("NVIDIA H200",))
-    assert binding.driver_of(cuda, plain) == "cuda 13000"
-    assert binding.driver_of(cuda, told) == "cuda 13000, 580.159.03"
-    assert binding.accelerator_of(cuda, plain) == "compute capability 9.0"
-    assert binding.accelerator_of(cuda, told) == "NVIDIA H200, compute capability 9.0"
-    cpu = load().engines["onnx-cpu"]
-    assert binding.driver_of(cpu, told) is None and binding.accelerator_of(cpu, told) is None
+    matrix, answer = load(), {"driver_api": 13000, "compute_capability": {"major": 9, "minor": 0}}
+    floor = Floor("ok", "ok", observed=answer)
+    plain = dataclasses.replace(hardware.detect(), floors={"cuda:cuda": floor}, nvidia_driver=None, nvidia_models=())
+    full = dataclasses.replace(plain, nvidia_driver="580.159.03", nvidia_models=("NVIDIA H200",))
+
+    def facts(id: str, profile: hardware.HostProfile) -> tuple[str | None, str | None]:
+        found = binding.machine_facts(matrix.engines[id], profile)
+        return found.driver, found.accelerator
+
+    assert facts("cuda", plain) == ("cuda 13000", "compute capability 9.0")
+    assert facts("cuda", full) == ("cuda 13000, 580.159.03", "NVIDIA H200, compute capability 9.0")
+    assert facts("onnx-cpu", full) == (None, None)
 
 
 def test_a_version_line_is_read() -> None:
@@ -358,11 +345,6 @@ def elsewhere(**changes: Any) -> Act:
     return lambda case: case.why(profile=dataclasses.replace(case.profile, **changes))
 
 
-def in_binding(**changes: Any) -> Act:
-    """What this machine has none of is changed in a binding by hand."""
-    return lambda case: tuple(binding.void_because(BOUND, msgspec.structs.replace(BOUND, **changes)))
-
-
 def patched(name: str, value: Any, **keep: Any) -> Act:
     def act(case: Case) -> tuple[str, ...]:
         with pytest.MonkeyPatch.context() as patch:
@@ -389,12 +371,6 @@ CHANGES: dict[str, tuple[Act, str]] = {
     "a library built anew": (patched("build_id", lambda *a: "sha256:" + "e" * 64), "the engine's build"),
     "an installation that can't be read": (patched("build_id", lambda *a: None), "can't be found or read"),
     "this project upgraded": (patched("SOFTWARE", ("numpy", "tokenizers")), "synapse-workers changed"),
-    "a CUDA wheel": (in_binding(packages={**BOUND.packages, "nvidia-cudnn-cu13": "9.9"}), "nvidia-cudnn-cu13"),
-    "the driver": (in_binding(driver="cuda 13000, 590.1"), "the driver changed"),
-    "the GPU's name": (in_binding(accelerator="NVIDIA B200, compute capability 9.0"), "the accelerator"),
-    "the compute capability": (in_binding(accelerator="NVIDIA H200, compute capability 10.0"), "the accelerator"),
-    "the tokenizer": (in_binding(tokenizer="sha256:" + "0" * 64), "the tokenizer"),
-    "instruction sets": (elsewhere(cpu_features=frozenset({"sve"})), "instruction sets"),
     "the processor": (elsewhere(cpu_model="another"), "the processor changed"),
     "the operating system": (elsewhere(os_build="another"), "the operating system build"),
     "a silent --version": (worker_silent, "doesn't say which engine"),
@@ -455,14 +431,12 @@ def test_the_list_says_what_this_matrix_no_longer_configures(case: Case) -> None
     assert found.certificate.why == (OTHERWISE,) and found.fix is None
 
 
-def test_threads_that_the_host_divides_are_no_change_and_those_of_the_matrix_are(tmp_path: Path) -> None:
-    document = evidence()
+def test_threads_that_the_host_divides_are_no_change_and_those_of_the_matrix_are() -> None:
     engine = load().engines["llama-cpu"]
-    sent = msgspec.structs.replace(document.engine, runtime_config={"threads": "4"})
-    document = msgspec.structs.replace(document, engine=sent)
-    assert binding.bound(document, engine).runtime_config == {}
+    document = evidence(engine=msgspec.structs.replace(evidence().engine, runtime_config={"threads": "4"}))
+    assert "runtime_config.threads" not in binding.recorded(document, engine)
     pinned = msgspec.structs.replace(engine, runtime_config={"threads": "2"})
-    assert binding.bound(document, pinned).runtime_config == {"threads": "4"}
+    assert binding.recorded(document, pinned)["runtime_config.threads"] == "4"
 
 
 # --- the host asks for one -------------------------------------------------------------------------------------------

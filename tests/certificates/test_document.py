@@ -148,9 +148,9 @@ def test_a_share_asked_for_is_the_one_rechecked(tmp_path: Path) -> None:
 
 DESCRIPTIVE = (
     "created", "software.python", "software.msgspec", "model.name", "engine.command", "engine.runtime_config.threads",
-    "engine.build_flags", "engine.packed_widths", "engine.buckets", "machine.os_version", "machine.cores",
-    "machine.cores_total", "machine.quota", "machine.ram_bytes", "fixture.computed_by", "tokens.0", "generations",
-    "limits.0.tokens", "performance", "cost_ms", "placement.reason", "placement.functions.0.ops_sha256",
+    "engine.build_flags", "engine.packed_widths", "engine.buckets", "machine.os_version", "machine.cpu_features",
+    "machine.cores", "machine.cores_total", "machine.quota", "machine.ram_bytes", "fixture.computed_by", "tokens.0",
+    "generations", "limits.0.tokens", "performance", "cost_ms", "placement.reason", "placement.functions.0.ops_sha256",
     "placement.functions.0.name", "placement.functions.0.tokens", "thresholds.length_error",
 )  # fmt: skip
 """What nothing is judged by and nothing is bound to: only the digest shows that it was edited. Vectors of length 1 are

@@ -360,15 +360,6 @@ def test_a_recorded_plan_below_the_share_fails_and_above_it_passes(task: str, an
 # --- thresholds ------------------------------------------------------------------------------------------------------
 
 
-def test_the_matrix_judges_instead_of_the_document() -> None:
-    """A recheck asks with thresholds and a device of its own, whatever the document says of them."""
-    document = evidence(inputs=embed_inputs(cosine=[0.9992] * N), thresholds={"mean_cosine": 0.0})
-    strict = verdict.thresholds(load(), engine="llama-cpu", task="embed", precision="exact", placement=False)
-    assert failed(verdict.judge(document, strict)) == {"mean_cosine"}
-    fast = verdict.thresholds(load(), engine="ane", task="embed", precision="exact", placement=True)
-    assert {"placement_share", "speedup"} <= failed(verdict.judge(evidence(), fast, placement=True))
-
-
 def test_thresholds_come_from_the_matrix_and_the_engine_overrides() -> None:
     matrix = load()
     found = verdict.thresholds(matrix, engine="llama-cpu", task="embed", precision="exact", placement=False)
