@@ -33,6 +33,7 @@ from synapse_host.certificates.figures import (
 if TYPE_CHECKING:
     from synapse_host.placement.matrix import HardwareMatrix
 
+
 class Bound(NamedTuple):
     """One threshold: where the matrix has it (None: it is fixed) and what holds without."""
 

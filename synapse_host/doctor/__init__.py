@@ -93,11 +93,9 @@ def examine(
     findings = [
         *engines.engine_findings(matrix, reports),
         *engines.version_findings(reports, host_version),
-        *machine.python_findings(sys.version_info[:2], profile.os),
         *machine.onnxruntime_findings(floors.versions(ONNXRUNTIMES)),
         *machine.resource_findings(profile.ram_free, models_dir),
         *machine.descriptor_findings(machine.descriptor_limit()),
-        *machine.socket_findings(runtime),
         *machine.abandoned_findings(remains.roots() if runtime_dir is None else [runtime]),
         *machine.stale_findings(runtime),
         *nowhere,

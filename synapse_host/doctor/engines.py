@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, Literal
+
+import msgspec
 
 from synapse_host.doctor.finding import Finding, Severity
 from synapse_host.errors import BackendMissing
@@ -59,7 +61,9 @@ def report_on(
         fixable = code in ("llama_missing", "bindings_missing", "cuda_runtime_missing", "cpu_unsupported")
         fixable = fixable and not has_no_code(floor)
         status, what = ("failed" if fixable else "passed_over"), floor_text(floor)
-    return EngineReport(engine.id, status, what, engine.device, versions, asdict(floor) if floor else None, worker)
+    return EngineReport(
+        engine.id, status, what, engine.device, versions, msgspec.structs.asdict(floor) if floor else None, worker
+    )
 
 
 def _described(engine: Engine, versions: dict[str, str], profile: HostProfile) -> str:

@@ -13,24 +13,11 @@ from typing import Final
 
 from synapse_host.doctor.finding import Finding
 from synapse_host.worker import runtime_dir
-from synapse_host.worker.listener import SUN_PATH
 
 GIB: Final = 1024**3
 MIN_DESCRIPTORS: Final = 256
 MIN_FREE_RAM: Final = 1 * GIB
 MIN_FREE_DISK: Final = 1 * GIB
-PYTHONS: Final = ((3, 11), (3, 14))
-"""From the first, below the second: what coremltools and llama-cpp-python have wheels or builds for."""
-
-
-def python_findings(python: tuple[int, ...], os: str) -> Iterator[Finding]:
-    """Report a Python that the engines' packages don't support."""
-    if not PYTHONS[0] <= python < PYTHONS[1]:
-        shown = ".".join(map(str, python))
-        what = f"Python {shown} is not supported; coremltools has packages for 3.11 to 3.13 only"
-        yield Finding(
-            "python.version", "failure" if os == "darwin" else "warning", what, "make a .venv with Python 3.13"
-        )
 
 
 def onnxruntime_findings(found: Mapping[str, str]) -> Iterator[Finding]:
@@ -89,20 +76,6 @@ def socket_length(runtime: Path) -> int:
     """Return the bytes of the longest socket path below a runtime directory."""
     # mkdtemp adds synapse-xxxxxxxx, a worker's name its lane and generation.
     return len(os.fsencode(str(runtime / "synapse-12345678" / "synapse" / "workers" / "generate-1000.sock")))
-
-
-def socket_findings(runtime: Path) -> Iterator[Finding]:
-    """Report a runtime directory whose socket paths don't fit a socket address."""
-    if os.name != "posix":
-        return
-    longest = socket_length(runtime)
-    if longest >= SUN_PATH:
-        yield Finding(
-            "socket.path",
-            "info",
-            f"{runtime} is so long that socket paths ({longest} bytes, {SUN_PATH - 1} fit) move to short names in /tmp",
-            "set TMPDIR to a shorter directory to avoid it",
-        )
 
 
 def abandoned_findings(roots: Iterable[Path]) -> Iterator[Finding]:

@@ -145,7 +145,7 @@ def test_a_build_follows_its_files_and_not_only_its_version(tmp_path: Path, monk
     matrix = load()
 
     def build(id: str = "llama-cpu") -> str | None:
-        return engine_build.build_id(matrix.engines[id], matrix, cache_dir=tmp_path / "cache")
+        return engine_build.build_id(matrix.engines[id], matrix)
 
     first = build()
     assert first is not None and first == build()
@@ -171,7 +171,7 @@ def test_a_foreign_command_is_bound_to_the_files_it_names(tmp_path: Path) -> Non
 
     def build(*words: str) -> str | None:
         bent = msgspec.structs.replace(engine, worker=Worker(command=words)) if words else engine
-        return engine_build.build_id(bent, matrix, cache_dir=tmp_path / "cache")
+        return engine_build.build_id(bent, matrix)
 
     first = build()
     assert first is not None and first == build() and build("nowhere-at-all") is None

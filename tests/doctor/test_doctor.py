@@ -40,19 +40,6 @@ def test_two_onnxruntimes_clash() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("python", "os", "severity"),
-    [
-        ((3, 10), "linux", "warning"),
-        ((3, 11), "linux", None),
-        ((3, 13), "darwin", None),
-        ((3, 14), "darwin", "failure"),
-    ],
-)
-def test_python(python: tuple[int, int], os: str, severity: str | None) -> None:
-    assert [finding.severity for finding in machine.python_findings(python, os)] == ([severity] if severity else [])
-
-
 def test_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gib = machine.GIB
     usage = shutil.disk_usage(tmp_path)
@@ -98,12 +85,6 @@ def test_a_killed_hosts_directory_is_told_once_and_how_to_remove_it(runtime_dir:
     assert abandoned_dir.exists()
     remains.sweep(runtime_dir)
     assert list(machine.abandoned_findings([runtime_dir])) == []
-
-
-def test_long_socket_paths(tmp_path: Path) -> None:
-    assert list(machine.socket_findings(Path("/tmp"))) == []
-    (finding,) = machine.socket_findings(Path("/" + "x" * 80))
-    assert finding.id == "socket.path"
 
 
 @pytest.mark.parametrize(
