@@ -29,6 +29,7 @@ FILE_NAME: Final = "hw_matrix.yaml"
 WORKER_ENGINES: Final = {"llama": LLAMA_ENGINE, "cuda": CUDA_ENGINE, "ane": ANE_ENGINE}
 """The engine name that HELLO must carry, by the matrix's ``engine``."""
 
+SOME: Final = Meta(min_length=1)
 Task: TypeAlias = Literal["embed", "rerank", "generate"]
 Os: TypeAlias = Literal["linux", "darwin", "windows"]
 Arch: TypeAlias = Literal["x86_64", "arm64"]
@@ -39,6 +40,8 @@ Text: TypeAlias = Annotated[str, Meta(pattern=r"^[^\0]*$")]
 Variable: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Setting: TypeAlias = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]*$")]
 Version: TypeAlias = Annotated[str, Meta(pattern=r"^\d+(\.\d+){0,3}$", examples=["14.4"])]
+Capability: TypeAlias = Annotated[str, Meta(pattern=r"^\d+\.\d+$", examples=["7.5"])]
+Device: TypeAlias = Annotated[str, Meta(pattern=r"^(cpu|metal|ane|cuda(:\d{1,3})?)$", examples=["cpu"])]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Factor: TypeAlias = Annotated[float, Meta(ge=0, le=1000)]
 
@@ -50,39 +53,39 @@ class _Part(Struct, frozen=True, forbid_unknown_fields=True):
 class EmbedGates(_Part, frozen=True, kw_only=True):
     """Thresholds of embedding lanes."""
 
-    min_cosine: Annotated[Share, Meta(description="smallest cosine of a row with the reference")] | Unset = UNSET
-    mean_cosine: Annotated[Share, Meta(description="mean cosine with the reference")] | Unset = UNSET
-    worst_decile: Annotated[Share, Meta(description="nearest tenth that a row keeps, worst tenth")] | Unset = UNSET
-    batch_single: Annotated[Share, Meta(description="cosine of a row in a batch with the row alone")] | Unset = UNSET
+    min_cosine: Share | Unset = UNSET
+    mean_cosine: Share | Unset = UNSET
+    worst_decile: Share | Unset = UNSET
+    batch_single: Share | Unset = UNSET
 
 
 class RerankGates(_Part, frozen=True, kw_only=True):
     """Thresholds of reranking lanes."""
 
-    pearson: Annotated[Share, Meta(description="correlation of the logits with the reference")] | Unset = UNSET
-    max_error: Annotated[Factor, Meta(description="largest difference of one logit")] | Unset = UNSET
+    pearson: Share | Unset = UNSET
+    max_error: Factor | Unset = UNSET
 
 
 class GenerateGates(_Part, frozen=True, kw_only=True):
     """Thresholds of generating lanes."""
 
-    top1: Annotated[Share, Meta(description="reference prefixes with the same next token")] | Unset = UNSET
-    first_token: Annotated[Share, Meta(description="prompts with the same first token")] | Unset = UNSET
+    top1: Share | Unset = UNSET
+    first_token: Share | Unset = UNSET
 
 
 class ApproximateGates(_Part, frozen=True, kw_only=True):
     """Thresholds of artifacts in the precision class 'approximate' (int8)."""
 
-    pearson: Annotated[Share, Meta(description="correlation asked of an int8 artifact")] | Unset = UNSET
-    top1: Annotated[Share, Meta(description="rows, queries with the reference's nearest")] | Unset = UNSET
+    pearson: Share | Unset = UNSET
+    top1: Share | Unset = UNSET
 
 
 class PlacementGates(_Part, frozen=True, kw_only=True):
     """Thresholds of lanes on the Neural Engine."""
 
-    share: Annotated[Share, Meta(description="share of operations on the Neural Engine")] | Unset = UNSET
-    cost_share: Annotated[Share, Meta(description="share of estimated cost on it")] | Unset = UNSET
-    speedup: Annotated[Factor, Meta(description="speed against the same model on the CPU only")] | Unset = UNSET
+    share: Share | Unset = UNSET
+    cost_share: Share | Unset = UNSET
+    speedup: Factor | Unset = UNSET
 
 
 class Thresholds(_Part, frozen=True, kw_only=True):
@@ -98,21 +101,13 @@ class Thresholds(_Part, frozen=True, kw_only=True):
 class HardwareKeys(_Part, frozen=True, kw_only=True):
     """A hardware class: every condition must hold; none at all fits every machine."""
 
-    os: Annotated[Annotated[tuple[Os, ...], Meta(min_length=1)] | Os, Meta(description="operating systems")] = ()
-    arch: Annotated[Annotated[tuple[Arch, ...], Meta(min_length=1)] | Arch, Meta(description="architectures")] = ()
-    min_os: Annotated[Version, Meta(description="oldest operating system version, in quotes")] | None = None
-    min_driver_api: Annotated[int, Meta(ge=1, le=10**6, description="oldest CUDA driver API, 13000 is 13.0")] | None = (
-        None
-    )
-    min_compute_capability: (
-        Annotated[str, Meta(pattern=r"^\d+\.\d+$", examples=["7.5"], description="lowest, in quotes")] | None
-    ) = None
-    neural_engine: (
-        Annotated[bool, Meta(description="true: needs an Apple Neural Engine; false: needs its absence")] | None
-    ) = None
-    cpu_features: Annotated[
-        tuple[Feature, ...] | Feature, Meta(description="instruction sets, as in /proc/cpuinfo")
-    ] = ()
+    os: Annotated[tuple[Os, ...], SOME] | Os = ()
+    arch: Annotated[tuple[Arch, ...], SOME] | Arch = ()
+    min_os: Version | None = None
+    min_driver_api: Annotated[int, Meta(ge=1, le=10**6)] | None = None
+    min_compute_capability: Capability | None = None
+    neural_engine: bool | None = None
+    cpu_features: tuple[Feature, ...] | Feature = ()
 
 
 class Hardware(HardwareKeys, frozen=True, kw_only=True):
@@ -127,34 +122,21 @@ class Hardware(HardwareKeys, frozen=True, kw_only=True):
 class Worker(_Part, frozen=True, kw_only=True):
     """Another worker program; its working directory is the file's folder."""
 
-    command: Annotated[
-        tuple[Annotated[str, Meta(pattern=r"^[^\0]+$")], ...], Meta(min_length=1, description="program and arguments")
-    ]
+    command: Annotated[tuple[Annotated[str, Meta(pattern=r"^[^\0]+$")], ...], SOME]
 
 
 class EngineKeys(_Part, frozen=True, kw_only=True):
     """A worker program on a device."""
 
-    engine: Annotated[Literal["llama", "cuda", "ane"], Meta(description="which worker protocol dialect")]
-    device: Annotated[
-        str,
-        Meta(pattern=r"^(cpu|metal|ane|cuda(:\d{1,3})?)$", examples=["cpu"], description="cpu, cuda[:N], metal or ane"),
-    ]
-    format: Annotated[Literal["gguf", "safetensors-package", "coreml"], Meta(description="artifact format")]
-    requires: Annotated[Name, Meta(description="a hardware class")]
-    dtype: Annotated[
-        Annotated[tuple[Dtype, ...], Meta(min_length=1)] | Dtype,
-        Meta(description="artifact dtypes, best first; others are not taken (default: the engine's order, no int8)"),
-    ] = ()
-    kernel_revision: (
-        Annotated[str, Meta(pattern=r"^\S{1,256}$", description="pin: a worker that reports another one is refused")]
-        | None
-    ) = None
-    pytest_marker: (
-        Annotated[str, Meta(pattern=r"^[a-z_]+$", description="marker of this engine's hardware tests")] | None
-    ) = None
-    env: Annotated[dict[Variable, Text], Meta(description="extra environment variables of the worker")] = {}
-    runtime_config: Annotated[dict[Setting, Text], Meta(description="LOAD's runtime_config; every value is text")] = {}
+    engine: Literal["llama", "cuda", "ane"]
+    device: Device
+    format: Literal["gguf", "safetensors-package", "coreml"]
+    requires: Name
+    dtype: Annotated[tuple[Dtype, ...], SOME] | Dtype = ()
+    kernel_revision: Annotated[str, Meta(pattern=r"^\S{1,256}$")] | None = None
+    pytest_marker: Annotated[str, Meta(pattern=r"^[a-z_]+$")] | None = None
+    env: dict[Variable, Text] = {}
+    runtime_config: dict[Setting, Text] = {}
     worker: Worker | None = None
     thresholds: Thresholds = Thresholds()
 
@@ -184,18 +166,13 @@ class Engine(EngineKeys, frozen=True, kw_only=True):
 
 
 class LaneKeys(_Part, frozen=True, kw_only=True):
-    """A task and the engines that may serve it."""
+    """A task and the engines that may serve it, in order; the first that fits is the placement."""
 
-    task: Annotated[Task, Meta(description="what the lane does")]
-    engines: Annotated[
-        tuple[Name, ...],
-        Meta(min_length=1, extra_json_schema={"uniqueItems": True}, description="in order of preference; first fits"),
-    ]
-    kind: Annotated[
-        Literal["catalog", "legacy"], Meta(description="quarantine rule: cool-down (catalog) or probe (legacy)")
-    ] = "catalog"
-    pin: Annotated[Name, Meta(description="this engine or none")] | None = None
-    require_certificate: Annotated[bool, Meta(description="true: an uncertified engine answers not_certified")] = False
+    task: Task
+    engines: Annotated[tuple[Name, ...], Meta(min_length=1, extra_json_schema={"uniqueItems": True})]
+    kind: Literal["catalog", "legacy"] = "catalog"
+    pin: Name | None = None
+    require_certificate: bool = False
 
 
 class Lane(LaneKeys, frozen=True, kw_only=True):
@@ -208,10 +185,10 @@ class Lane(LaneKeys, frozen=True, kw_only=True):
 class File(_Part, frozen=True, kw_only=True):
     """hw_matrix.yaml: what runs where."""
 
-    version: Annotated[Literal[1], Meta(description="version of this format: 1")]
-    hardware: Annotated[dict[Name, HardwareKeys], Meta(min_length=1, description="hardware classes")]
-    engines: Annotated[dict[Name, EngineKeys], Meta(min_length=1, description="engines")]
-    lanes: Annotated[dict[Name, LaneKeys], Meta(min_length=1, description="lanes")]
+    version: Literal[1]
+    hardware: Annotated[dict[Name, HardwareKeys], SOME]
+    engines: Annotated[dict[Name, EngineKeys], SOME]
+    lanes: Annotated[dict[Name, LaneKeys], SOME]
     thresholds: Thresholds = Thresholds()
 
 

@@ -96,7 +96,7 @@ class Source:
         if name := re.search(r"unknown field `(.*)`$", what, re.DOTALL):
             return self.error(f"unknown key{nearest(name[1], rule['properties'])}", (*keys, name[1]), of_key=True)
         if name := re.search(r"missing required field `(.*)`$", what):
-            return self.error(f"is missing: {rule['properties'][name[1]].get('description', '')}", (*keys, name[1]))
+            return self.error("is missing", (*keys, name[1]))
         node = self._nodes(keys)[1]
         if what.startswith("Invalid enum value"):
             known = nearest(node.value, [str(one) for one in rule["enum"]])
