@@ -1,9 +1,22 @@
-"""From a run's figures to gates and a verdict. Pure: the same document gives the same verdict anywhere.
+"""From a run's measurements to gates and a verdict. Pure: the same document gives the same verdict anywhere.
 
-``GATES`` is the one list of what is judged: for each gate its figure (:mod:`synapse_host.certificates.figures`), what
-that may be at most or at least, which runs are judged by it, and the words that people read. A figure that wasn't
-measured fails.
-``GROUPS`` says what is wrong when a gate fails, and what to do then.
+Theory of operation of the room. A run (:mod:`synapse_host.certification`) fills a document with what it measured per
+probe and with the facts of model, engine and machine, and :func:`judge` adds gates, reported numbers, reasons and the
+verdict. A gate is a row of ``GATES``: it takes its figure from the measurements
+(:mod:`synapse_host.certificates.figures`) and compares it with a threshold of ``BOUNDS``, which the matrix may set, or
+with one fixed number. A figure that wasn't measured is None and fails; nothing is computed from series that are too
+short or hold impossible numbers. ``GROUPS`` says what is wrong when a gate fails, and what to do then.
+
+A document that passed is kept as the certificate of its engine, bundle and configuration
+(:mod:`synapse_host.certificates.standing`). Whoever wants to know whether it holds asks ``standing.look_up``: it reads
+the document anew, puts everything that it must be judged by (device, thresholds, expected outcomes, the bundle's facts)
+in place from matrix and bundle, judges it again and refuses every difference
+(:mod:`synapse_host.certificates.recheck`). Then it compares what numbers depend on, then and now
+(:mod:`synapse_host.certificates.binding`). The host asks before every start of a worker, so an upgrade under a running
+host voids a certificate at the next start; the running worker is still the one that was certified. The digest of a
+document shows accidents, not forgers: it is no signature.
+
+All of this is blocking and has no state but a memory of file digests; the host calls it in a thread.
 """
 
 from __future__ import annotations

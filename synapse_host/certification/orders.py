@@ -20,7 +20,7 @@ from synapse_host.certificates import document as documents
 from synapse_host.certificates import standing
 from synapse_host.certificates.document import Evidence
 from synapse_host.certification import report, run
-from synapse_host.certification.compute_plan import Plans, plan_tool
+from synapse_host.certification.packing import Plans, plan_tool
 from synapse_host.certification.run import Order
 from synapse_host.config import HostConfig
 from synapse_host.models.builder import silent

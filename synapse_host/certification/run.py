@@ -1,7 +1,20 @@
 """A certification run: a lane's trial on a fresh worker and, on the Neural Engine, where it ran; then the verdict.
 
-Everything goes through the normal serving path of a host of its own. What the numbers mean is
-:mod:`synapse_host.certificates.verdict`' business.
+Theory of operation of the room. An order names a lane, a model and perhaps one of the lane's engines. :func:`certify`
+narrows the matrix to that lane, opens a host of its own on it, which asks for no certificate, and hands both to a
+:class:`~synapse_host.certification.trial.Trial`. The trial goes through the normal serving path, one request at a time
+and nothing twice until it works: LOAD, the edge lengths, every probe alone (timed), in batches, in other company, one
+exchange again, then PING for the placement share of that worker. Rows whose first answer held NaN or infinity are
+counted and have no number. An error of the lane ends the run as its ``fault``: it is judged by what it came to. Only an
+order that makes no sense raises.
+
+On a Neural Engine lane the trial also tries each packed width and times each function, last, so that a width that fails
+costs itself only. After the host has closed, Core ML is asked in a child where it would run each function, and the same
+single requests are timed on a second host whose engine is forced to the CPU: one host at a time drives the device.
+
+The document gets the facts of :mod:`synapse_host.certificates.binding` and is judged. Writing it, the page beside it
+and the certificate is :mod:`synapse_host.certification.orders`' part. Everything runs on the caller's event loop; what
+blocks (asking the plan, hashing an installation) holds up this run's loop only, which serves nobody.
 """
 
 from __future__ import annotations
@@ -18,7 +31,7 @@ from synapse_host.certificates import binding, verdict
 from synapse_host.certificates.document import Evidence, Placement
 from synapse_host.certification import measurement
 from synapse_host.certification import probes as probe_set
-from synapse_host.certification.compute_plan import Plans, plan_tool
+from synapse_host.certification.packing import Plans, plan_tool
 from synapse_host.certification.trial import Progress, Trial, single_calls, timed
 from synapse_host.config import HostConfig
 from synapse_host.errors import InvalidRequest, SynapseError

@@ -1,7 +1,16 @@
 """Which engine a lane gets, and why each other choice was passed over. Pure: values in, values out.
 
-First match wins, and nothing is moved later. An engine fits when its hardware class holds, its own probe says yes, and
-the bundle has an artifact of its format (and dtype list).
+Theory of operation of the room. The matrix says what may run where (:mod:`synapse_host.placement.matrix`), the profile
+what this machine is (:mod:`synapse_host.placement.hardware`), and a floor what an engine says of it itself: its worker
+is started with ``--probe-floor`` in a throw-away child, so that a driver that crashes or hangs takes nothing with it
+(:mod:`synapse_host.placement.probe`; answers are kept per boot, operating system, driver and installed packages).
+:func:`select` compares them: an engine fits when its hardware class holds, its own floor says yes, and the bundle has
+an artifact of its format (and dtype list). The first that fits is the placement, and each other engine gets its reason.
+
+:mod:`synapse_host.placement.assignment` does that once for every matrix lane and every model of its task, when a host
+opens, and turns each placement into a LaneSpec: the command, its environment and the LOAD that follows every handshake.
+Nothing is decided again later: a lane that fails is never moved to another engine, since numbers would change under the
+caller. Detection blocks (files, sysctl, children side by side), so the host calls it in a thread; all else is instant.
 """
 
 from __future__ import annotations
