@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from synapse_host.certificates.recheck import recheck, thresholds_of
 from synapse_host.errors import InvalidRequest, NotCertified
 from synapse_host.placement import hardware, places
 from synapse_host.placement.places import NoHome
+from synapse_host.placement.select import fit
 from synapse_host.residency import plan
 
 if TYPE_CHECKING:
@@ -205,6 +207,29 @@ def listed(
                 yield Listed(found, id, document.lane, name, fix)
                 continue
         yield Listed(Certificate(path, document, (why,)), id, document.lane, name or document.model.model_id)
+
+
+def speeds(
+    matrix: HardwareMatrix, bundles: Iterable[Bundle], profile: HostProfile, *, data_dir: Path | None = None
+) -> dict[str, dict[str, float]]:
+    """Return the tokens per second of valid certificates, for ``HostProfile.speeds``. Blocks as :func:`look_up` does.
+
+    Asked only for lanes that choose the fastest, and for the engines of theirs that fit.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for lane, bundle in itertools.product(matrix.lanes.values(), bundles):
+        if lane.choose != "fastest" or lane.task != bundle.manifest.task:
+            continue
+        for engine in (matrix.engines[id] for id in lane.engines):
+            _, artifact, _ = fit(matrix, engine, profile, bundle)
+            if artifact is None:
+                continue
+            with suppress(NoHome):
+                certificate = look_up(matrix, engine, bundle, artifact, profile, data_dir=data_dir)
+                if certificate.valid and certificate.evidence is not None:
+                    speed = certificate.evidence.reported.get("tokens_per_s", 0.0)
+                    found.setdefault(bundle.digest, {})[engine.id] = speed
+    return found
 
 
 # --- what it lets a lane do ------------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle
+from synapse_host.certificates.standing import speeds as speeds_here
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError, nearest
 from synapse_host.cli.session import DEFAULT_MODELS, bundle_of
@@ -77,7 +79,8 @@ def _explain(matrix: HardwareMatrix, lanes: list[Lane], args: argparse.Namespace
     missing = False
     for number, lane in enumerate(lanes):
         bundle, remark = _bundle(lane, args, console)
-        placement = select(matrix, lane_id=lane.id, profile=profile, bundle=bundle)
+        speeds = speeds_here(matrix, [bundle] if bundle else [], profile)
+        placement = select(matrix, lane_id=lane.id, profile=replace(profile, speeds=speeds), bundle=bundle)
         missing = missing or placement.engine is None
         documents.append(
             {

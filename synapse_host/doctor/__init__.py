@@ -97,7 +97,6 @@ def examine(
             nowhere.append(Finding("temporary.missing", "failure", exc.message, "export TMPDIR=/a/folder/of/this/user"))
     findings = [
         *engines.engine_findings(matrix, reports),
-        *engines.version_findings(reports, host_version),
         *machine.onnxruntime_findings(floors.versions(ONNXRUNTIMES)),
         *machine.resource_findings(profile.ram_free, models_dir),
         *machine.descriptor_findings(machine.descriptor_limit()),

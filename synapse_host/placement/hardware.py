@@ -22,7 +22,7 @@ from synapse_host.placement.places import NoHome
 from synapse_host.placement.probe import Floor, FloorCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from synapse_host.placement.matrix import HardwareMatrix
 
@@ -55,6 +55,9 @@ class HostProfile:
     """Version of NVIDIA's kernel module (Linux): one driver API covers many of them."""
     nvidia_models: tuple[str, ...] = ()
     """The NVIDIA devices by model (Linux), sorted, each once."""
+
+    speeds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Tokens per second that valid certificates recorded here: by bundle digest, then by engine of the matrix."""
 
     @property
     def driver_api(self) -> int | None:

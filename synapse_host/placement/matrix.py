@@ -166,12 +166,16 @@ class Engine(EngineKeys, frozen=True, kw_only=True):
 
 
 class LaneKeys(_Part, frozen=True, kw_only=True):
-    """A task and the engines that may serve it, in order; the first that fits is the placement."""
+    """A task and the engines that may serve it; the first that fits is the placement.
+
+    ``choose``: first in the file's order, or by the throughput that certificates recorded on this machine.
+    """
 
     task: Task
     engines: Annotated[tuple[Name, ...], Meta(min_length=1, extra_json_schema={"uniqueItems": True})]
     kind: Literal["catalog", "legacy"] = "catalog"
     pin: Name | None = None
+    choose: Literal["order", "fastest"] = "order"
     require_certificate: bool = False
 
 

@@ -451,6 +451,38 @@ def test_a_lane_that_needs_a_certificate(where: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+def test_a_host_opens_on_the_fastest_engine_that_a_valid_certificate_measured(tmp_path: Path) -> None:
+    bundle = toy(tmp_path / "toy")
+    plain = json.loads(write_matrix(tmp_path).read_text())
+    plain["engines"] = {id: {**plain["engines"]["scripted"], "env": {"NAME": id}} for id in ("first", "second")}
+    plain["lanes"] = {"embed": {"task": "embed", "engines": ["first", "second"], "choose": "fastest"}}
+    (tmp_path / "matrix.yaml").write_text(json.dumps(plain))
+    matrix = load(tmp_path / "matrix.yaml")
+
+    def measured(engine: str, seconds: float, identity: Identity | None = None) -> None:
+        took = msgspec.structs.replace(evidence().performance, batch_s=seconds)
+        grant(matrix, engine, bundle, tmp_path / "data", performance=took, identity=identity)
+
+    def opened() -> str | None:
+        async def main() -> str | None:
+            async with serving(tmp_path, bundle) as host:
+                chosen: str | None = host.assignments["embed"].placement.engine
+                return chosen
+
+        return asyncio.run(main())
+
+    assert opened() == "first"
+    measured("second", 9.0)
+    assert opened() == "second", "the only one that was measured"
+    measured("first", 10.0)
+    assert opened() == "second"
+    measured("second", 11.0)
+    assert opened() == "first"
+    measured("first", 1.0, Identity("llama.cpp-worker", "scripted-0"))
+    assert opened() == "second", "the certificate of the faster one is void"
+
+
+@pytest.mark.process
 def test_an_upgrade_under_a_running_host_voids_and_certifying_again_helps_at_once(tmp_path: Path) -> None:
     """A worker that runs is what was certified; its successor is looked at anew, by a host that was never restarted."""
     bundle = toy(tmp_path / "toy", formats={"safetensors-package": "f32"})

@@ -127,15 +127,6 @@ def test_only_what_can_be_installed_is_advised(missing: str, status: str) -> Non
     assert report.status == status
 
 
-def test_a_worker_of_another_version() -> None:
-    assert list(engines.version_findings([report("ok", worker="synapse-worker-llama 0.3.0 protocol=3")], "0.3.0")) == []
-    (finding,) = engines.version_findings([report("ok", worker="synapse-worker-llama 0.2.9 protocol=3")], "0.3.0")
-    assert finding.severity == "failure" and "0.2.9" in finding.what and "0.3.0" in finding.what
-    # A foreign worker counts its versions by itself, and a tree that was never installed has none.
-    for line, host in (("their-worker 7.1 protocol=3", "0.3.0"), ("synapse-worker-llama unknown", "0+unknown")):
-        assert list(engines.version_findings([report("ok", worker=line)], host)) == []
-
-
 def test_lanes_that_nothing_serves() -> None:
     matrix = load()
     some = [report("ok", id="llama-cpu"), report("passed_over", id="cuda")]

@@ -244,7 +244,7 @@ FULL = {
                         "kernel_revision": "r1", "pytest_marker": "cuda", "env": {"A_B": "1"},
                         "runtime_config": {"threads": "1"}, "worker": {"command": ["a", "a"]},
                         "thresholds": {"embed": {"min_cosine": 0.99}, "placement": {"speedup": 1.5}}}},
-    "lanes": {"embed": {"task": "embed", "engines": ["toy"], "kind": "legacy", "pin": "toy",
+    "lanes": {"embed": {"task": "embed", "engines": ["toy"], "kind": "legacy", "pin": "toy", "choose": "fastest",
                         "require_certificate": True}},
     "thresholds": {"rerank": {"max_error": 0.1, "pearson": 1}},
 }  # fmt: skip

@@ -129,6 +129,37 @@ def test_a_pin_means_this_engine_or_none(matrix: HardwareMatrix, bundle: Bundle)
 
 
 @pytest.mark.parametrize(
+    ("speeds", "order", "reasons"),
+    [
+        ({}, ["llama-cpu", "onnx-cpu"], {}),
+        ({"onnx-cpu": 900.0}, ["onnx-cpu", "llama-cpu"], {"onnx-cpu": "(f32); certified here at 900 tokens/s"}),
+        ({"onnx-cpu": 900.0, "llama-cpu": 1200.4}, ["llama-cpu", "onnx-cpu"],
+         {"onnx-cpu": "not reached; certified here at 900 tokens/s", "llama-cpu": "certified here at 1,200 tokens/s"}),
+        # The fastest by far doesn't fit here any more.
+        ({"cuda": 1e6, "onnx-cpu": 900.0}, ["onnx-cpu", "llama-cpu"], {"cuda": "no NVIDIA driver; certified here"}),
+    ],
+)  # fmt: skip
+def test_a_lane_may_choose_the_fastest_of_what_was_certified_here(
+    matrix: HardwareMatrix, bundle: Bundle, speeds: dict[str, float], order: list[str], reasons: dict[str, str]
+) -> None:
+    import msgspec
+
+    lanes = {**matrix.lanes, "embed": msgspec.structs.replace(matrix.lanes["embed"], choose="fastest")}
+    fastest = msgspec.structs.replace(matrix, lanes=lanes)
+    profile = dataclasses.replace(LINUX, speeds={bundle.digest: speeds})
+    found = select(fastest, lane_id="embed", profile=profile, bundle=bundle)
+    said = {item.engine: item.reason for item in found.considered}
+    assert [id for id in said if id.endswith("-cpu")] == order and found.engine == order[0]
+    for engine, words in reasons.items():
+        assert words in said[engine]
+    # Another lane, another bundle's figures and no bundle at all keep the order.
+    assert select(matrix, lane_id="embed", profile=profile, bundle=bundle).engine == "llama-cpu"
+    others = dataclasses.replace(LINUX, speeds={"another": speeds})
+    assert select(fastest, lane_id="embed", profile=others, bundle=bundle).engine == "llama-cpu"
+    assert select(fastest, lane_id="embed", profile=profile).engine == "llama-cpu"
+
+
+@pytest.mark.parametrize(
     ("floor", "words"),
     [
         (Floor("refused", "llama_missing"), "llama-cpp-python is not installed"),
