@@ -42,6 +42,8 @@ STAGES: Final = {
 }
 """Ways of asking that each task's run goes through; each counts the rows its first attempts left without an answer."""
 INPUTS: Final = {"embed": EmbedInputs, "rerank": RerankInputs, "generate": GenerateInputs}
+MISPLACED: Final = 1e-3
+"""Rounding moves a cosine by far less; another text's answer differs by more, or can't be told apart."""
 MAX_UNKNOWN: Final = 0.02
 """A function with more of its operations unreported than this counts as not reported at all (ane.md 1.4)."""
 MAX_ON_CPU: Final = 16
@@ -188,9 +190,12 @@ def same_neighbours(inputs: EmbedInputs) -> float | None:
 
 
 def misplaced_rows(inputs: EmbedInputs) -> int:
-    """Count the batch rows that carry another row's answer."""
+    """Count the batch rows that carry another row's answer.
+
+    Another single answer is nearer to it than its own by more than MISPLACED. Low cosines with both are wrong numbers.
+    """
     runs = ((inputs.batch_own, inputs.batch_best), (inputs.permuted_own, inputs.permuted_best))
-    return sum(metrics.misplaced_rows(*_both(*pair)) for pair in runs)
+    return sum(best - own > MISPLACED for run in runs for own, best in zip(*_both(*run), strict=True))
 
 
 def _both(*series: Sequence[Any]) -> tuple[list[Any], ...]:
@@ -220,8 +225,12 @@ def exchanges(inputs: RerankInputs) -> Iterator[tuple[list[Any], ...]]:
 
 
 def batch_error(inputs: RerankInputs) -> float | None:
-    """Return the largest difference of a batch's logits from the single ones, whatever their order."""
-    return max((metrics.batch_error(*pair) for pair in exchanges(inputs) if pair[0]), default=None)
+    """Return the largest difference of a batch's logits from the single ones, whatever their order.
+
+    Sorting pairs them as well as any order can, so rows that merely changed places don't count here.
+    """
+    errors = (metrics.max_error(sorted(batch), sorted(single)) for batch, single in exchanges(inputs))
+    return max(finite(errors), default=None)
 
 
 def order_flips(inputs: RerankInputs, apart: float) -> int:
@@ -230,8 +239,12 @@ def order_flips(inputs: RerankInputs, apart: float) -> int:
 
 
 def misplaced_scores(inputs: RerankInputs, apart: float) -> int:
-    """Count the batch rows that carry another row's logit, further than *apart* from their own."""
-    return sum(metrics.misplaced_scores(*pair, apart=apart) for pair in exchanges(inputs))
+    """Count the batch rows that carry another row's logit: within *apart* of that one, and not of their own."""
+    return sum(
+        abs(score - own) > apart and any(abs(score - other) <= apart for other in single)
+        for batch, single in exchanges(inputs)
+        for score, own in zip(batch, single, strict=True)
+    )
 
 
 def in_company(inputs: RerankInputs) -> float | None:
@@ -270,7 +283,8 @@ def prefix_share(inputs: GenerateInputs) -> float | None:
     for reference, greedy in zip(inputs.reference, inputs.greedy, strict=True):
         stop = next((i for i, id in enumerate(reference) if id in inputs.stops), None)
         wanted = reference if stop is None else reference[:stop]
-        kept = metrics.common_prefix(wanted, greedy)
+        pairs = enumerate(zip(wanted, greedy, strict=False))
+        kept = next((i for i, (a, b) in pairs if a != b), min(len(wanted), len(greedy)))
         entire = kept == len(wanted) and (stop is None or len(greedy) == stop)
         shares.append(1.0 if entire else kept / max(1, len(wanted)))
     return mean(shares)

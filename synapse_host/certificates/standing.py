@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from synapse_host.certificates import binding, verdict
 from synapse_host.certificates import document as documents
-from synapse_host.certificates.binding import Identity, model_of
+from synapse_host.certificates.binding import Identity
 from synapse_host.certificates.document import Evidence, Model
 from synapse_host.certificates.recheck import recheck, thresholds_of
 from synapse_host.errors import InvalidRequest, NotCertified
@@ -144,7 +144,7 @@ def look_up(
     the certificate. *profile* needs the floors of :func:`synapse_host.placement.hardware.floor_keys`. Blocks; reads a
     file, and hashes what changed of the engine's installation.
     """
-    path = path_of(matrix, engine, model_of(bundle, artifact), data_dir)
+    path = path_of(matrix, engine, binding.model_of(bundle, artifact), data_dir)
     if not path.exists():
         other = any(path.parent.glob(f"{bundle.digest}-*.json"))
         return Certificate(path, None, (OTHERWISE if other else MISSING,))
@@ -187,26 +187,25 @@ def listed(
         except InvalidRequest as exc:
             yield Listed(Certificate(path, None, (exc.message,)), id)
             continue
-        digest = document.model.manifest_digest
-        name = next((name for name, one in bundles.items() if one.digest == digest), None)
-        engine, artifact = matrix.engines.get(id), None
+        of = document.model
+        engine = matrix.engines.get(id)
+        name, bundle = next(((n, one) for n, one in bundles.items() if one.digest == of.manifest_digest), ("", None))
+        artifacts = bundle.artifacts(engine.format) if bundle is not None and engine is not None else []
+        artifact = next((one for one in artifacts if one.digest == of.artifact_digest), None)
         if engine is None:
             why = f"the matrix has no engine {id}"
-        elif name is None:
+        elif bundle is None:
             why = "its bundle is not installed here, or was made anew since"
+        elif artifact is None or path != path_of(matrix, engine, binding.model_of(bundle, artifact), data_dir):
+            why = OTHERWISE
         else:
-            of_format, wanted = bundles[name].artifacts(engine.format), document.model.artifact_digest
-            artifact = next((one for one in of_format if one.digest == wanted), None)
-            if artifact is None or path != path_of(matrix, engine, model_of(bundles[name], artifact), data_dir):
-                why = OTHERWISE
-            else:
-                if id not in known:
-                    known[id] = binding.identity_of(binding.version_line(matrix, engine))
-                found = look_up(matrix, engine, bundles[name], artifact, profile, data_dir=data_dir, identity=known[id])
-                fix = f"synapse certify {document.lane} --model {name} --engine {id}"
-                yield Listed(found, id, document.lane, name, fix)
-                continue
-        yield Listed(Certificate(path, document, (why,)), id, document.lane, name or document.model.model_id)
+            if id not in known:
+                known[id] = binding.identity_of(binding.version_line(matrix, engine))
+            found = look_up(matrix, engine, bundle, artifact, profile, data_dir=data_dir, identity=known[id])
+            fix = f"synapse certify {document.lane} --model {name} --engine {id}"
+            yield Listed(found, id, document.lane, name, fix)
+            continue
+        yield Listed(Certificate(path, document, (why,)), id, document.lane, name or of.model_id)
 
 
 def speeds(
