@@ -101,7 +101,6 @@ def examine(
         *machine.resource_findings(profile.ram_free, models_dir),
         *machine.descriptor_findings(machine.descriptor_limit()),
         *machine.abandoned_findings(remains.roots() if runtime_dir is None else [runtime]),
-        *machine.stale_findings(runtime),
         *nowhere,
         *bundles,
         *models.certificate_findings(matrix, profile, versions, models_dir, data_dir),

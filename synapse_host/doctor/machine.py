@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import socket
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -85,41 +83,6 @@ def abandoned_findings(roots: Iterable[Path]) -> Iterator[Finding]:
         number = "1 runtime directory" if len(found) == 1 else f"{len(found)} runtime directories"
         what = f"{number} of hosts that were killed, first {found[0]}; the next synapse embed removes what is left"
         yield Finding("runtime.abandoned", "warning", what, f"rm -r {shlex.join(map(str, found))}")
-
-
-def stale_findings(runtime: Path) -> Iterator[Finding]:
-    """Report what hosts that were killed left behind: sockets of ours that nobody listens on."""
-    if os.name != "posix":
-        return
-    known = set(runtime_dir.abandoned(runtime))
-    stale = [path for path in _sockets(runtime) if path.parents[2] not in known and not _listening(path)]
-    if stale:
-        roots = sorted({str(path.parents[2]) for path in stale})
-        what = f"{len(stale)} sockets of hosts that are gone, first {stale[0]}"
-        removable = [root for root in roots if Path(root).name.startswith("synapse-")]
-        fix = f"rm -r {shlex.join(removable)}" if removable else f"rm {shlex.join(map(str, stale))}"
-        yield Finding("socket.stale", "warning", what, fix)
-
-
-def _sockets(runtime: Path) -> Iterator[Path]:
-    for pattern in ("synapse-*/synapse/workers/*.sock", "synapse/workers/*.sock"):
-        for path in sorted(runtime.glob(pattern))[:256]:
-            try:
-                entry = path.lstat()
-            except OSError:
-                continue
-            if stat.S_ISSOCK(entry.st_mode) and entry.st_uid == os.getuid():
-                yield path
-
-
-def _listening(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(0.2)
-        try:
-            probe.connect(str(path))
-        except OSError as exc:
-            return not isinstance(exc, ConnectionRefusedError)
-    return True
 
 
 def free_disk(folder: Path) -> int | None:

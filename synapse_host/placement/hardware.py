@@ -197,10 +197,10 @@ def _cpuinfo() -> str:
 def _cpu_model() -> str:
     if sys.platform == "darwin":
         return _sysctl("-n", "machdep.cpu.brand_string") or platform.processor()
-    return _cpu_name(_cpuinfo()) or platform.processor() or platform.machine()
+    return cpu_name(_cpuinfo()) or platform.processor() or platform.machine()
 
 
-def _cpu_name(cpuinfo: str) -> str:
+def cpu_name(cpuinfo: str) -> str:
     """Return the processor's name; Linux on ARM tells implementer and part by number instead."""
     found = dict(re.findall(r"^(model name|CPU (?:implementer|part|variant))\s*:\s*(.+?)\s*$", cpuinfo, re.MULTILINE))
     if "model name" in found:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -57,31 +56,12 @@ def test_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [finding.fix for finding in machine.descriptor_findings(64)] == ["ulimit -n 1024"]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Unix sockets")
-def test_stale_sockets_are_told_from_live_ones(runtime_dir: Path) -> None:
-    dead = runtime_dir / "synapse-dead1" / "synapse" / "workers"
-    live = runtime_dir / "synapse-live1" / "synapse" / "workers"
-    for folder in (dead, live):
-        folder.mkdir(parents=True)
-    with socket.socket(socket.AF_UNIX) as gone, socket.socket(socket.AF_UNIX) as listening:
-        gone.bind(str(dead / "embed-1.sock"))
-        gone.close()
-        listening.bind(str(live / "embed-1.sock"))
-        listening.listen()
-        (finding,) = machine.stale_findings(runtime_dir)
-    assert finding.id == "socket.stale" and finding.fix == f"rm -r {runtime_dir / 'synapse-dead1'}"
-    for folder in (dead, live):
-        (folder / "embed-1.sock").unlink()
-    assert list(machine.stale_findings(runtime_dir)) == []
-
-
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform == "win32", reason="Unix only")
 def test_a_killed_hosts_directory_is_told_once_and_how_to_remove_it(runtime_dir: Path) -> None:
     abandoned_dir, _ = kill_one(runtime_dir)
     (finding,) = machine.abandoned_findings([runtime_dir])
     assert finding.id == "runtime.abandoned" and finding.fix == f"rm -r {abandoned_dir}"
-    assert list(machine.stale_findings(runtime_dir)) == []
     assert abandoned_dir.exists()
     remains.sweep(runtime_dir)
     assert list(machine.abandoned_findings([runtime_dir])) == []
