@@ -148,7 +148,7 @@ def engine_facts(matrix: HardwareMatrix, engine: Engine, **said: Any) -> EngineF
     return EngineFacts(
         id=engine.id,
         device=engine.device,
-        # The program's own name only: where it lies on this machine is nobody else's business.
+        # The program's own name only: a document names no place on this machine.
         command=[os.path.basename(word) for word in engine.command or ()],  # noqa: PTH119
         packages=packages_of(engine),
         expected=engine.worker_engine,
@@ -201,7 +201,7 @@ def version_line(matrix: HardwareMatrix, engine: Engine) -> str:
 
 
 def packages_of(engine: Engine) -> dict[str, str]:
-    """Return the versions of what an engine stands on; on a GPU with the wheels of the CUDA libraries."""
+    """Return the versions of the packages an engine needs; on a GPU with the wheels of the CUDA libraries."""
     if engine.command:
         return {}
     return floors.installed(engine.engine) | (floors.cuda_wheels() if engine.device_kind == "cuda" else {})

@@ -1,6 +1,6 @@
 """From what a run recorded to the figures that gates compare: one number each, or None where it wasn't measured.
 
-Pure: the same document gives the same figures anywhere. What they mean and how large they may be stands in
+Pure: the same document gives the same figures anywhere. What they mean and how large they may be is in
 :mod:`synapse_host.certificates.verdict`.
 """
 

@@ -1,4 +1,4 @@
-"""How lanes stand with their certificates: where one lies, whether it is valid, and what that lets a lane do.
+"""The certificates on this machine: where one lies, whether it is valid, and what that lets a lane do.
 
 A certificate is the evidence document of a run that passed, kept on the machine where it passed: one file per engine,
 bundle and configuration, below ``<data dir>/synapse/certificates/<engine id>/``. It is valid while two things hold: its
@@ -93,7 +93,7 @@ def path_of(matrix: HardwareMatrix, engine: Engine, model: Model, data_dir: Path
     What the matrix says is part of the name. So trying an engine by another matrix, with another configuration or
     other thresholds, never takes a certificate away from the one that serves.
     """
-    told = {
+    named = {
         "artifact": model.artifact_digest,
         "command": list(engine.command or ()),
         "device": engine.device,
@@ -102,7 +102,7 @@ def path_of(matrix: HardwareMatrix, engine: Engine, model: Model, data_dir: Path
         "runtime_config": engine.runtime_config,
         "thresholds": thresholds_of(matrix, engine, model),
     }
-    key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    key = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:12]
     return folder(data_dir) / engine.id / f"{model.manifest_digest}-{key}.json"
 
 

@@ -149,7 +149,7 @@ class Rule(NamedTuple):
     """One gate: ``label`` on the command line, ``meaning`` on the page.
 
     ``figure``: computed from the measurements of its task, without a task from the whole document; ``beyond`` names a
-    threshold that it gets, too, which tells where a difference begins to count. ``threshold``: one of ``BOUNDS`` by its
+    threshold that it gets, too, from which on a difference counts. ``threshold``: one of ``BOUNDS`` by its
     name, or the one number that the figure must be. ``task`` and ``precision``: which runs it judges, None for all.
     ``when``: and which of those.
     """
@@ -286,7 +286,7 @@ GATES: Final = (*_OF_RUN, *_OF_MEASUREMENTS, *_OF_PLACEMENT)
 
 
 def rule_of(name: str, task: str | None = None) -> Rule:
-    """Return what a gate of a document is called and means; a name that no rule has stands for itself."""
+    """Return what a gate of a document is called and means; a name that no rule has is its own label."""
     found = [rule for rule in GATES if rule.name == name and (task is None or rule.task in (None, task))]
     return found[0] if found else Rule(name, "worker", name, "", lambda run: None)
 

@@ -118,7 +118,7 @@ def _standing(order: Order, evidence: Evidence, matrix: HardwareMatrix, config: 
 
 def folder_of(engine_id: str, *, chip: str, os: str, os_version: str) -> str:
     """Return the folder of an engine and a kind of machine, ``<engine>-<chip>-<os>``: nothing names one machine."""
-    # Linux tells the kernel's release there, which says nothing about a kind of machine.
+    # On Linux that is the kernel's release, which says nothing about a kind of machine.
     system = os if os == "linux" else f"{os}-{os_version}"
     kind = re.sub(r"\((R|TM)\)|\bCPU\b|@.*", " ", chip, flags=re.IGNORECASE)
     return "-".join(_slug(part) for part in (engine_id, kind, system))

@@ -127,7 +127,7 @@ def _single_lane(matrix: HardwareMatrix, order: Order) -> HardwareMatrix:
         raise InvalidRequest(f"lane {lane.id} has no engine {order.engine!r} (have: {', '.join(lane.engines)})")
     pinned = msgspec.structs.replace(lane, pin=order.engine or lane.pin, require_certificate=False)
     if order.engine is not None:
-        # The others are not asked about: what stands in this one's way is the whole answer.
+        # The others are not asked about: why this one doesn't fit is the whole answer.
         pinned = msgspec.structs.replace(pinned, engines=(order.engine,))
     return msgspec.structs.replace(matrix, lanes={lane.id: pinned})
 

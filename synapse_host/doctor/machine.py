@@ -86,7 +86,7 @@ def abandoned_findings(roots: Iterable[Path]) -> Iterator[Finding]:
 
 
 def free_disk(folder: Path) -> int | None:
-    """Return the free bytes where a folder is or will be made; None where nobody tells."""
+    """Return the free bytes where a folder is or will be made; None where that can't be found out."""
     try:
         return shutil.disk_usage(_existing(folder)).free
     except OSError:

@@ -201,7 +201,7 @@ def _cpu_model() -> str:
 
 
 def cpu_name(cpuinfo: str) -> str:
-    """Return the processor's name; Linux on ARM tells implementer and part by number instead."""
+    """Return the processor's name; Linux on ARM gives numbers of implementer and part instead."""
     found = dict(re.findall(r"^(model name|CPU (?:implementer|part|variant))\s*:\s*(.+?)\s*$", cpuinfo, re.MULTILINE))
     if "model name" in found:
         return str(found["model name"])

@@ -43,7 +43,7 @@ DISTRIBUTIONS: Final = {
     "cuda": ("onnxruntime-gpu", "onnxruntime", "onnx", "cuda-python"),
     "ane": ("coremltools", "pyobjc-framework-CoreML"),
 }
-"""What each engine stands on; another version is another answer."""
+"""The packages that each engine needs; another version may give another answer."""
 
 
 class Floor(Struct, frozen=True):
@@ -239,7 +239,7 @@ def ask(
 
 
 def installed(engine: str) -> dict[str, str]:
-    """Return the installed versions of what an engine stands on."""
+    """Return the installed versions of the packages an engine needs."""
     return versions(DISTRIBUTIONS.get(engine, ()))
 
 
