@@ -147,14 +147,12 @@ def scatter(
     def text(a: float, b: float, words: str, anchor: str) -> str:
         return f'<text x="{a:.1f}" y="{b:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
-    steps = int(up[1] - up[0]) if log_y else 5
     parts = [text((LEFT + RIGHT) / 2, HEIGHT - 6, x, "middle"), text(LEFT, TOP - 3, y, "start")]
-    for tick in (up[0] + n * (up[1] - up[0]) / steps for n in range(steps + 1)):
+    for tick in _ticks(*up):
         _, height = place(across[0], tick)
         parts.append(line((LEFT, height), (RIGHT, height), "line"))
         parts.append(text(LEFT - 7, height + 4, f"{10**tick if log_y else tick:.3g}", "end"))
-    for tick in (across[0] + n * (across[1] - across[0]) / 5 for n in range(6)):
-        parts.append(text(place(tick, up[0])[0], BASE + 16, f"{tick:.3g}", "middle"))
+    parts += [text(place(tick, up[0])[0], BASE + 16, f"{tick:.3g}", "middle") for tick in _ticks(*across)]
     if diagonal:
         parts.append(line(place(across[0], up[0]), place(across[1], up[1]), "soft"))
     if allowed:
@@ -171,10 +169,18 @@ def scatter(
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """Return an axis' ends: the values' own with a little room, but none below zero."""
+    """Return an axis' ends: the values' own with a little room, but none below zero where no value is."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     room = (high - low) * 0.04 or max(1e-9, abs(high) * 0.1)
-    return (low if low == 0 else low - room), high + room
+    return (low - room if low < 0 else max(0.0, low - room)), high + room
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return about five round values between an axis' ends, in steps of 1, 2 or 5."""
+    raw = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def _plots(evidence: Evidence) -> str:
