@@ -167,3 +167,10 @@ def test_a_mean_is_the_same_on_every_python() -> None:
     assert metrics.total([0.1] * 10) == 1.0
     assert metrics.total([1e308, 1e308]) == float("inf")
     assert metrics.worst_decile([0.1] * 100) == 0.1
+
+
+def test_an_error_is_measured_by_the_spread_of_the_reference() -> None:
+    assert metrics.scale_error([1.0, 3.0], [1.5, 2.5]) == pytest.approx(0.5)
+    assert metrics.scale_error([2.0, 2.0], [1.0, 3.0]) is None and metrics.scale_error([], []) is None
+    assert metrics.max_error([1.0, 3.0], [1.5, 2.75]) == 0.5 and metrics.max_error([], []) is None
+    assert metrics.nearest(np.zeros((0, 2))) == []
