@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 GROUP = "wire"
 ECHO_DIMS = 1024
 LENGTHS = (256, 1024, 4096, 16384, 49152, 262144)
-"""Bytes of the echo's raw frames, for the picture of latency against length."""
+"""Bytes of the echo's raw frames: latency against length."""
 TARGET_BYTES = 4096
 MIB = 1024 * 1024
 SPEC = LaneSpec(

@@ -27,7 +27,7 @@ GROUPS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
         ("tests/residency/test_core.py", "tests/residency/test_machine.py"),
     ),
     "matrix": (
-        ("synapse_host.placement.matrix", "synapse_host.placement.matrix_schema", "synapse_host.placement.source"),
+        ("synapse_host.placement.matrix", "synapse_host.placement.source"),
         ("tests/placement/test_matrix.py",),
     ),
     **{
