@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from synapse_host.errors import BundleInvalid, UnknownModel
 from synapse_host.models import catalogue
 from synapse_host.text.tokenizer_file import sanitized
-from tests.host.test_split_pattern import REAL
+from tests.text.test_split_pattern import REAL
 
 TEXTS = ["Hello World, naïve café!", "don't  stop\n\n 12345", "日本語 текст 🙂", "<s>", "   ", "a" * 300]
 CHARACTERS = struct.pack("<I", 1024) + bytes(1024) + "ﷺ\0ab\0".encode()
@@ -209,6 +209,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "many ids in a template": ({"post_processor": template([1] * 1000)}, "length <= 16"),
     "a special id beyond any vocabulary": ({"post_processor": template([2**40])}, "1048575"),
     "a map that isn't there": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": None}}, "charsmap"),
+    "a map that is left out": ({"normalizer": {"type": "Precompiled"}}, "character map is damaged"),
     "no map of characters": ({"normalizer": charsmap(b"abc")}, "character map is damaged"),
     "a map with an index beyond its end": ({"normalizer": charsmap(b"\xff\xff\xff\x7f" + bytes(8))}, "damaged"),
     "a map that isn't text": ({"normalizer": charsmap(struct.pack("<I", 4) + bytes(4) + b"\xff\xfe")}, "damaged"),
