@@ -121,16 +121,10 @@ class EngineCrashed(SynapseError):
     default_retry_after_ms = 250
     safe_to_retry = True
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        details: dict[str, Any] | None = None,
-        retry_after_ms: int | None = None,
-        advice: Mapping[Place, str] | None = None,
-    ) -> None:
-        super().__init__(message, details=details, retry_after_ms=retry_after_ms, advice=advice)
-        self.exit_code = EXIT_LANE if self.quarantined else EXIT_FAILED
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]  # the others have a constant
+        """3 while the lane is shut, else 1."""
+        return EXIT_LANE if self.quarantined else EXIT_FAILED
 
     @property
     def quarantined(self) -> bool:

@@ -29,22 +29,14 @@ if TYPE_CHECKING:
     from synapse_host.results import EmbedResult
 
 
-class Bar(Protocol):
-    """A progress bar that counts finished rows."""
-
-    @property
-    def advance(self) -> Callable[[int], None]:
-        """Add rows."""
-
-
 class Display(Protocol):
     """Where a run shows how far it is; the command's console is one."""
 
     def note(self, text: str) -> None:
         """Say a sentence."""
 
-    def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Bar]:
-        """Show a bar until the block ends."""
+    def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Callable[[int], None]]:
+        """Show a bar until the block ends; the block's value adds finished rows to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +100,11 @@ async def embed_to_file(
         if first:
             display.note(f"going on at text {first} of {source.rows}")
         started = time.monotonic()
-        with display.bar("embedding", source.rows, unit="texts") as bar, source.read() as stream:
-            bar.advance(first)
+        with display.bar("embedding", source.rows, unit="texts") as advance, source.read() as stream:
+            advance(first)
             rest = islice(stream, first, None)
             chunks = host.embed_stream(model, rest, lane=lane, deadline=deadline, truncate=truncate, offset=first)
-            tokens = await _fill(file, chunks, key, shape, first, truncated, bar.advance, source.file)
+            tokens = await _fill(file, chunks, key, shape, first, truncated, advance, source.file)
     elapsed = max(time.monotonic() - started, 1e-9)
     return {
         "model": model,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
-from synapse_host.cli.terminal import STEERING, Bar, Stages, printable
+from synapse_host.cli.terminal import STEERING, Stages, printable
 from synapse_host.errors import EXIT_FAILED, Interrupted, SynapseError
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -96,10 +96,10 @@ class Console:
         # Outside strings a document has none of these; inside, this is the same character.
         print(text.translate({code: f"\\u{code:04x}" for code in STEERING}))
 
-    def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Bar]:
-        """Show a progress bar on stderr while the block runs; silent off a terminal."""
+    def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Callable[[int], None]]:
+        """Show a progress bar on stderr while the block runs and yield what advances it; silent off a terminal."""
         if not self.bars:
-            return nullcontext(Bar(lambda amount: None))
+            return nullcontext(lambda amount: None)
         from synapse_host.cli.bar import terminal_bar
 
         return terminal_bar(printable(label), total, unit=unit)

@@ -14,6 +14,7 @@ from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid, InvalidRequest
 from synapse_host.models import builder, catalogue
+from synapse_host.models.bundles import read
 
 
 def configure(parser: Parser) -> None:
@@ -96,7 +97,7 @@ def _path(args: argparse.Namespace, console: Console) -> int:
             if name in catalogue.DEFAULTS:
                 raise BundleInvalid(f"model {name} is not made yet. Make it: synapse models install {name}")
             raise catalogue.unknown(name, args.models_dir)
-        entries.append(describe(name, catalogue.read(name, path)))
+        entries.append(describe(name, read(name, path)))
     console.document({"models": entries})
     for entry in entries:
         console.line(entry["path"])
@@ -123,7 +124,7 @@ def _verify(args: argparse.Namespace, console: Console) -> int:
         path = catalogue.locate(name, args.models_dir)
         if path is None:
             raise catalogue.unknown(name, args.models_dir)
-        bundle = catalogue.read(name, path)
+        bundle = read(name, path)
         with console.stages(name) as progress:
             wrong = builder.verify(bundle, progress)
         entries.append({**describe(name, bundle), "ok": not wrong, "wrong": wrong})

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from engines.bundle import manifest
@@ -21,50 +21,13 @@ from engines.bundle.manifest import Bundle, BundleError
 from synapse_host.errors import BundleInvalid, InvalidRequest, UnknownModel, of_os
 from synapse_host.locks import lock_exclusive
 from synapse_host.models.builder import Progress, silent
+from synapse_host.models.bundles import installed, models_dir, read
 from synapse_host.models.fetch import fetch
 from synapse_host.models.recipes import DEFAULTS
 from synapse_host.placement import places
 from synapse_host.placement.places import NoHome
 
-__all__ = [
-    "DEFAULTS",
-    "install",
-    "installed",
-    "locate",
-    "models_dir",
-    "names",
-    "obtain",
-    "ours",
-    "outdated",
-    "read",
-    "readable",
-    "unknown",
-]
-
-
-def models_dir(given: Path | None = None) -> Path:
-    """Return the folder that holds bundles: the given one, else the user's cache. Raises NoHome."""
-    return places.cache() / "models" if given is None else places.expanded(given).absolute()
-
-
-def installed(folder: Path | None = None) -> dict[str, Path]:
-    """Return the bundles in the models folder by name: every sub-folder with a manifest, sorted."""
-    try:
-        root = models_dir(folder)
-        names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
-    except (FileNotFoundError, NoHome):
-        return {}
-    return {name: root / name for name in names if (root / name / manifest.FILE_NAME).exists()}
-
-
-def readable(folder: Path | None = None) -> dict[str, Bundle]:
-    """Return the installed bundles by name, without those whose manifest can't be read."""
-    found = {}
-    with suppress(OSError):
-        for name, path in installed(folder).items():
-            with suppress(BundleError):
-                found[name] = manifest.read(path)
-    return found
+__all__ = ["DEFAULTS", "install", "installed", "locate", "models_dir", "names", "obtain", "ours", "outdated"]
 
 
 def names(folder: Path | None = None) -> list[str]:
@@ -95,14 +58,6 @@ def obtain(name: str, folder: Path | None = None, *, progress: Progress = silent
     if name not in DEFAULTS:
         raise unknown(name, folder)
     return install(name, folder, progress=progress)
-
-
-def read(name: str, path: Path) -> Bundle:
-    """Return the bundle in a folder; BundleInvalid names it, which the manifest's own words don't."""
-    try:
-        return manifest.read(path)
-    except BundleError as exc:
-        raise BundleInvalid(f"model {name}: {exc}", details={"model": name, "path": str(path)}) from exc
 
 
 def unknown(name: str, folder: Path | None = None) -> UnknownModel:
