@@ -48,7 +48,6 @@ def test_staleness(age, stale):
     assert health.stale(100.0 + age, 30.0) is stale
 
 
-@pytest.mark.report("microsoft/onnxruntime#9313")
 def test_growth_counts_from_the_first_pong_of_a_generation():
     health = LaneHealth()
     health.greeted(HELLO, 0.0)

@@ -119,7 +119,6 @@ async def test_a_request_that_breaks_the_rules_is_refused_here(make):
         ({"raise": "a bug"}, 1, None),
     ],
 )
-@pytest.mark.report("triton-inference-server/server#5381")
 @pytest.mark.report("triton-inference-server/server#8841")
 @pytest.mark.report("python/cpython#10441")
 @pytest.mark.report("ollama/ollama#14093")
@@ -330,12 +329,14 @@ HANGS = {
 
 @pytest.mark.parametrize("case", HANGS)
 @pytest.mark.report("huggingface/text-embeddings-inference#694")
+@pytest.mark.report("dask/distributed#8537")
 async def test_silence_past_the_window_is_one_strike(make, case):
     lane = make(poison(*HANGS[case]), config=SHORT)
     await lane.load()
     error = await crash(lane)
     assert error.details["cause"] == "silence" and "no completed work for 0.4 s" in error.message
     assert (error.details["signal"], error.details["exit_status"]) == (None, None)
+    assert ("do_spin" in error.details["log_tail"]) is (case == "spin with the GIL"), "the stacks of a silent worker"
     assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
 
 

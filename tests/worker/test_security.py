@@ -133,6 +133,8 @@ def test_names_of_variables_are_exact():
 
 @pytest.mark.process
 @posix
+@pytest.mark.report("huggingface/trl#6628")
+@pytest.mark.report("vllm-project/vllm#12754")
 async def test_a_worker_gets_its_socket_and_its_streams_and_nothing_else(make, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
@@ -157,6 +159,7 @@ async def test_a_worker_gets_its_socket_and_its_streams_and_nothing_else(make, t
     assert all(allowed.fullmatch(name) for name in told["environment"]), sorted(told["environment"])
     assert told["environment"]["SYNAPSE_WORKER_ID"] == "toy-1"
     assert told["session"] == told["pid"], "a worker leads its own session"
+    assert told["ppid"] == os.getpid() and "pytest" not in told["modules"], "it was forked, not started"
 
 
 CLOEXEC = """
