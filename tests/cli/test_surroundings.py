@@ -1,21 +1,17 @@
-"""A command in odd surroundings: closed or full outputs, other encodings, places that --out must not harm."""
+"""A command in odd surroundings: closed or full outputs, other encodings, a folder that is gone, signals."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from synapse_host.bulk.embed_file import reserve_blocks, resume_point
 from tests.cli.conftest import Command
 
 pytestmark = [
@@ -34,154 +30,6 @@ def shell(cli: Command, words: list[str], redirect: str, **environment: str) -> 
     cli.check_clean(mark)
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
     return done
-
-
-# --- what --out must not harm ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("out", ["in.jsonl", "./in.jsonl", "link.jsonl", "hard.jsonl"])
-def test_out_never_overwrites_its_own_input(cli: Command, out: str) -> None:
-    source = cli.root / "in.jsonl"
-    source.write_text('"a"\n"b"\n')
-    (cli.root / "link.jsonl").symlink_to("in.jsonl")
-    os.link(source, cli.root / "hard.jsonl")
-    done = cli("embed", "--model", "toy", "--file", "in.jsonl", "--out", out)
-    assert done.code == 2 and "would overwrite the input" in done.err
-    assert source.read_text() == '"a"\n"b"\n' and not list(cli.root.glob("*.progress.json"))
-
-
-def test_the_note_of_progress_never_overwrites_the_input(cli: Command) -> None:
-    source = cli.root / "x.npy.progress.json"
-    source.write_text('"a"\n')
-    done = cli("embed", "--model", "toy", "--file", source.name, "--out", "x.npy")
-    assert done.code == 2 and "would overwrite the input" in done.err and source.read_text() == '"a"\n'
-
-
-@pytest.mark.parametrize("kind", ["fifo", "folder", "socket"])
-def test_out_replaces_nothing_but_a_file(cli: Command, kind: str) -> None:
-    place = cli.root / "place"
-    if kind == "fifo":
-        os.mkfifo(place)
-    elif kind == "folder":
-        place.mkdir()
-    else:
-        os.mknod(place, stat.S_IFSOCK | 0o600)
-    before = place.lstat()
-    done = cli("embed", "--model", "toy", "--out", "place", "a")
-    assert done.code == 2 and "place: can't be written: it is not a regular file" in done.err
-    assert (place.lstat().st_ino, place.lstat().st_mode) == (before.st_ino, before.st_mode)
-
-
-@pytest.mark.parametrize("out", ["", "/", "."])
-def test_out_needs_a_file_name(cli: Command, out: str) -> None:
-    done = cli("embed", "--model", "toy", "--out", out, "a")
-    assert done.code == 2 and done.err.count("\n") == 1 and "internal error" not in done.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (("--model", "judge", "a"), 2),
-        (("--model", "toy", "--file", "bad.jsonl"), 2),
-        (("--model", "toy", ""), 2),
-        (("--model", "toy", "--deadline", "0.000001", "a"), 5),
-    ],
-)
-def test_a_run_that_fails_at_once_leaves_an_older_result_alone(
-    cli: Command, arguments: tuple[str, ...], code: int
-) -> None:
-    cli.bundle("judge", task="rerank")
-    (cli.root / "bad.jsonl").write_text('"a"\n{"no": "text"}\n')
-    older = cli.root / "x.npy"
-    older.write_bytes(b"an older result")
-    done = cli("embed", *arguments, "--out", "x.npy")
-    assert done.code == code and done.err
-    assert older.read_bytes() == b"an older result"
-    assert [path.name for path in cli.root.glob("x.npy*")] == ["x.npy"]
-
-
-def test_out_has_its_blocks_before_anything_is_computed(cli: Command) -> None:
-    """A hole that is mapped and written on a full disk ends the process by SIGBUS."""
-    out = cli.root / "x.npy"
-    array = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(4096, 64))
-    reserve_blocks(out)
-    assert out.stat().st_blocks * 512 >= array.nbytes
-    assert np.load(out).shape == (4096, 64)
-
-
-def test_out_without_the_call_for_blocks_keeps_the_header(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "posix_fallocate", raising=False)
-    out = cli.root / "x.npy"
-    array = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(9000, 64))
-    del array
-    reserve_blocks(out)
-    assert out.stat().st_blocks * 512 >= 9000 * 64 * 4
-    assert np.load(out).shape == (9000, 64)
-
-
-def test_a_place_without_room_is_an_error_and_leaves_nothing(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = cli.root / "x.npy"
-    np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(9, 9))
-
-    def full(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(OSError, match="No space left"):
-        reserve_blocks(out)
-    assert not out.exists()
-
-
-# --- what a file may be ----------------------------------------------------------------------------------------------
-
-
-def test_a_pipe_as_file_is_read_once(cli: Command) -> None:
-    """``--file <(command)``: nothing can be read from it twice."""
-    os.mkfifo(cli.root / "pipe")
-    writer = threading.Thread(target=lambda: (cli.root / "pipe").write_text('"a"\n"b"\n'), daemon=True)
-    writer.start()
-    done = cli("embed", "--model", "toy", "--file", "pipe", "--out", "x.npy")
-    writer.join(10)
-    assert done.code == 0, done.err
-    assert np.load(cli.root / "x.npy").shape[0] == 2
-
-
-@pytest.mark.parametrize("out", [(), ("--out", "x.npy")])
-def test_a_file_without_an_end_is_refused(cli: Command, out: tuple[str, ...]) -> None:
-    done = cli("embed", "--model", "toy", "--file", "/dev/zero", *out)
-    assert done.code == 2 and "longer than" in done.err
-
-
-def test_an_endless_line_in_a_plain_file_is_refused_while_it_is_counted(cli: Command) -> None:
-    with (cli.root / "long.jsonl").open("wb") as file:
-        file.truncate(70 * 1024 * 1024)
-    done = cli("embed", "--model", "toy", "--file", "long.jsonl", "--out", "x.npy")
-    assert done.code == 2 and "a line is longer than" in done.err
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("rows_done", True), ("rows_done", -1), ("rows_done", 99), ("truncated", ["x"]), ("truncated", [5])],
-)
-def test_a_resume_file_that_lies_is_not_believed(cli: Command, name: str, value: object) -> None:
-    out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
-    with (cli.root / "x.npy.partial").open("wb") as file:
-        np.save(file, np.zeros((4, 2), np.float32))
-    honest = {"input_digest": "d", "rows_done": 2, "truncated": [1]}
-    note.write_text(json.dumps(honest))
-    assert resume_point(out, {"input_digest": "d"}, (4, 2)) == (2, [1])
-    note.write_text(json.dumps({**honest, name: value}))
-    assert resume_point(out, {"input_digest": "d"}, (4, 2)) == (0, [])
-
-
-def test_an_archive_in_place_of_the_vectors_is_not_resumed(cli: Command) -> None:
-    out, note = cli.root / "x.npy", cli.root / "x.npy.progress.json"
-    note.write_text(json.dumps({"rows_done": 2, "truncated": []}))
-    with (cli.root / "x.npy.partial").open("wb") as file:
-        np.savez(file, np.zeros((4, 2), np.float32))
-    assert resume_point(out, {}, (4, 2)) == (0, [])
-    note.write_text("[" * 100_000)
-    assert resume_point(out, {}, (4, 2)) == (0, [])
 
 
 # --- outputs ---------------------------------------------------------------------------------------------------------
