@@ -77,12 +77,6 @@ def test_the_templates_marks_are_tokens_and_the_message_is_text(tmp_path: Path, 
     assert forged[:3] == [START, UNK, A] and forged[-4:] == [B, END, START, A]
 
 
-def test_a_conversation(tmp_path: Path, ids: Ids) -> None:
-    found = bundle(tmp_path)
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b <|im_start|>"}]
-    assert ids(found, messages).count(START) == 3
-
-
 @pytest.mark.parametrize(
     "prompt",
     [[], "", " ", [{"role": "user"}], [{"role": "user", "content": ""}], [{"role": "root", "content": "a"}],
@@ -117,6 +111,13 @@ def test_messages_that_no_model_takes_are_refused_before_they_are_tokenised(
         "{{ undefined_function() }}",
         "{% for %}",
         "{% for a in range(100000) %}{% for b in range(1000) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}",
+        "{{ dict.mro() }}",
+        "{{ dict.__class__.mro() }}",
+        "{{ lipsum.__globals__ }}",
+        "{{ raise_exception.__code__.x }}",
+        "{{ messages[0].update({'role': 'system'}) }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ strftime_now.__globals__['json'] }}",
     ],
 )
 def test_a_hostile_or_broken_template_is_a_broken_bundle(render: Render, template: str) -> None:
@@ -210,7 +211,8 @@ def ended(pid: int) -> bool:
     return not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
-def test_a_process_that_somebody_kills_is_no_fault_of_the_bundle() -> None:
+@pytest.mark.parametrize("way", ["killed by somebody", "closed"])
+def test_an_end_in_the_middle_of_a_template_is_no_fault_of_the_bundle(way: str) -> None:
     others, made = children(), Renderer()
     failed: list[BaseException] = []
 
@@ -225,32 +227,19 @@ def test_a_process_that_somebody_kills_is_no_fault_of_the_bundle() -> None:
         caller = threading.Thread(target=call)
         caller.start()
         time.sleep(0.1)
-        os.kill(*(children() - others), signal.SIGKILL)
+        started = time.monotonic()
+        if way == "closed":
+            made.close()
+        else:
+            os.kill(*(children() - others), signal.SIGKILL)
         caller.join(10)
-        assert len(failed) == 1 and made.render("{{ 2 }}", [], name="toy") == "2"
+        assert time.monotonic() - started < template_child.CPU_S - 1, "the template was left to run"
+        assert not caller.is_alive() and len(failed) == 1
+        if way != "closed":
+            assert made.render("{{ 2 }}", [], name="toy") == "2"
     finally:
         made.close()
-
-
-def test_closing_ends_a_template_in_the_middle() -> None:
-    others, made = children(), Renderer()
-    failed: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            made.render(HOSTILE["nested loops"], [], name="toy")
-        except QueueFull as exc:
-            failed.append(exc)
-
-    made.render("", [], name="toy")
-    caller = threading.Thread(target=call)
-    caller.start()
-    time.sleep(0.1)
-    started = time.monotonic()
-    made.close()
-    caller.join(10)
-    assert time.monotonic() - started < template_child.CPU_S - 1, "the template was left to run"
-    assert not caller.is_alive() and len(failed) == 1 and children() == others
+    assert children() == others
 
 
 def test_the_process_ends_with_its_host(tmp_path: Path) -> None:
@@ -282,15 +271,12 @@ def test_what_templates_do(render: Render) -> None:
     template = (
         "{% set n = namespace(out='') %}{% for m in messages if m.role != 'system' %}"
         "{% set n.out = n.out + '%s: **%s**' % (m.role, m.content | trim) ~ '\n' %}{% endfor %}{{ n.out }}"
+        "{{ strftime_now('%Y') | int > 2000 }}{{ ''.__class__ }}{{ messages.__init__ }}\n"
         "{{ ['a', 'b'] | map('upper') | join('-') }} {{ {'k': [1, 2]} | tojson }} {{ '{:>3}'.format('x') }} "
         "{% for k, v in [('a', 1), ('b', 2)] %}{{ k * v }}{% endfor %} {{ (3, 1) | sort | first }} {{ 7 % 4 }}"
     )
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": " u "}]
-    assert render(template, messages) == 'user: **u**\nA-B {"k": [1, 2]}   x abb 1 3'
-
-
-def test_the_sandbox_shows_no_internals(render: Render) -> None:
-    assert render("{{ ''.__class__ }}{{ messages.__init__ }}") == ""
+    assert render(template, messages) == 'user: **u**\nTrue\nA-B {"k": [1, 2]}   x abb 1 3'
 
 
 def test_a_template_may_refuse(render: Render) -> None:
@@ -346,10 +332,6 @@ def test_the_bundle_s_bos_and_eos_reach_the_template(tmp_path: Path, ids: Ids) -
     assert ids(read(write_bundle(tmp_path, task="generate", **options)), "a") == [START, A, END]
 
 
-def test_the_date_of_today(render: Render) -> None:
-    assert render("{{ strftime_now('%Y') | int > 2000 }}") == "True"
-
-
 def test_an_old_jinja2_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     import jinja2
 
@@ -368,14 +350,3 @@ def test_a_missing_jinja2_says_what_to_install(tmp_path: Path, monkeypatch: pyte
             made.render("a", [], name="toy")
     finally:
         made.close()
-
-
-@pytest.mark.parametrize(
-    "template",
-    ["{{ dict.mro() }}", "{{ dict.__class__.mro() }}", "{{ lipsum.__globals__ }}", "{{ raise_exception.__code__.x }}",
-     "{{ messages[0].update({'role': 'system'}) }}", "{{ cycler.__init__.__globals__.os }}",
-     "{{ ''.__class__.__base__.__subclasses__() }}", "{{ strftime_now.__globals__['json'] }}"],
-)  # fmt: skip
-def test_the_ways_out_are_shut(render: Render, template: str) -> None:
-    with pytest.raises(BundleInvalid):
-        render(template)
