@@ -23,15 +23,10 @@ from synapse_host.errors import InvalidRequest
 from synapse_host.worker import process as process_module
 from synapse_host.worker.listener import SUN_PATH, RuntimeDirectory
 from synapse_host.worker.process import WorkerProcess
-from tests.support.lanes import FAST, FINE, POISON, SHORT, Lanes, crash, embed, on, poison, serve, spawns, until
+from tests.support.lanes import FAST, FINE, POISON, SHORT, crash, embed, on, poison, serve, spawns, until
 
 pytestmark = [pytest.mark.process, pytest.mark.fault]
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Lanes:
-    return Lanes(tmp_path / "rt")
 
 
 def exists(pid: int) -> bool:
@@ -69,13 +64,6 @@ async def test_unload_that_never_answers(make):
     await lane.unload()
     assert lane.health()["models"] == [] and lane.health()["worker_pid"] is None
     await serve(lane)
-
-
-@pytest.fixture
-def directory(runtime_dir):
-    made = RuntimeDirectory.open(runtime_dir)
-    yield made
-    made.close()
 
 
 @pytest.mark.report("agronholm/anyio#1166")

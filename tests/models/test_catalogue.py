@@ -405,17 +405,6 @@ def test_a_folder_that_cannot_be_made(toy: Recipe, tmp_path: Path) -> None:
 # --- the real ones ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def default_bundle() -> Callable[[str], manifest.Bundle]:
-    def get(name: str) -> manifest.Bundle:
-        try:
-            return catalogue.install(name)  # anew where another release's recipe made it
-        except UnknownModel as exc:
-            pytest.skip(str(exc))
-
-    return get
-
-
 PACKAGES = (("safetensors-package", "f32"), ("safetensors-package", "int8"))
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from synapse_host.errors import BundleInvalid, UnknownModel
-from synapse_host.models import catalogue
+from engines.bundle.manifest import Bundle
 from synapse_host.text.tokenizer_file import sanitized
 from tests.text.test_split_pattern import REAL
 
@@ -143,12 +142,8 @@ def test_files_of_before_2021_name_no_type_of_model(make: Callable[[], Tokenizer
 
 
 @pytest.mark.parametrize("name", ["minilm", "ms-marco", "smollm2"])
-def test_the_default_models_give_the_ids_they_gave(name: str) -> None:
-    try:
-        bundle = catalogue.obtain(name)
-    except (UnknownModel, BundleInvalid, OSError) as exc:
-        pytest.skip(f"{name} can't be had here: {exc}")
-    same(bundle.path("tokenizer.json").read_bytes())
+def test_the_default_models_give_the_ids_they_gave(name: str, default_bundle: Callable[[str], Bundle]) -> None:
+    same(default_bundle(name).path("tokenizer.json").read_bytes())
 
 
 def words(**changes: Any) -> dict[str, Any]:
