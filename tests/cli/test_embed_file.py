@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -79,16 +78,11 @@ def test_a_run_that_fails_at_once_leaves_an_older_result_alone(
 def test_what_can_t_be_written_leaves_nothing_but_an_older_result(cli: Command, room: int) -> None:
     """Two rows take 192 bytes, their record some 400: the kernel refuses the one or the other."""
     (cli.root / "x.npy").write_bytes(b"older")
-    environment, mark = cli.env()
-    words = cli.arguments(*TOY, "--out", "x.npy", "a", "b")
     limit = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}));"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{limit} os.execv(sys.argv[1], sys.argv[1:])", *words],
-        env=environment, cwd=cli.root, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2 and done.stderr == "synapse: x.npy: can't be written: File too large\n"
+    prefix = [sys.executable, "-c", f"{limit} os.execv(sys.argv[1], sys.argv[1:])"]
+    done = cli(*TOY, "--out", "x.npy", "a", "b", prefix=prefix)
+    assert done.code == 2 and done.err == "synapse: x.npy: can't be written: File too large\n"
     assert {path.name: path.read_bytes() for path in cli.root.glob("x.npy*")} == {"x.npy": b"older"}
-    cli.check_clean(mark)
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "none", "full"])
@@ -164,15 +158,12 @@ def test_a_pipe_as_file_is_read_once(cli: Command, here: Here) -> None:
 
 
 def test_an_interrupt_ends_a_run_whose_pipe_stands_still(cli: Command) -> None:
-    environment, mark = cli.env()
     os.mkfifo(cli.root / "pipe")
-    words = cli.arguments(*TOY, "--file", str(cli.root / "pipe"), "--out", str(cli.root / "o.npy"))
     # The pipe opens once the command reads it, so the signal meets the wait.
-    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE) as run, (cli.root / "pipe").open("w"):
+    with cli.started(*TOY, "--file", "pipe", "--out", "o.npy") as run, (cli.root / "pipe").open("w"):
         run.send_signal(signal.SIGINT)
         _, err = run.communicate(timeout=30)
     assert run.returncode == 130, err
-    cli.check_clean(mark)
 
 
 @pytest.mark.parametrize("out", [(), ("--out", "x.npy")])
@@ -188,27 +179,20 @@ def test_a_line_without_an_end_is_refused(cli: Command, here: Here, source: str,
 
 
 def test_a_second_run_on_one_file_is_refused_in_one_line(cli: Command) -> None:
-    started, out = cli.root / "started", cli.root / "x.npy"
-    cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"wait_for": str(cli.root / "go")}]}]})
-    environment, mark = cli.env()
-    with subprocess.Popen(cli.arguments(*TOY, "--out", str(out), "a", "b"), env=environment) as first:
-        limit = time.monotonic() + 60
-        while not started.exists() and first.poll() is None and time.monotonic() < limit:
-            time.sleep(0.01)
+    out = cli.root / "x.npy"
+    with cli.held(*TOY, "--out", str(out), "a", "b") as first:
         (cli.root / "link.npy").symlink_to(out)
-        try:
-            for place in (out, cli.root / "link.npy"):
-                words = cli.arguments(*TOY, "--out", str(place), "b", "a")
-                second = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
-                by = f"synapse: {place} is being written by pid {first.pid} (synapse, started "
-                assert (second.returncode, second.stdout, second.stderr.count("\n")) == (2, "", 1)
-                assert second.stderr.startswith(by)
-        finally:
-            (cli.root / "go").touch()
-        assert first.wait(60) == 0
-    assert np.load(out).shape == (2, 8)
+        environment, _ = cli.env()
+        for place in (out, cli.root / "link.npy"):
+            words = cli.arguments(*TOY, "--out", str(place), "b", "a")
+            second = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
+            by = f"synapse: {place} is being written by pid {first.pid} (synapse, started "
+            assert (second.returncode, second.stdout, second.stderr.count("\n")) == (2, "", 1)
+            assert second.stderr.startswith(by)
+        (cli.root / "go").touch()
+        first.communicate(timeout=60)
+    assert first.returncode == 0 and np.load(out).shape == (2, 8)
     assert sorted(path.name for path in cli.root.glob("x.npy*")) == ["x.npy"]
-    cli.check_clean(mark)
 
 
 def test_a_lock_that_can_t_be_written_isn_t_left(tmp_path: Path) -> None:
