@@ -42,9 +42,9 @@ def bundle(tmp_path: Path, template: Any = TEMPLATE) -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def renderer() -> Iterator[Renderer]:
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Renderer]:
     """One process for all tests of the module: it outlives what the hostile ones do, or is replaced."""
-    made = Renderer()
+    made = Renderer(tmp_path_factory.mktemp("renderer"))
     try:
         # Here, not in a test: it is no leak of the first one.
         made.render("", [], name="toy")
@@ -166,7 +166,7 @@ def quick(tmp_path: Path) -> Iterator[Renderer]:
     """A renderer whose process gets one second and no more."""
     program = Path(template_child.__file__).read_text().replace("CPU_S: Final = 5", "CPU_S: Final = 0")
     (tmp_path / "template_child.py").write_text(program)
-    made = Renderer()
+    made = Renderer(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(template, "PROGRAM", tmp_path / "template_child.py")
         made.render("", [], name="toy")
@@ -212,8 +212,8 @@ def ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("way", ["killed by somebody", "closed"])
-def test_an_end_in_the_middle_of_a_template_is_no_fault_of_the_bundle(way: str) -> None:
-    others, made = children(), Renderer()
+def test_an_end_in_the_middle_of_a_template_is_no_fault_of_the_bundle(tmp_path: Path, way: str) -> None:
+    others, made = children(), Renderer(tmp_path)
     failed: list[BaseException] = []
 
     def call() -> None:
@@ -338,7 +338,7 @@ def test_a_missing_jinja2_says_what_to_install(tmp_path: Path, monkeypatch: pyte
     program = Path(template_child.__file__).read_text().replace("import jinja2\n", "import no_such_module\n")
     (tmp_path / "child.py").write_text(program)
     monkeypatch.setattr(template, "PROGRAM", tmp_path / "child.py")
-    made = Renderer()
+    made = Renderer(tmp_path)
     try:
         with pytest.raises(InvalidRequest, match=r"jinja2 3\.1\.6.*synapse-workers\[chat\]"):
             made.render("a", [], name="toy")
