@@ -289,7 +289,7 @@ def _configure_logging() -> None:
     import logging
 
     class Printable(logging.Formatter):
-        """What workers wrote stands in records too."""
+        """Escape what steers a terminal: records quote what workers wrote."""
 
         def format(self, record: logging.LogRecord) -> str:
             return printable(super().format(record))

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _to_file(args: argparse.Namespace, console: Console) -> int:
     from synapse_host.bulk.embed_file import Texts, embed_to_file, place
 
-    place(args.out, args.file)  # what can't be written is told before anything is read
+    place(args.out, args.file)  # what can't be written is refused before anything is read
     # Here and not on the host's loop: a pipe that nobody writes to ends with a signal, or with the deadline.
     with limited(left(args), READING, of=args.deadline):
         source = Texts.survey(args.file, args.texts)
