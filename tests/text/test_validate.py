@@ -26,7 +26,7 @@ NOT_IDS: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", NOT_IDS, ids=repr)
+@pytest.mark.parametrize("row", NOT_IDS, ids=lambda row: type(row).__name__)
 def test_a_row_that_is_none_of_ids_is_refused_by_index(row: Any) -> None:
     with pytest.raises(InvalidRequest, match="row 1") as caught:
         checked([[1], row])
