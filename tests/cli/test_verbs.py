@@ -20,7 +20,7 @@ def vector(ids: list[int]) -> list[float]:
     return [float(np.float32(value)) for value in expected_vector(ids)]
 
 
-def test_embed(cli: Command) -> None:
+def test_embed(cli: Command, here: Here) -> None:
     done = cli("embed", "--model", "toy", "--json", "a b", "a")
     assert (done.code, done.err) == (0, "")
     document = done.document
@@ -28,10 +28,10 @@ def test_embed(cli: Command) -> None:
     assert {key: document[key] for key in ("model", "lane", "engine", "device", "dims", "n", "truncated")} == {
         "model": "toy", "lane": "embed", "engine": "scripted", "device": "cpu", "dims": 8, "n": 2, "truncated": [],
     }  # fmt: skip
-    plain = cli("embed", "--model", "toy", "a b")
+    plain = here("embed", "--model", "toy", "a b")
     assert plain.code == 0 and len(plain.out.split()) == 8
     assert "1 x 8 from toy on scripted" in plain.err
-    assert cli("embed", "--model", "toy", "--quiet", "a b").err == ""
+    assert here("embed", "--model", "toy", "--quiet", "a b").err == ""
 
 
 def test_embed_by_path_and_from_stdin(cli: Command) -> None:
@@ -40,14 +40,14 @@ def test_embed_by_path_and_from_stdin(cli: Command) -> None:
     assert done.document["vectors"] == [vector([CLS, A, SEP]), vector([CLS, B, SEP])]
 
 
-def test_embed_truncate_lists_what_was_cut(cli: Command) -> None:
+def test_embed_truncate_lists_what_was_cut(cli: Command, here: Here) -> None:
     done = cli("embed", "--model", "toy", "--truncate", "--json", "a", "a " * 30)
     assert done.document["truncated"] == [1]
-    said = cli("embed", "--model", "toy", "--truncate", "a " * 30).err
+    said = here("embed", "--model", "toy", "--truncate", "a " * 30).err
     assert "1 text was cut to what toy takes, counted from 0: 0\n" in said
 
 
-def test_embed_to_a_file_resumes_where_it_stopped(cli: Command) -> None:
+def test_embed_to_a_file_resumes_where_it_stopped(cli: Command, here: Here) -> None:
     lines = cli.root / "in.jsonl"
     words = [WORDS[4 + number % 6] for number in range(3000)]
     lines.write_text("".join(json.dumps(word) + "\n" for word in words))
@@ -61,7 +61,7 @@ def test_embed_to_a_file_resumes_where_it_stopped(cli: Command) -> None:
     assert first.code == 1 and first.document["error"]["code"] == "engine_crashed"
     progress = json.loads((cli.root / "out.npy.progress.json").read_text())
     assert progress["rows_done"] == 1024 and len(progress["input_digest"]) == 64
-    second = cli(*arguments)
+    second = here(*arguments)
     assert second.code == 0 and second.document["resumed_at"] == 1024
     assert not (cli.root / "out.npy.progress.json").exists()
     array = np.load(out)
@@ -71,33 +71,33 @@ def test_embed_to_a_file_resumes_where_it_stopped(cli: Command) -> None:
     # Another input doesn't go on with the old rows.
     (cli.root / "out.npy.progress.json").write_text(json.dumps({**progress, "rows_done": 5}))
     lines.write_text('"b"\n')
-    assert cli(*arguments).document["resumed_at"] == 0
+    assert here(*arguments).document["resumed_at"] == 0
     assert np.load(out).tolist() == [expected["b"]]
 
 
-def test_rerank(cli: Command) -> None:
+def test_rerank(cli: Command, here: Here) -> None:
     cli.bundle("judge", task="rerank")
     done = cli("rerank", "--model", "judge", "--json", "query", "a", "b")
     assert done.code == 0
     assert sorted(done.document["order"]) == [0, 1] and len(done.document["scores"]) == 2
     assert all(0 < score < 1 for score in done.document["scores"])
-    raw = cli("rerank", "--model", "judge", "--raw", "--json", "query", "a", "b").document["scores"]
+    raw = here("rerank", "--model", "judge", "--raw", "--json", "query", "a", "b").document["scores"]
     assert done.document["scores"] == pytest.approx([1 / (1 + np.exp(-value)) for value in raw], abs=1e-6)
     lines = '{"query": "query", "docs": ["a", "b"]}\n{"query": "a", "docs": ["b"]}\n'
     many = cli("rerank", "--model", "judge", "--file", "-", "--json", stdin=lines)
     assert many.document["results"][0]["scores"] == done.document["scores"]
-    page = cli("rerank", "--model", "judge", "query", "a", "b")
+    page = here("rerank", "--model", "judge", "query", "a", "b")
     assert page.code == 0 and page.out.splitlines()[0].startswith("  1  0.")
 
 
-def test_generate(cli: Command) -> None:
+def test_generate(cli: Command, here: Here) -> None:
     cli.bundle(
         "writer", task="generate", frame=False, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     done = cli("generate", "--model", "writer", "--json", "--max-tokens", "3", "a b")
     assert done.document["n_prompt"] == 2 and done.document["n_gen"] == 3
     assert set(done.document) == {"model", "lane", "engine", "device", "text", "n_prompt", "n_gen", "finish_reason"}
-    chat = cli("generate", "--model", "writer", "--chat", "--json", "--max-tokens", "3", "a b")
+    chat = here("generate", "--model", "writer", "--chat", "--json", "--max-tokens", "3", "a b")
     assert chat.document["text"] == done.document["text"]
 
 
@@ -112,7 +112,7 @@ def test_matrix_check_and_explain(cli: Command, here: Here) -> None:
     assert here("matrix", "explain", "embd").err.endswith("(did you mean 'embed'?)\n")
 
 
-def test_doctor(cli: Command) -> None:
+def test_doctor(cli: Command, here: Here) -> None:
     done = cli("doctor", "--json")
     document = done.document
     assert set(document) == {"findings", "engines", "host"}
@@ -120,7 +120,7 @@ def test_doctor(cli: Command) -> None:
     for finding in document["findings"]:
         assert set(finding) == {"id", "severity", "what", "fix"}
         assert finding["severity"] in ("info", "warning", "failure")
-    page = cli("doctor")
+    page = here("doctor")
     assert page.code == done.code and "scripted" in page.out
 
 
