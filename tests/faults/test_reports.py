@@ -23,7 +23,7 @@ from synapse_host.errors import InvalidRequest
 from synapse_host.worker import process as process_module
 from synapse_host.worker.listener import SUN_PATH, RuntimeDirectory
 from synapse_host.worker.process import WorkerProcess
-from tests.support.lanes import FAST, FINE, POISON, SHORT, crash, embed, on, poison, serve, spawns, until
+from tests.support.lanes import FAST, FINE, POISON, crash, embed, on, poison, serve, spawns, until
 
 pytestmark = [pytest.mark.process, pytest.mark.fault]
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,7 +168,9 @@ def test_threads_under_a_cpuset():
 async def test_a_kill_that_does_not_take(make, tmp_path, monkeypatch):
     """ollama/ollama#12472: a process stuck in a driver can't be killed; the host goes on, starts none beside it."""
     state = tmp_path / "state"
-    lane = make(poison({"sleep": 600}, state=str(state), ignore=["EOF"]), config=SHORT, own_worker=False)
+    # Long enough for a healthy request of a busy machine.
+    patient = dataclasses.replace(FAST, windows=Windows(setup=20.0, control=20.0, ping=20.0, inference=3.0))
+    lane = make(poison({"sleep": 600}, state=str(state), ignore=["EOF"]), config=patient, own_worker=False)
     other = make()
     await lane.load()
     pid = lane.health()["worker_pid"]
