@@ -92,15 +92,12 @@ def install(
     folder: Path | None = None,
     *,
     force: bool = False,
-    keep: Path | None = None,
     progress: Progress = silent,
 ) -> Bundle:
     """Make a default bundle and return it; one that this release's recipe made is returned as it is, unless *force*.
 
     One that an older recipe made is replaced once the new one is there. What isn't ours, or can't be read, is replaced
     with *force* only: InvalidRequest.
-
-    ``keep``: a folder that doesn't exist yet; the plain checkpoint is left there too (the bundle is made anew for it).
 
     ``progress(stage, done, total)`` counts bytes: fetched, unpacked, converted. Raises UnknownModel where the package
     can't be fetched, BundleInvalid where something fetched or built is not what it should be.
@@ -115,14 +112,12 @@ def install(
             path = root / name
             if not force and (path / manifest.FILE_NAME).exists():
                 _check_ours(name, path)
-                if keep is None and not outdated(name, manifest.read(path)):
+                if not outdated(name, manifest.read(path)):
                     return manifest.read(path)
             _sweep(root, name)
             with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".fetching", dir=root) as scratch:
                 files = fetch(recipe.package, Path(scratch), progress)
                 recipe.make(name, recipe, files, path, progress)
-                if keep is not None:
-                    shutil.copytree(files, keep)
             return manifest.read(path)
     except BundleError as exc:
         raise BundleInvalid(f"model {name}: {exc}", details={"model": name}) from exc

@@ -206,21 +206,6 @@ def test_shipped_fixtures_travel_with_the_bundle(toy: Recipe, tmp_path: Path, mo
     assert len(builder.verify(bundle)) == 1
 
 
-def test_the_plain_checkpoint_can_be_kept(toy: Recipe, tmp_path: Path) -> None:
-    first = catalogue.install("toy", tmp_path / "models")
-    again = catalogue.install("toy", tmp_path / "models", keep=tmp_path / "checkpoint")
-    assert again.digest == first.digest
-    longer = builder.build(
-        tmp_path / "checkpoint",
-        tmp_path / "longer",
-        formats=["safetensors-package"],
-        dtypes={},
-        model_id="longer",
-        overrides={"max_tokens": 32},
-    )
-    assert longer.manifest.max_tokens == 32
-
-
 def test_force_makes_the_same_bundle_again(toy: Recipe, tmp_path: Path) -> None:
     first = catalogue.install("toy", tmp_path)
     stamp = first.path("manifest.json").stat().st_ino
@@ -264,9 +249,8 @@ def test_a_bundle_of_the_user_s_own_is_never_replaced_unasked(toy: Recipe, tmp_p
         relabel(bundle, source)
         assert catalogue.obtain("toy", tmp_path).manifest.source == source
     before = bundle.path("manifest.json").read_bytes()
-    for keep in (None, tmp_path / "checkpoint"):
-        with pytest.raises(InvalidRequest, match=r"synapse models install toy --force$"):
-            catalogue.install("toy", tmp_path, keep=keep)
+    with pytest.raises(InvalidRequest, match=r"synapse models install toy --force$"):
+        catalogue.install("toy", tmp_path)
     assert bundle.path("manifest.json").read_bytes() == before
     assert catalogue.install("toy", tmp_path, force=True).manifest.source == toy.source
 
