@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from engines.bundle.manifest import Bundle
-from synapse_host.text.tokenizer_file import sanitized
+from synapse_host.text.tokenizer_file import MAX_BYTES, sanitized
 from tests.text.test_split_pattern import REAL
 
 TEXTS = ["Hello World, naïve café!", "don't  stop\n\n 12345", "日本語 текст 🙂", "<s>", "   ", "a" * 300]
@@ -224,6 +224,12 @@ def test_what_can_hurt_the_host_is_refused_with_its_reason(parts: dict[str, Any]
         text = text[:-1] + ', "normalizer": ' + deep(parts["normalizer"]) + "}"
     with pytest.raises(ValueError, match=words_):
         sanitized(text.encode())
+
+
+def test_what_published_models_have_is_within_the_bounds() -> None:
+    """Gemma 3's file has 33 MB, and no chain has as many as 48 components."""
+    assert MAX_BYTES > 33_000_000
+    sanitized(json.dumps({"model": words(), "normalizer": nested(47)}).encode())
 
 
 def deep(part: dict[str, Any]) -> str:
