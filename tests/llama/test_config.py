@@ -65,7 +65,7 @@ def test_threads_never_exceed_the_quota() -> None:
         ("gpu_layers", "4294967296"),
         ("gpu_layers", "-1"),
         ("microllm_max_tokens", "1.5"),
-        ("threads", "١"),
+        *(("threads", value) for value in ("١", "1e2", "1.0", "+1", "0x2")),
         ("ctx_size", "9" * 40),
         ("contexts", "0"),
         ("contexts", "all"),

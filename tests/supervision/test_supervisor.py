@@ -135,7 +135,6 @@ async def test_a_request_that_breaks_the_rules_is_refused_here(make):
         ({"raise": "a bug"}, 1, None),
     ],
 )
-@pytest.mark.report("triton-inference-server/server#5381")
 @pytest.mark.report("triton-inference-server/server#8841")
 @pytest.mark.report("python/cpython#10441")
 @pytest.mark.report("ollama/ollama#14093")
@@ -300,6 +299,7 @@ HANGS = {
 
 @pytest.mark.parametrize("case", HANGS)
 @pytest.mark.report("huggingface/text-embeddings-inference#694")
+@pytest.mark.report("dask/distributed#8537")
 async def test_silence_past_the_window_is_one_strike(make, case):
     own = case != "half a header"
     lane = make(poison(*HANGS[case]), config=SHORT, own_worker=own)
@@ -309,6 +309,7 @@ async def test_silence_past_the_window_is_one_strike(make, case):
     # Only our own worker is asked for its stacks, and one that is stopped or never lets the GIL go can't answer.
     assert own or error.details["log_tail"] == ""
     assert (error.details["signal"], error.details["exit_status"]) == (None, None)
+    assert ("do_spin" in error.details["log_tail"]) is (case == "spin with the GIL"), "the stacks of a silent worker"
     assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
     assert lane.counters.gaps["inference"] >= 0.4
     await lane.load()

@@ -18,13 +18,6 @@ from synapse_host.worker.handshake import Peer
 from synapse_host.worker.listener import RuntimeDirectory, peer_of, safe_id
 
 
-@pytest.fixture
-def directory(runtime_dir):
-    made = RuntimeDirectory.open(runtime_dir)
-    yield made
-    made.close()
-
-
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
