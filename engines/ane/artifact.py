@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from engines.ane.backend import Source
 from engines.ane.signature import FunctionSpec
 from engines.bundle import preparation
-from engines.bundle.digest import same, tree_digest
+from engines.bundle.digest import same, tree_digest, tree_identity
 from engines.bundle.manifest import BundleError
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime.artifact import BLOCK_BYTES, expected_digest
@@ -29,22 +29,68 @@ MAIN: Final = "main"
 SPEC: Final = Path("Data", "com.apple.CoreML", "model.mlmodel")
 
 
+class Verified:
+    """A folder of plain files that had LOAD's directory digest, and the state its files were in then.
+
+    Core ML opens what lies at a path, at LOAD and at every later admission, so the digest alone says nothing of what
+    it gets: after each native load :meth:`recheck` compares the files with those that were hashed.
+    """
+
+    def __init__(self, path: str, digest: str, progress: ProgressReporter) -> None:
+        """Hash the folder; one unit of progress a MiB.
+
+        EngineError artifact_invalid: empty or wrong digest, no such folder, a symbolic link or other special file in
+        it, a file that was written to while it was hashed.
+        """
+        expected = expected_digest(digest)
+        self.root = Path(path)
+        if not path or self.root.is_symlink() or not self.root.is_dir():
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{path!r} is not a folder; a Core ML artifact is one")
+        reported = 0
+
+        def hashed(done: int, total: int) -> None:
+            nonlocal reported
+            units = -(-done // BLOCK_BYTES)
+            if units > reported:
+                progress.advance(units - reported)
+                reported = units
+
+        try:
+            self._identity = tree_identity(self.root)
+            found = tree_digest(self.root, hashed)
+        except BundleError as exc:
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
+        if not same(expected, found.compatible):
+            why = f"digest mismatch: expected sha256:{expected}, observed sha256:{found.compatible}"
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
+
+    def recheck(self) -> None:
+        """Raise EngineError artifact_invalid unless every file is the one that was hashed, untouched since."""
+        try:
+            unchanged = tree_identity(self.root) == self._identity
+        except BundleError as exc:
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
+        if not unchanged:
+            why = f"{str(self.root)!r} was written to since LOAD verified it; load it again"
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
+
+
 def find(
     request: Load, artifacts: list[Artifact], backend: Backend, *, allow_cold: bool, progress: ProgressReporter
-) -> tuple[Artifact, Path, preparation.Preparation | None]:
+) -> tuple[Artifact, Verified, preparation.Preparation | None]:
     """Return LOAD's artifact, its verified folder, and for a compiled one the record that it was prepared with.
 
     EngineError artifact_invalid, package_digest_mismatch (not one of the manifest's *artifacts*), and what
-    :func:`verify` and :func:`prepared` raise.
+    :class:`Verified` and :func:`prepared` raise.
     """
     if backend.reads_packages:
         # Before the folder is opened: a package that isn't this bundle's is not worth hashing.
         chosen = _named(artifacts, request.artifact_digest)
-        return chosen, verify(request.artifact_path, request.artifact_digest, progress), None
-    root = verify(request.artifact_path, request.artifact_digest, progress)
+        return chosen, Verified(request.artifact_path, request.artifact_digest, progress), None
+    folder = Verified(request.artifact_path, request.artifact_digest, progress)
     digests = [one.digest for one in artifacts]
-    record = prepared(root, source_digests=digests, os_build=backend.os_build(), allow_cold=allow_cold)
-    return _named(artifacts, record.source_digest), root, record
+    record = prepared(folder.root, source_digests=digests, os_build=backend.os_build(), allow_cold=allow_cold)
+    return _named(artifacts, record.source_digest), folder, record
 
 
 def _named(artifacts: list[Artifact], digest: str) -> Artifact:
@@ -53,34 +99,6 @@ def _named(artifacts: list[Artifact], digest: str) -> Artifact:
         if artifact.digest == wanted:
             return artifact
     raise EngineError(ErrorCode.PACKAGE_DIGEST_MISMATCH, f"{wanted} is no coreml artifact of this bundle")
-
-
-def verify(path: str, digest: str, progress: ProgressReporter) -> Path:
-    """Check that *path* is a folder of plain files with LOAD's directory digest; one unit of progress a MiB.
-
-    EngineError artifact_invalid: empty or wrong digest, no such folder, a symbolic link or other special file in it.
-    """
-    expected = expected_digest(digest)
-    root = Path(path)
-    if not path or root.is_symlink() or not root.is_dir():
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{path!r} is not a folder; a Core ML artifact is one")
-    reported = 0
-
-    def hashed(done: int, total: int) -> None:
-        nonlocal reported
-        units = -(-done // BLOCK_BYTES)
-        if units > reported:
-            progress.advance(units - reported)
-            reported = units
-
-    try:
-        found = tree_digest(root, hashed)
-    except BundleError as exc:
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
-    if not same(expected, found.compatible):
-        why = f"digest mismatch: expected sha256:{expected}, observed sha256:{found.compatible}"
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
-    return root
 
 
 def prepared(root: Path, *, source_digests: Iterable[str], os_build: str, allow_cold: bool) -> preparation.Preparation:

@@ -123,17 +123,18 @@ class AneEngine(Engine):
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"bundle {described.model_id} has no coreml artifact")
         expected_digest(request.artifact_digest)  # before the machine is asked: bad input is the same everywhere
         self._backend.require()
-        artifact, root, record = files.find(
+        artifact, folder, record = files.find(
             request, artifacts, self._backend, allow_cold=settings.allow_cold, progress=progress
         )
         rules, hidden, layers = _rules(described, artifact)
         keys = _keys(artifact, settings.functions)
-        found = files.sources(root, keys.values(), self._backend, record)
+        found = files.sources(folder.root, keys.values(), self._backend, record)
         for key, name in keys.items():
             check_signature(name, found[name][1], expected(key, rules, task=described.task, hidden=hidden))
         return AneModel(
             backend=self._backend,
             functions={key: (name, *found[name]) for key, name in keys.items()},
+            recheck=folder.recheck,
             rules=rules,
             task=described.task,
             hidden=hidden,

@@ -100,8 +100,9 @@ def fake() -> FakeBackend:
 def opened(load: LoadModel, bundles: Bundles, fake: FakeBackend) -> LoadModel:
     """Load a bundle on *fake* in a new engine, or in *engine*; closed afterwards."""
 
-    def call(name: str = "bert", *, engine: ReferenceEngine | None = None, **config: str) -> AneModel:
-        return load(bundles(name), engine=engine or engine_on(bundles(name), fake), **config)
+    def call(bundle: Bundle | None = None, *, engine: ReferenceEngine | None = None, **config: str) -> AneModel:
+        found = bundle or bundles("bert")
+        return load(found, engine=engine or engine_on(found, fake), **config)
 
     return call
 
@@ -188,6 +189,51 @@ def test_a_tampered_artifact_is_refused(attack: str, bundles: Bundles, fake: Fak
     request = msgspec.structs.replace(load_request(bundle), artifact_path=str(found))
     code = refusal(lambda: engine_on(bundle, fake).load(request, progress=silent()))
     assert code is ErrorCode.ARTIFACT_INVALID and fake.opened == []
+
+
+def replaced(file: Path) -> None:
+    """Another file of the same size and time under the name, as an installer leaves it."""
+    before, other = file.stat(), file.with_suffix(".other")
+    other.write_bytes(file.read_bytes()[::-1])
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(file)
+
+
+def overwritten(file: Path) -> None:
+    """Other bytes in the same file, its size and its time of modification as they were."""
+    before = file.stat()
+    file.write_bytes(file.read_bytes()[::-1])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def added(file: Path) -> None:
+    file.with_name("another").write_bytes(b"")
+
+
+@pytest.mark.parametrize("change", [replaced, overwritten, added, Path.unlink], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("when", ["before a first use", "during LOAD"])
+def test_files_that_change_after_they_were_hashed_reach_no_program(
+    change: Callable[[Path], None], when: str, opened: LoadModel, bundles: Bundles, fake: FakeBackend, tmp_path: Path
+) -> None:
+    """Core ML opens functions by path, most of them long after LOAD hashed what lay there."""
+    shutil.copytree(bundles("bert").root, tmp_path / "bundle")
+    bundle = manifest.read(tmp_path / "bundle")
+    file = bundle.root / "model.mlpackage" / "Manifest.json"
+    if when == "during LOAD":
+
+        def changing(outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            change(file)
+            return outputs
+
+        fake.bend = changing
+        assert refusal(lambda: opened(bundle)) is ErrorCode.ARTIFACT_INVALID
+        assert fake.opened == fake.closed == ["s16"]
+        return
+    model = opened(bundle)
+    model.admit_shape(32, progress=silent())
+    change(file)
+    assert refusal(lambda: model.admit_shape(64, progress=silent())) is ErrorCode.ARTIFACT_INVALID
+    assert fake.closed == ["s64"] and model.status().resident_shapes == (16, 32)
 
 
 @pytest.mark.parametrize(
