@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from msgspec import UNSET
 
 from engines.ane import REVISION
+from engines.ane.families import serves
 from engines.bundle import manifest, tight
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import (
@@ -155,7 +156,7 @@ def _cross_check(described: Manifest, settings: Settings) -> None:
     if settings.profile is not None and settings.profile != described.model_id:
         why = f"profile is {settings.profile[:64]!r}, the bundle is {described.model_id}"
         raise EngineError(ErrorCode.CONFIG_INVALID, why)
-    if described.task == "generate" or described.family not in ("bert", "modernbert", "qwen3"):
+    if not serves(described.family, described.task):
         why = f"{described.family} for {described.task} does not run on this engine"
         raise EngineError(ErrorCode.MODEL_UNSUPPORTED, why)
 
