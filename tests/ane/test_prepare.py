@@ -205,4 +205,4 @@ def test_off_a_mac_prepare_says_why(bundles: Bundles, tmp_path: Path, capsys: py
         pytest.skip("this is a Mac")
     assert convert.main(["prepare", str(bundles("bert").root), "--cache", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and "os_unsupported" in err
+    assert out == "" and err.startswith("prepare: ") and "os_unsupported" in err
