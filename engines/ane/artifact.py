@@ -1,7 +1,7 @@
 """From LOAD's path to the functions behind it: digest, record of preparation, signatures; nothing is loaded here.
 
-Three shapes of artifact: one multi-function package or bundle, a folder of single-function packages
-``<name>.mlpackage`` (what macOS 14 runs), and the preparer's ``compiled`` folder with ``preparation.json`` beside it.
+LOAD names the ``compiled`` folder that the preparer made on this machine. A compiled bundle has no documented
+signature, so ``preparation.json`` beside it holds those of its functions, read from the package before it was compiled.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime.artifact import BLOCK_BYTES, expected_digest
 
 if TYPE_CHECKING:
-    from engines.ane.backend import Backend
     from engines.bundle.manifest import Artifact
     from engines.protocol.messages import Load
     from engines.runtime.progress import ProgressReporter
 
-SUFFIX: Final = ".mlpackage"
 MAIN: Final = "main"
-SPEC: Final = Path("Data", "com.apple.CoreML", "model.mlmodel")
+"""The function of a bundle that holds only one."""
 
 
 class Verified:
@@ -76,29 +74,16 @@ class Verified:
 
 
 def find(
-    request: Load, artifacts: list[Artifact], backend: Backend, *, allow_cold: bool, progress: ProgressReporter
-) -> tuple[Artifact, Verified, preparation.Preparation | None]:
-    """Return LOAD's artifact, its verified folder, and for a compiled one the record that it was prepared with.
+    request: Load, artifacts: Iterable[Artifact], *, os_build: str, allow_cold: bool, progress: ProgressReporter
+) -> tuple[Artifact, Verified, preparation.Preparation]:
+    """Return which of the bundle's *artifacts* LOAD's folder was made from, the folder, verified, and its record.
 
-    EngineError artifact_invalid, package_digest_mismatch (not one of the manifest's *artifacts*), and what
-    :class:`Verified` and :func:`prepared` raise.
+    EngineError: what :class:`Verified` and :func:`prepared` raise.
     """
-    if backend.reads_packages:
-        # Before the folder is opened: a package that isn't this bundle's is not worth hashing.
-        chosen = _named(artifacts, request.artifact_digest)
-        return chosen, Verified(request.artifact_path, request.artifact_digest, progress), None
     folder = Verified(request.artifact_path, request.artifact_digest, progress)
-    digests = [one.digest for one in artifacts]
-    record = prepared(folder.root, source_digests=digests, os_build=backend.os_build(), allow_cold=allow_cold)
-    return _named(artifacts, record.source_digest), folder, record
-
-
-def _named(artifacts: list[Artifact], digest: str) -> Artifact:
-    wanted = f"sha256:{expected_digest(digest)}"
-    for artifact in artifacts:
-        if artifact.digest == wanted:
-            return artifact
-    raise EngineError(ErrorCode.PACKAGE_DIGEST_MISMATCH, f"{wanted} is no coreml artifact of this bundle")
+    known = {one.digest: one for one in artifacts}
+    record = prepared(folder.root, source_digests=known, os_build=os_build, allow_cold=allow_cold)
+    return known[record.source_digest], folder, record
 
 
 def prepared(root: Path, *, source_digests: Iterable[str], os_build: str, allow_cold: bool) -> preparation.Preparation:
@@ -129,27 +114,14 @@ def prepared(root: Path, *, source_digests: Iterable[str], os_build: str, allow_
 
 
 def sources(
-    root: Path, names: Iterable[str], backend: Backend, record: preparation.Preparation | None
+    root: Path, names: Iterable[str], record: preparation.Preparation
 ) -> dict[str, tuple[Source, FunctionSpec]]:
     """Find each function and its signature. EngineError artifact_invalid when one is missing."""
-    return {
-        name: (_packaged(root, name, backend) if record is None else _compiled(root, name, record)) for name in names
-    }
-
-
-def _compiled(root: Path, name: str, record: preparation.Preparation) -> tuple[Source, FunctionSpec]:
-    found = record.functions.get(name)
-    if found is None or found.bundle != Path(found.bundle).name or not (root / found.bundle).is_dir():
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{root.name}: no compiled function {name!r}")
-    source = Source(root / found.bundle, name if found.multi else MAIN, found.multi)
-    return source, FunctionSpec(found.inputs, found.outputs)
-
-
-def _packaged(root: Path, name: str, backend: Backend) -> tuple[Source, FunctionSpec]:
-    multi = (root / SPEC).exists()
-    package, inner = (root, name) if multi else (root / f"{name}{SUFFIX}", MAIN)
-    specs = backend.specs(package)
-    if inner not in specs:
-        why = f"{package.name} has no function {inner!r} (it has: {sorted(specs)})"
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
-    return Source(package, inner, multi), specs[inner]
+    sources = {}
+    for name in names:
+        found = record.functions.get(name)
+        if found is None or found.bundle != Path(found.bundle).name or not (root / found.bundle).is_dir():
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{root.name}: no compiled function {name!r}")
+        source = Source(root / found.bundle, name if found.multi else MAIN, found.multi)
+        sources[name] = source, FunctionSpec(found.inputs, found.outputs)
+    return sources

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from engines.runtime.progress import ProgressReporter
 
 FORMAT: Final = "coreml"
+FORMATS: Final = (FORMAT, "mlmodelc")
+"""What LOAD may call a compiled folder."""
 VERSION_PREFIX: Final = "synapse-workers-"
 SHAPES: Final[frozenset[type[Request]]] = frozenset({AneAdmitShape, AneEvictShape, AneAdmitPacked, AneEvictPacked})
 
@@ -111,8 +113,8 @@ class AneEngine(Engine):
         from engines.runtime.artifact import expected_digest
 
         settings = config.parse(request.runtime_config)
-        if request.format not in self._backend.formats:
-            why = f"format is {request.format[:40]!r}, this worker loads {', '.join(sorted(self._backend.formats))}"
+        if request.format not in FORMATS:
+            why = f"format is {request.format[:40]!r}, this worker loads {', '.join(FORMATS)}"
             raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
         bundle = self._bundle
         if isinstance(bundle, str):
@@ -124,12 +126,13 @@ class AneEngine(Engine):
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"bundle {described.model_id} has no coreml artifact")
         expected_digest(request.artifact_digest)  # before the machine is asked: bad input is the same everywhere
         self._backend.require()
+        os_build = self._backend.os_build()
         artifact, folder, record = files.find(
-            request, artifacts, self._backend, allow_cold=settings.allow_cold, progress=progress
+            request, artifacts, os_build=os_build, allow_cold=settings.allow_cold, progress=progress
         )
         rules, hidden, layers = _rules(described, artifact)
         keys = _keys(artifact, settings.functions)
-        found = files.sources(folder.root, keys.values(), self._backend, record)
+        found = files.sources(folder.root, keys.values(), record)
         for key, name in keys.items():
             check_signature(name, found[name][1], expected(key, rules, task=described.task, hidden=hidden))
         return AneModel(

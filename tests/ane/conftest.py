@@ -21,7 +21,7 @@ from engines.protocol.messages import Load
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import ProgressReporter, silent
 from tests.ane.recipes import RECIPES
-from tests.support.ane_bundle import packed, shape, write_bundle
+from tests.support.ane_bundle import packed, prepared, shape, write_bundle
 from tests.support.ane_worker import ReferenceEngine
 
 Bundles = Callable[[str], Bundle]
@@ -82,14 +82,8 @@ def bundles(
 
 def load_request(bundle: Bundle, **config: str) -> Load:
     """Return LOAD of a bundle's only Core ML artifact."""
-    artifact = bundle.manifest.artifacts[0]
-    return Load(
-        req_id="load",
-        artifact_path=str(bundle.path(artifact.path)),
-        artifact_digest=artifact.digest,
-        format="mlpackage",
-        runtime_config=config,
-    )
+    path, digest = prepared(bundle)
+    return Load("load", str(path), digest, "mlmodelc", config)
 
 
 @pytest.fixture

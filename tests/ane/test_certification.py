@@ -33,6 +33,7 @@ from synapse_host.host import Host
 from synapse_host.placement import assignment
 from synapse_host.placement.matrix import load as load_matrix
 from tests.ane.make_goldens import GOLDENS, rows
+from tests.support.ane_bundle import prepared
 from tests.support.certified import document, grant
 from tests.support.evidence import REFERENCE, placement
 from tests.support.mil_reference import ENGINE
@@ -71,6 +72,7 @@ def toy(bundles: Callable[[str], Bundle], home: Path) -> Bundle:
     )
     reference = FileRef("fixtures.npz", f"sha256:{file_digest(folder / 'fixtures.npz')}")
     manifest.write(folder, msgspec.structs.replace(source.manifest, fixtures=reference, max_tokens=64))
+    prepared(source, home / "cache" / "synapse")
     return manifest.read(folder)
 
 
@@ -251,6 +253,7 @@ def judge(bundles: Callable[[str], Bundle], home: Path) -> Bundle:
     pairs = rerank_arrays([[5, 6, 7], [8, 9]], [[10 + n, 11, 12, 13] for n in range(6)], [0, 0, 0, 1, 1, 1], [0.0] * 6)
     give_fixtures(folder, "rerank", [None] * 6, pairs)
     manifest.write(folder, msgspec.structs.replace(manifest.read(folder).manifest, max_tokens=64))
+    prepared(source, home / "cache" / "synapse")
     return manifest.read(folder)
 
 

@@ -30,6 +30,7 @@ from engines.protocol.messages import (
     Segment,
 )
 from tests.ane.make_goldens import GOLDENS, rows
+from tests.support.ane_bundle import prepared
 from tests.support.mil_reference import ENGINE
 from tests.support.worker_client import ROOT, Exchange, WorkerClient, ids_bytes, require_loaded
 
@@ -48,8 +49,8 @@ def worker(bundle: Bundle, *, command: list[str] = REFERENCE, packed: str | None
 
 
 def load(client: WorkerClient, bundle: Bundle, **config: str) -> str:
-    (artifact,) = bundle.artifacts("coreml")
-    exchange = client.load(bundle.path(artifact.path), artifact.digest, format="mlpackage", **config)
+    path, digest = prepared(bundle)
+    exchange = client.load(path, digest, format="mlmodelc", **config)
     assert all(progress.phase is Phase.SETUP for progress in exchange.progress)
     return require_loaded(exchange).model_ref
 
@@ -112,7 +113,7 @@ def test_refusals_of_shapes_leave_the_same_process_answering(bundles: Bundles) -
         ref = load(client, bundle)
         good = [[5, 6, 7]]
         assert embed(client, ref, good, Pooling.MEAN, 32).code == "unsupported_packed_width"
-        assert client.load("/nowhere", "0" * 64, format="mlpackage").code == "config_invalid", "one model a worker"
+        assert client.load("/nowhere", "0" * 64, format="mlmodelc").code == "config_invalid", "one model a worker"
         assert client.call(AneAdmitShape(req_id="x", model_ref=ref, shape=48)).code == "invalid_shape"
         assert client.call(AneAdmitPacked(req_id="y", model_ref=ref, width=48)).code == "unsupported_packed_width"
         assert embed(client, ref, good, Pooling.MEAN).floats.shape == (1, 64)

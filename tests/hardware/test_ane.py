@@ -139,7 +139,7 @@ class Subject:
 
     def functions(self) -> dict[str, Any]:
         """Return where each compiled function lies, and its signature."""
-        return sources(self.folder, self.names, CoreML(), self.record)
+        return sources(self.folder, self.names, self.record)
 
     def rows(self, lengths: list[int], seed: int = 1) -> list[np.ndarray]:
         """Return random rows; a reranker's hold a separator."""

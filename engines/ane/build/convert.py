@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from engines.ane import REVISION
-from engines.ane.artifact import MAIN, SUFFIX
+from engines.ane.artifact import MAIN
 from engines.ane.build import graph, package
-from engines.ane.build.package import Target
+from engines.ane.build.package import SUFFIX, Target
 from engines.ane.build.plan import plan
 from engines.ane.build.prepare import prepare
 from engines.ane.families import serves

@@ -53,7 +53,7 @@ def plan(path: Path, manifest_path: Path, *, progress: Callable[[str, int, int],
     record = files.prepared(path, source_digests=artifacts, os_build=backend.os_build(), allow_cold=True)
     functions = artifacts[record.source_digest].functions
     assert functions is not UNSET, "the manifest's check"
-    found = files.sources(path, [function.name for function in functions], backend, record)
+    found = files.sources(path, [function.name for function in functions], record)
     rows = []
     for done, function in enumerate(functions):
         progress("plan", done, len(functions))
