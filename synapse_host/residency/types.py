@@ -148,20 +148,27 @@ class Model:
     smallest: int
 
 
+class Phase(Enum):
+    """Where a worker's process is. Only while UP is anything leased or evicted."""
+
+    DOWN = "down"
+    """No process: the last exit is confirmed, or it never ran."""
+    STARTING = "starting"
+    """Its Revive was issued; the rung that LOAD brings is charged."""
+    UP = "up"
+    DRAINING = "draining"
+    """It is to go once nothing of it is leased or on the wire, at ``drain_until`` in any case."""
+    STOPPING = "stopping"
+    """Its Restart was issued; everything stays charged until the exit is confirmed."""
+
+
 @dataclass(slots=True)
 class Worker:
-    """One worker process."""
+    """One lane's worker; ``generation`` counts its processes."""
 
     model: Model
     generation: int = 0
-    recovering: bool = True
-    """No new leases and no evictions: it is draining, down or coming up."""
-    restarting: bool = True
-    """Its Restart was issued, or it is down."""
-    down: bool = True
-    """No process: the last exit is confirmed, or it never ran."""
-    reviving: bool = False
-    """Its Revive was issued."""
+    phase: Phase = Phase.DOWN
     drain_until: float = 0.0
     closed: bool = False
     """Its exit can't be confirmed: no new leases, ever."""

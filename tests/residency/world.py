@@ -13,6 +13,7 @@ from synapse_host.residency.types import (
     Key,
     Limits,
     Model,
+    Phase,
     Refused,
     Restart,
     Revive,
@@ -241,7 +242,7 @@ class World:
         assert len(leases) == sum(slot.leases for slot in core.slots.values())
         for name, worker in core.workers.items():
             # A worker without a process holds nothing before somebody waits for it.
-            assert not worker.down or worker.reviving or not any(s.key.worker == name for s in core.slots.values())
+            assert worker.phase is not Phase.DOWN or not any(s.key.worker == name for s in core.slots.values())
         # Every process holds no more than is charged for it: a refund came too early otherwise.
         for name, process in self.processes.items():
             books = {slot.key for slot in core.slots.values() if slot.key.worker == name}
