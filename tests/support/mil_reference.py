@@ -62,7 +62,7 @@ class Function:
     """One function of a package, ready to run."""
 
     def __init__(self, operations: list[Any], inputs: dict[str, Any], outputs: list[Any]) -> None:
-        self.operations, self._inputs, self._outputs = operations, inputs, outputs
+        self.operations, self._inputs, self.outputs = operations, inputs, outputs
         self._weights: dict[str, np.ndarray] = {}
         self.rounded = True
         """False: results keep float64, for telling what rounding to the declared dtype does."""
@@ -81,7 +81,7 @@ class Function:
         with np.errstate(over="ignore", invalid="ignore"):
             for op in self.operations:
                 self._evaluate(op, values)
-        return {var.name: values[var] for var in self._outputs}
+        return {var.name: values[var] for var in self.outputs}
 
     def _evaluate(self, op: Any, values: Env) -> None:
         if op.op_type == "const":
