@@ -126,15 +126,6 @@ async def _one_row(matrix: Path, toy: Bundle, home: Path) -> Any:
         return await host.embed_ids("toy", [[5, 6, 7]])
 
 
-@pytest.mark.parametrize("key", ["expected_engine", "worker_engine", "name"])
-def test_no_matrix_key_names_the_expected_engine(key: str, matrix: Path, tmp_path: Path) -> None:
-    bent = tmp_path / "matrix.yaml"
-    bent.write_text(matrix.read_text().replace("device: ane", f"device: ane, {key}: {ENGINE}"))
-    with pytest.raises(SynapseError) as refused:
-        load_matrix(bent)
-    assert refused.value.code == "matrix_invalid"
-
-
 @pytest.fixture(scope="module")
 def evidence(matrix: Path, toy: Bundle, home: Path) -> Evidence:
     """One whole certification run on the evaluator."""

@@ -98,18 +98,6 @@ def test_load_admit_embed_evict_over_the_socket(bundles: Bundles) -> None:
         assert client.ping().ane_resident_shapes is UNSET
 
 
-def test_refusals_of_shapes_leave_the_same_process_answering(bundles: Bundles) -> None:
-    bundle = bundles("bert")
-    with worker(bundle) as client:
-        ref = load(client, bundle)
-        good = [[5, 6, 7]]
-        assert embed(client, ref, good, Pooling.MEAN, 32).code == "unsupported_packed_width"
-        assert client.load("/nowhere", "0" * 64, format="mlmodelc").code == "config_invalid", "one model a worker"
-        assert client.call(AneAdmitShape(req_id="x", model_ref=ref, shape=48)).code == "invalid_shape"
-        assert client.call(AneAdmitPacked(req_id="y", model_ref=ref, width=48)).code == "unsupported_packed_width"
-        assert embed(client, ref, good, Pooling.MEAN).floats.shape == (1, 64)
-
-
 # --- the production worker -------------------------------------------------------------------------------------------
 
 
