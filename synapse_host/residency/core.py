@@ -89,12 +89,12 @@ class Residency:
         return ticket.id
 
     def guessable(self, key: Key) -> bool:
-        """Whether *key* may be admitted for nobody: its worker has room that nobody waits for; a failure is final."""
+        """Whether *key* may be admitted unasked: there is room that nobody waits for, and it didn't fail before."""
         closed = self.workers[key.worker].phase is not Phase.UP or key in self._declined or self._slot(key) is not None
         return not closed and all(t.slot is not None for t in self.tickets.values()) and self._fits(key)
 
     def prefetch(self, key: Key) -> None:
-        """Admit a ``guessable`` function for nobody."""
+        """Admit a ``guessable`` function before anybody asks for it."""
         if self.guessable(key):
             self._admit(key).background = True
 

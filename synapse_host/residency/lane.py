@@ -94,7 +94,7 @@ class RungedLane:
         request, payload = build("parts", "parts")
         lengths = _lengths(request)
         packs = isinstance(request, EmbedBatch) and len(lengths) > 1 and self._costs is not None
-        resident = self._shell.resident(self._lane) if packs else ()
+        resident = self._shell.core.resident(self._lane) if packs else ()
         widths = tuple(key.tokens for key in resident if key.kind == "packed")
         try:
             outcome = await self._run(build, payload, lengths, widths, deadline, stage)
@@ -135,7 +135,7 @@ class RungedLane:
     async def unload(self) -> None:
         """Unload the model and take the worker down: every function it held goes with it. ModelInUse while in use."""
         with self.supervisor.counters.call("unload"):
-            if self._shell.busy(self._lane):
+            if self._shell.core.busy(self._lane):
                 raise refusals.in_use(self.supervisor.spec, self._shell.waiting(self._lane))
             self.supervisor.clear()
             # From here on nobody gets a lease; who asks meanwhile waits for the next worker.
@@ -206,7 +206,7 @@ class RungedLane:
     def _prefetch(self, lengths: Sequence[int]) -> None:
         """Admit the packed width that rows of these lengths would best have run on, for the next ones like them."""
         advertised = self.supervisor.advertised or ()
-        possible = {width for width in advertised if self._shell.guessable(Key(self._lane, "packed", width))}
+        possible = {width for width in advertised if self._shell.core.guessable(Key(self._lane, "packed", width))}
         if possible and self._costs is not None:
             for part in parts(lengths, self._ladder, costs=self._costs(), widths=advertised):
                 if part.kind == "packed" and part.tokens in possible:

@@ -41,7 +41,7 @@ class Limits:
 
 
 class State(Enum):
-    """Where a slot stands; it is charged in every one of these."""
+    """The state of a slot; it is charged in every one of these."""
 
     ADMITTING = "admitting"
     RESIDENT = "resident"
@@ -134,7 +134,7 @@ class Slot:
     sent: bool = False
     """Its admission was put on the wire."""
     background: bool = False
-    """It was admitted for nobody, in case it will be needed."""
+    """It was admitted before anybody asked for it, in case it will be needed."""
     waits_for: int | None = None
     """The victim whose eviction this admission waits for, after the worker said that it is out of resources."""
 

@@ -325,7 +325,7 @@ async def test_singles_are_served_while_a_packed_width_compiles(ane: Callable[..
     one, supervisor, lane = ane({"packed": True, "rules": [err]})
     for _ in range(4):
         await serve_rows(lane, [1, 2], [3, 4], [5, 6])
-    await until(lambda: not one.shell.busy("ane") and len(one.shell.core.slots) == 1)
+    await until(lambda: not one.shell.core.busy("ane") and len(one.shell.core.slots) == 1)
     assert supervisor.counters.requests["ane_admit_packed", "ane_resources_exhausted"] == 1, "once is enough"
     assert supervisor.generation == 1 and resident(one.shell.core, "ane") == shapes(128)
 
@@ -364,26 +364,16 @@ async def test_a_request_is_served_by_a_successor_that_may_not_pack(
     later = {"packed": {"layout": "tight-v1", "widths": [128], "max_rows": 64}}
     one, supervisor, lane = ane({"state": str(tmp_path / "spawns"), "generations": [first, later]})
     await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
-    stale = one.shell.resident("ane")
+    stale = one.shell.core.resident("ane")
     assert Key("ane", "packed", 256) in stale
     with pytest.raises(EngineCrashed):
         await lane.submit(embed([9], [2]), stage="embed")
-    monkeypatch.setattr(one.shell, "resident", lambda lane: stale)  # planned before the books knew of its end
+    monkeypatch.setattr(one.shell.core, "resident", lambda lane: stale)  # planned before the books knew of its end
     await serve_rows(lane, [1, 2], [3, 4])
     assert supervisor.generation > 1
 
 
 # --- the books -------------------------------------------------------------------------------------------------------
-
-
-async def test_load_goes_through_the_books_and_a_request_finds_it(ane: Callable[..., Any]) -> None:
-    one, supervisor, lane = ane({})
-    await lane.load()
-    assert charged(one.shell.core) == (1, 22, 1000)
-    assert resident(one.shell.core, "ane") == shapes(128)
-    await serve_rows(lane, [1, 2])
-    await lane.load()
-    assert supervisor.generation == 1 and charged(one.shell.core)[0] == 1
 
 
 async def test_a_model_larger_than_the_budget_is_refused_typed_and_starts_nothing(ane: Callable[..., Any]) -> None:

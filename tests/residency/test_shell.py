@@ -195,7 +195,7 @@ async def test_a_guess_takes_only_room_and_nobody_s_time_and_a_failed_one_is_not
         gate = a.hold(("admit", 256))
         shell.prefetch(key(256))
         await settle()
-        assert not shell.busy("a") and charged(shell.core)[0] == 2
+        assert not shell.core.busy("a") and charged(shell.core)[0] == 2
         joined = asyncio.ensure_future(use(shell, 256))
         await settle()
         gate.set()

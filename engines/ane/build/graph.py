@@ -14,7 +14,7 @@ builder: whether a head-by-head split still pays on today's chips.
 Numbers. Everything is fp16 as written here, so the saved program is this graph and nothing a precision pass made of it.
 The query scale is folded into the query weights in fp32. Masks are finite (:data:`engines.ane.inputs.MASKED`). A layer
 norm's epsilon is at least 1e-7: 1e-12 is zero in fp16. RMS norm is a layer norm of ``[x, -x]``: that has mean 0 and
-variance mean(x^2), and no square of a large activation ever stands in fp16.
+variance mean(x^2), and no square of a large activation is ever an fp16 value.
 
 Rotary and position tables are constants of the function, cut or gathered by ``position_ids`` in the graph: single and
 packed functions read the very same fp16 values (ane.md 3.1, the rounding trap).

@@ -14,7 +14,7 @@ EPSILON: Final = "rms_norm_eps"
 
 
 def rms_norm(g: Graph, x: Any, weight: F32, axis: int = 1) -> Any:
-    """Return an RMS norm as the layer norm of ``[x, -x]``: no square of a large activation ever stands in fp16."""
+    """Return an RMS norm as the layer norm of ``[x, -x]``: no square of a large activation is ever an fp16 value."""
     mb = g.mb
     doubled = mb.concat(values=[x, mb.mul(x=x, y=np.float16(-1))], axis=axis)
     normed = g.normed(doubled, np.concatenate([weight, weight]), axis=axis)
