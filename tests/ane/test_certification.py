@@ -301,15 +301,3 @@ def test_a_void_certificate_packs_nothing(evidence: Evidence, toy: Bundle, matri
     certificate(evidence, toy, matrix, tmp_path, 1e5, os_build="another build")
     _, health = serve(matrix, toy, tmp_path)
     assert health["packed_widths"] == [] and not health["resident_packed"]
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.usefixtures("evaluator_expected")
-def test_a_function_far_slower_than_certified_is_a_refused_admission(
-    evidence: Evidence, toy: Bundle, matrix: Path, tmp_path: Path
-) -> None:
-    """Core ML may take a model and run it elsewhere: the certificate's times tell (ane.md 4)."""
-    certificate(evidence, toy, matrix, tmp_path, 1e-6)
-    with pytest.raises(SynapseError) as refused:
-        serve(matrix, toy, tmp_path)
-    assert refused.value.code == "invalid_placement" and "certified" in refused.value.message

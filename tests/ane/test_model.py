@@ -108,9 +108,7 @@ def opened(load: LoadModel, bundles: Bundles, fake: FakeBackend) -> LoadModel:
 
 
 def engine_on(bundle: Bundle, backend: Any) -> ReferenceEngine:
-    made = ReferenceEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json"), packed=(64,)))
-    made._backend = backend
-    return made
+    return ReferenceEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json"), packed=(64,)), backend)
 
 
 def ane_plan(function: str, cpu: int = 0, ane: int = 9) -> PlanView:

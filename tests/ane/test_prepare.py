@@ -54,8 +54,7 @@ def load_prepared(bundle: Bundle, cache: Path, backend: CompiledBackend, **confi
 
 
 def load_from(bundle: Bundle, path: Path, digest: str, backend: CompiledBackend, **config: str) -> None:
-    engine = ReferenceEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json")))
-    engine._backend = backend
+    engine = ReferenceEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json")), backend)
     engine.load(Load("x", str(path), digest, "mlmodelc", config), progress=silent()).close()
 
 
