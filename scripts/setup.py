@@ -28,7 +28,7 @@ STAMP = VENV / ".synapse-setup"
 LOG = ROOT / ".venv-setup.log"
 CONSTRAINTS = ROOT / "constraints.txt"
 SUPPORTED = ("3.13", "3.12", "3.11")
-EXTRAS = "llama,cuda,ane,serve,hub,parquet,chat,dev"
+EXTRAS = "llama,cuda,ane,serve,hub,parquet,chat,fast,dev"
 NVIDIA = "cuda-libraries"
 """What the CUDA provider is linked against, 2 GB: only where a driver is."""
 DRIVER = Path("/proc/driver/nvidia/version")

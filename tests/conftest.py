@@ -39,7 +39,7 @@ HARDWARE = {"ane": "ane", "cuda": "cuda", "mac-cpu": "ane", "metal": "llama"}
 """Hardware marker -> the engine module whose ``--probe-floor`` decides."""
 WITHOUT = {"mac-cpu": "no_neural_engine"}
 """Hardware marker -> the refusal of that probe that is no lack: these tests leave the Neural Engine alone."""
-OPT_IN = {"bench": "bench", "soak": "soak"}
+OPT_IN = {"bench": "bench", "ray": "ray", "soak": "soak"}
 """Marker -> the word in ``-m`` or in a file's name that asks for it."""
 SETTLE_S = 3.0
 PROBE_S = 150.0
