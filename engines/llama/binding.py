@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from engines.machine import free_memory
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
@@ -289,6 +290,35 @@ class NativeContext:
         """Forget every cached token; *data* also zeroes the cells."""
         if self._memory:
             self.api.llama_memory_clear(self._memory, data)
+
+    def cut(self, length: int) -> bool:
+        """Forget what sequence 0 holds from position *length* on; False where the cache can't, and then forget it all.
+
+        A recurrent state has no earlier positions to go back to, and a sliding window may have lost them.
+        """
+        api = self.api
+        removed = api.llama_memory_seq_rm(self._memory, 0, length, -1)
+        if removed and api.llama_memory_seq_pos_min(self._memory, 0) == 0:
+            return True
+        self.clear()
+        return False
+
+    def copy(self, other: NativeContext) -> bool:
+        """Take over sequence 0 of another context of the same model, to the bit; False, and empty, where it can't be.
+
+        The cells pass through memory of their own size, so that much must be free.
+        """
+        api = self.api
+        size = int(api.llama_state_seq_get_size(other._context, 0))
+        free = free_memory()
+        if free is not None and size > free:
+            return False
+        state = (ctypes.c_uint8 * size)()
+        read = api.llama_state_seq_get_data(other._context, state, size, 0)
+        if read == size and api.llama_state_seq_set_data(self._context, state, size, 0) == size:
+            return True
+        self.clear()
+        return False
 
     def run_rows(self, ids: IntArray, bounds: IntArray) -> None:
         """Compute whole rows, one sequence each; every token is an output. At most n_ubatch tokens (U1)."""

@@ -37,17 +37,21 @@ class ContextPool:
         if context is None:
             if single is not None and (previous := self._singles.pop(single, None)) is not None:
                 self.drop(previous)
-            needed = context_bytes(self._header, shape)
-            free = free_memory()
-            if free is not None and needed > free:
-                raise EngineError(
-                    ErrorCode.OOM, f"a context of {shape.n_ctx} tokens takes {needed} bytes, {free} bytes are free"
-                )
-            context = self._contexts[key] = NativeContext(self._native, shape)
+            context = self._contexts[key] = self.make(shape)
             if single is not None:
                 self._singles[single] = context
         context.set_threads(threads)
         return context
+
+    def make(self, shape: ContextShape) -> NativeContext:
+        """Return a new context that the caller keeps and closes. Raises EngineError ``oom`` or ``config_invalid``."""
+        needed = context_bytes(self._header, shape)
+        free = free_memory()
+        if free is not None and needed > free:
+            raise EngineError(
+                ErrorCode.OOM, f"a context of {shape.n_ctx} tokens takes {needed} bytes, {free} bytes are free"
+            )
+        return NativeContext(self._native, shape)
 
     def drop(self, context: NativeContext) -> None:
         """Free one context whose last call failed in a way that leaves it in doubt."""

@@ -6,6 +6,7 @@ llama.cpp becomes a typed ERR here or is computed another way.
 
 from __future__ import annotations
 
+import codecs
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from engines.llama.binding import (
     NativeModel,
 )
 from engines.llama.contexts import ContextPool, logits_bytes
+from engines.llama.sequences import SequenceCache
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import FinishReason, Pooling
 from engines.runtime.batch import Generation
@@ -43,10 +45,10 @@ SLOW_CALL_S: Final = 5.0
 """A call predicted to take longer also reports each finished layer (4.5)."""
 FLOPS_PER_THREAD: Final = 20e9
 """A cautious rate for that prediction; measured here: about 100e9 for MiniLM."""
-SLICE_S: Final = 10.0
-"""A slice of a prompt is cut so that it is predicted to take no longer: each finished one is reported, and the host
+BLOCK_S: Final = 10.0
+"""A block of a prompt is cut so that it is predicted to take no longer: each finished one is reported, and the host
 ends a worker after 120 s without a report."""
-MIN_SLICE_TOKENS: Final = 16
+MIN_BLOCK_TOKENS: Final = 16
 GRANULE: Final = 64
 """n_ubatch is a multiple of this, as pooling inside llama.cpp needs it to be one of n_seq_max (U4)."""
 LOGITS_BUDGET_BYTES: Final = 256 * 2**20
@@ -80,6 +82,8 @@ class LlamaModel(Model):
         self.limit = min(limit for limit in limits if limit)
         sizes = [header.vocab_size, header.token_type_vocab_offset or native.n_vocab]
         self.vocab_size = min(size for size in sizes if size)
+        self._prompt_block = self._block_tokens(min(config.ubatch_size, config.batch_size))
+        self._sequences = SequenceCache(self._generation_context, self._prompt_block)
         if native.is_encoder_decoder:
             raise EngineError(
                 ErrorCode.MODEL_UNSUPPORTED, f"{header.architecture!r} is an encoder-decoder, which no request serves"
@@ -164,36 +168,39 @@ class LlamaModel(Model):
         return scores
 
     def generate(self, input_ids: IntArray, *, max_tokens: int, progress: ProgressReporter) -> Generation:
-        """Generate greedily, the first of equal logits wins. Unit of progress: a prompt slice, a token decoded."""
+        """Generate greedily, the first of equal logits wins. Unit of progress: a prompt block, a token decoded.
+
+        The same whether asked for in one call or in slices (:mod:`engines.llama.sequences`). A character that the last
+        token leaves unfinished is left to the next slice, whose text begins with it.
+        """
         n_prompt = len(input_ids)
         self._check_generate(input_ids, max_tokens)
         if max_tokens == 0:
             return Generation("", n_prompt, 0, FinishReason.LENGTH)
-        context = self._generation_context(n_prompt + max_tokens)
+        sequence = self._sequences.take(input_ids.tolist(), room=n_prompt + max_tokens)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        answered = sequence.ids[sequence.n_prompt :]
+        decoder.decode(b"".join(map(self._native.piece, answered)))
         tokens: list[int] = []
         reason = FinishReason.LENGTH
         try:
-            context.clear()
-            size = self._slice_tokens(context.shape.n_ubatch)
-            for start in range(0, n_prompt, size):
-                piece = input_ids[start : start + size]
-                context.run_slice(piece, position=start, output=start + len(piece) == n_prompt)
-                progress.advance()
             while True:
-                token = self._choose(context)
+                for start, end in sequence.calls(self._prompt_block):
+                    sequence.compute(start, end)
+                    progress.advance()
+                assert sequence.context is not None
+                token = self._choose(sequence.context)
                 if token in self._ends or self._native.is_end(token):
                     reason = FinishReason.STOP
                     break
+                sequence.ids.append(token)
                 tokens.append(token)
                 if len(tokens) == max_tokens:  # nobody would read the logits behind the last token
                     break
-                context.run_slice([token], position=n_prompt + len(tokens) - 1, output=True)
-                progress.advance()
-        except EngineError as exc:
-            self._after_failure(context, exc)
+        except BaseException:
+            self._sequences.forget(sequence)
             raise
-        # Decoded once at the end: a character may be spread over several tokens.
-        text = b"".join(map(self._native.piece, tokens)).decode("utf-8", "replace")
+        text = decoder.decode(b"".join(map(self._native.piece, tokens)), reason is FinishReason.STOP)
         return Generation(text, n_prompt, len(tokens), reason, tuple(tokens))
 
     def close(self) -> None:
@@ -201,6 +208,7 @@ class LlamaModel(Model):
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=True)
+        self._sequences.close()
         self._contexts.close()
         self._native.close()
 
@@ -354,10 +362,10 @@ class LlamaModel(Model):
         """
         return not self._config.gpu_layers and self._seconds(tokens) > SLOW_CALL_S
 
-    def _slice_tokens(self, most: int) -> int:
-        """Return how many prompt tokens go into one call: a power of two at most, *most* on an accelerator."""
+    def _block_tokens(self, most: int) -> int:
+        """Return how many prompt tokens go into one call; fewer than *most* where it is predicted to take long."""
         size = most
-        while size > MIN_SLICE_TOKENS and not self._config.gpu_layers and self._seconds(size) > SLICE_S:
+        while size > MIN_BLOCK_TOKENS and not self._config.gpu_layers and self._seconds(size) > BLOCK_S:
             size //= 2
         return size
 
@@ -373,17 +381,19 @@ class LlamaModel(Model):
         return max(0, self._native.n_params - looked_up)
 
     def _generation_context(self, tokens: int) -> NativeContext:
-        """Return the kept generation context, grown where *tokens* don't fit it."""
+        """Return a new context in which one answer has room for so many tokens."""
         n_ctx = min(max(self._config.ctx_size, _power_of_two(tokens)), _round_up(self.limit, 256))
         n_ctx = _round_up(max(n_ctx, tokens), 256)
         shape = ContextShape(
             n_ctx=n_ctx,
-            n_ubatch=min(self._config.ubatch_size, self._config.batch_size, n_ctx),
+            n_ubatch=min(self._prompt_block, n_ctx),
             embeddings=False,
             causal=True,
             flash=self._config.flash_attention,
         )
-        return self._contexts.get(shape, threads=self._config.threads, single="generation")
+        context = self._contexts.make(shape)
+        context.set_threads(self._config.threads)
+        return context
 
 
 def _round_up(value: int, granule: int) -> int:

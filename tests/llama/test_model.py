@@ -342,7 +342,7 @@ def test_a_prompt_that_takes_long_is_cut_into_slices_that_are_reported(
     """A 7B model's prompt on two slow cores was silent beyond the host's 120 s, and a live worker was killed."""
     ids = np.array([5, 6, 7, 8] * 12, dtype=np.int32)
     quick = load("llama").generate(ids, max_tokens=2, progress=silent())
-    monkeypatch.setattr(model_module, "SLICE_S", 0.0)
+    monkeypatch.setattr(model_module, "BLOCK_S", 0.0)
     recorder = Recorder()
     slow = load("llama").generate(ids, max_tokens=2, progress=recorder.reporter)
     assert recorder.seen == [1, 2, 3, 4], "three slices of 16 tokens, one decoded token"
