@@ -22,6 +22,7 @@ from engines.protocol.messages import Pooling
 FILE_NAME: Final = "manifest.json"
 MAX_BYTES: Final = 4 * 1024 * 1024
 
+Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "llama"]
 Task: TypeAlias = Literal["embed", "rerank", "generate"]
 Score: TypeAlias = Literal["sigmoid", "identity"]
 Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -67,7 +68,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     manifest_version: Literal[1]
     model_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    family: Literal["bert", "modernbert", "qwen3", "llama"]
+    family: Family
     task: Task
     dims: Positive
     max_tokens: Positive

@@ -210,9 +210,6 @@ def check_config(raw: Mapping[str, Any], file: Path) -> None:
                 f"{file}: {key!r} isn't known here and may change what the model computes. If it doesn't, remove it "
                 "from the file"
             )
-    kinds = raw.get("layer_types")
-    if raw.get("model_type") in ("qwen3", "llama") and isinstance(kinds, list) and set(kinds) != {"full_attention"}:
-        raise CheckpointError(f"{file}: layer_types: only full_attention is served for {raw['model_type']}")
 
 
 # --- tokenizer files and generation -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from engines.bundle.manifest import Artifact, Bundle, BundleError
 from engines.checkpoint import layout
 from engines.checkpoint.layout import INT8
 from engines.checkpoint.package import profile_of
-from engines.checkpoint.read import Checkpoint, complete_config, restore_numbers
+from engines.checkpoint.read import Checkpoint, complete_config
 from engines.checkpoint.safetensors import SafetensorsFile
 from engines.cuda import binding, floor, settings
 from engines.cuda.binding import Cuda
@@ -145,7 +145,7 @@ def check_header(file: BinaryIO, path: Path, bundle: Bundle, *, int8: bool = Fal
     try:
         header = SafetensorsFile.open(path, fd=file.fileno()).header
         config = dict(manifest.config) if manifest.config is not UNSET else {}
-        full = complete_config(restore_numbers(config), manifest.family, where="manifest.json: config")
+        full = complete_config(config, manifest.family, where="manifest.json: config", from_manifest=True)
         required = (layout.required_int8 if int8 else layout.required)(manifest.family, manifest.task, full)
     except BundleError as exc:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc

@@ -217,12 +217,12 @@ def loses_token_types(descriptor: int, header: gguf.Header) -> bool:
     if not header.has_rank_head or header.token_type_vocab_offset is not None:
         return False
     table = header.tensors.get("token_types.weight")
-    if table is None or len(table.shape) < 2 or table.shape[1] < 2:
+    if table is None or len(table.shape) != 2 or table.shape[1] < 2:
         return False
     from engines.llama import gguf
 
     rows = gguf.read_rows(descriptor, table)
-    return rows is None or rows[0] != rows[1]
+    return rows is None or bool((rows[0] != rows[1]).any())
 
 
 def _require_memory(header: gguf.Header) -> None:

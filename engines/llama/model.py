@@ -6,10 +6,9 @@ llama.cpp becomes a typed ERR here or is computed another way.
 
 from __future__ import annotations
 
-import codecs
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -170,17 +169,13 @@ class LlamaModel(Model):
     def generate(self, input_ids: IntArray, *, max_tokens: int, progress: ProgressReporter) -> Generation:
         """Generate greedily, the first of equal logits wins. Unit of progress: a prompt block, a token decoded.
 
-        The same whether asked for in one call or in slices (:mod:`engines.llama.sequences`). A character that the last
-        token leaves unfinished is left to the next slice, whose text begins with it.
+        The tokens are the same whether asked for in one call or in slices (:mod:`engines.llama.sequences`).
         """
         n_prompt = len(input_ids)
         self._check_generate(input_ids, max_tokens)
         if max_tokens == 0:
             return Generation("", n_prompt, 0, FinishReason.LENGTH)
         sequence = self._sequences.take(input_ids.tolist(), room=n_prompt + max_tokens)
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        answered = sequence.ids[sequence.n_prompt :]
-        decoder.decode(b"".join(map(self._native.piece, answered)))
         tokens: list[int] = []
         reason = FinishReason.LENGTH
         try:
@@ -200,7 +195,8 @@ class LlamaModel(Model):
         except BaseException:
             self._sequences.forget(sequence)
             raise
-        text = decoder.decode(b"".join(map(self._native.piece, tokens)), reason is FinishReason.STOP)
+        # Decoded once at the end: a character may be spread over several tokens.
+        text = b"".join(map(self._native.piece, tokens)).decode("utf-8", "replace")
         return Generation(text, n_prompt, len(tokens), reason, tuple(tokens))
 
     def close(self) -> None:
@@ -271,34 +267,30 @@ class LlamaModel(Model):
         self, chunks: Sequence[Chunk], shape: ContextShape, slots: int, compute: Compute, progress: ProgressReporter
     ) -> None:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(max_workers=self._slots() - 1, thread_name_prefix="llama-slot")
+            self._pool = ThreadPoolExecutor(max_workers=self._slots(), thread_name_prefix="llama-slot")
         # Every thread of the budget computes: the first slots take the rest of the division.
         each, rest = divmod(self._config.threads, slots)
-        threads = [each + (number < rest) for number in range(slots)]
-        queue = iter(range(len(chunks)))
-        lock = threading.Lock()
-        failures: dict[int, BaseException] = {}
-
-        def slot(number: int) -> None:
-            while not failures:
-                with lock:
-                    index = next(queue, None)
-                if index is None:
-                    return
-                try:
-                    self._one(chunks[index], shape, number, threads[number], compute, progress)
-                except BaseException as exc:
-                    failures[index] = exc
-                    return
-
+        free: SimpleQueue[tuple[int, int]] = SimpleQueue()
         for number in range(slots):  # made here, one after the other: the pool isn't for several threads
-            self._contexts.get(shape, slot=number, threads=threads[number])
-        others = [self._pool.submit(slot, number) for number in range(1, slots)]
-        slot(0)
-        for other in others:
-            other.result()
-        if failures:
-            raise failures[min(failures)]
+            threads = each + (number < rest)
+            self._contexts.get(shape, slot=number, threads=threads)
+            free.put((number, threads))
+
+        def run(chunk: Chunk) -> None:
+            number, threads = free.get()
+            try:
+                self._one(chunk, shape, number, threads, compute, progress)
+            finally:
+                free.put((number, threads))
+
+        computing = [self._pool.submit(run, chunk) for chunk in chunks]
+        wait(computing, return_when=FIRST_EXCEPTION)
+        for future in computing:
+            future.cancel()
+        wait(computing)  # those that had begun still use the contexts
+        for future in computing:
+            if not future.cancelled():
+                future.result()
 
     def _one(
         self,
@@ -309,8 +301,7 @@ class LlamaModel(Model):
         compute: Compute,
         progress: ProgressReporter,
     ) -> None:
-        single = "long rows" if shape.n_seq_max == 1 else None
-        context = self._contexts.get(shape, slot=slot, threads=threads, single=single)
+        context = self._contexts.get(shape, slot=slot, threads=threads)
         layers = max(1, self._native.n_layer)
         reported = 0
 
@@ -324,16 +315,12 @@ class LlamaModel(Model):
         try:
             compute(context, chunk)
         except EngineError as exc:
-            self._after_failure(context, exc)
+            if exc.code is not ErrorCode.INVALID_REQUEST:  # a refused batch leaves the context as it was
+                self._contexts.drop(shape, slot)
             raise
         finally:
             context.on_layer = None
         progress.advance(layers - reported)
-
-    def _after_failure(self, context: NativeContext, exc: EngineError) -> None:
-        # A refused batch leaves the context as it was; anything else leaves it in doubt.
-        if exc.code is not ErrorCode.INVALID_REQUEST:
-            self._contexts.drop(context)
 
     # --- shapes ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from engines.checkpoint.read import (
     CheckpointError,
     complete_config,
     plain_numbers,
-    restore_numbers,
 )
 from tests.support import toy_models
 
@@ -170,6 +169,7 @@ BERT, QWEN3 = toy_models.write_bert, toy_models.write_qwen3
         (QWEN3, {"use_sliding_window": True}, "use_sliding_window"),
         (QWEN3, {"num_key_value_heads": 3}, "num_key_value_heads"),
         (QWEN3, {"attention_bias": "no"}, "attention_bias"),
+        (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (QWEN3, {"hidden_act": "gelu"}, "hidden_act"),
         (QWEN3, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type"),
     ],
@@ -202,7 +202,7 @@ DECODER = {
             "global_rope_theta": 160000.0, "local_rope_theta": 10000.0,
             "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
         }),
-        ("qwen3", DECODER | {"tie_word_embeddings": True}),
+        ("qwen3", DECODER | {"tie_word_embeddings": False}),
         ("llama", DECODER | {"tie_word_embeddings": False}),
     ],
 )  # fmt: skip
@@ -322,9 +322,15 @@ def test_numbers_in_a_manifest_and_back() -> None:
     config = {"layer_norm_eps": 1e-12, "rope_theta": 1000000.0, "dropout": 0.1, "x": None, "n": 3, "l": [1.5, True]}
     plain = plain_numbers(config)
     assert plain == {"layer_norm_eps": "1e-12", "rope_theta": "1000000.0", "dropout": "0.1", "n": 3, "l": ["1.5", True]}
-    assert restore_numbers(plain)["layer_norm_eps"] == 1e-12
-    with pytest.raises(CheckpointError, match="rope_theta"):
-        restore_numbers({"rope_theta": "fast"})
+    stored = plain_numbers(complete_config({**BASE, "rope_theta": 5e5, "local_attention": 64}, "qwen3", where="x"))
+    assert stored["rope_theta"] == "500000.0"
+    again = complete_config(stored, "qwen3", where="x", from_manifest=True)
+    assert (again["rms_norm_eps"], again["rope_theta"]) == (1e-6, 5e5)
+    for wrong in ({"rope_theta": "fast"}, {"hidden_size": "64.5"}, {"attention_bias": "perhaps"}):
+        with pytest.raises(CheckpointError, match=next(iter(wrong))):
+            complete_config({**stored, **wrong}, "qwen3", where="x", from_manifest=True)
+    modern = complete_config({**BASE, "local_attention": "128.0"}, "modernbert", where="x", from_manifest=True)
+    assert modern["local_attention"] == 128
 
 
 NAN, INF = float("nan"), float("inf")

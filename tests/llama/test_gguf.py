@@ -95,15 +95,6 @@ def test_facts_of_a_sound_file(parse: Parse, version: int) -> None:
     assert not header.has_rank_head and header.token_type_vocab_offset is None
 
 
-def test_the_descriptor_is_not_moved(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    path.write_bytes(sound())
-    with path.open("rb", buffering=0) as file:
-        file.seek(7)
-        gguf.read_header(file.fileno())
-        assert file.tell() == 7
-
-
 def test_truncation_at_every_byte_is_artifact_invalid(parse: Parse) -> None:
     data = sound()
     for length in range(len(data)):

@@ -170,10 +170,8 @@ def test_an_abort_leaves_one_line_and_the_signal(toys: Toys, tmp_path: Path) -> 
         with pytest.raises(WorkerEnded):
             client.embed(ref, [[5] * 300])
         assert client.process.wait(30) == -signal.SIGABRT
-        lines = [line for line in client.stderr().splitlines() if line.startswith("llama.cpp aborted:")]
-        assert len(lines) == 1, client.stderr()
-        assert "GGML_ASSERT" in lines[0] and "n_ubatch" in lines[0]
-        assert len(lines[0].encode()) <= 512
+        (line,) = [line for line in client.stderr().splitlines() if "GGML_ASSERT" in line]
+        assert "n_ubatch" in line
         assert "gdb" not in client.stderr() and len(client.stderr()) < 8192
 
 
