@@ -15,6 +15,7 @@ from engines.bundle.digest import file_digest
 from engines.bundle.manifest import BundleError
 from engines.checkpoint.read import Checkpoint
 from engines.checkpoint.safetensors import widen_bf16
+from engines.llama.build import bert
 from engines.llama.build import convert as builder
 from engines.llama.gguf import Header, read_header
 from engines.protocol.messages import Pooling
@@ -81,7 +82,7 @@ def test_the_metadata_of_an_embedder(tmp_path: Path) -> None:
     }
     assert {key: head.metadata.get(key) for key in expected} == expected
     assert head.metadata["bert.attention.layer_norm_epsilon"] == pytest.approx(1e-12)
-    assert builder.TOKEN_TYPE_KEY not in head.metadata
+    assert bert.TOKEN_TYPE_KEY not in head.metadata
     assert not head.has_rank_head
     assert not any(name.startswith("cls") for name in head.tensors)
 
