@@ -194,9 +194,9 @@ def test_token_types_lost_or_kept(toys: Any, tmp_path: Path) -> None:
 
     import gguf
 
-    assert not loses(toys("cross").path), "split vocabulary"
+    assert not loses(toys("bert-rerank").path), "split vocabulary"
     assert not loses(toys("bert").path), "an embedder uses one type only"
-    lost = rewrite(toys("cross").path, tmp_path / "lost.gguf", synapse__token_type_vocab_offset=-1)
+    lost = rewrite(toys("bert-rerank").path, tmp_path / "lost.gguf", synapse__token_type_vocab_offset=-1)
     assert loses(lost.path)
     table = next(t for t in gguf.GGUFReader(lost.path).tensors if t.name == "token_types.weight")
     first_row = table.data[0].tobytes()

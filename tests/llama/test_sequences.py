@@ -82,7 +82,7 @@ class Long:
         return done + part.n_gen, calls
 
 
-@pytest.mark.parametrize("toy", ["llama:q8_0", "qwen3-generate:f16"])
+@pytest.mark.parametrize("toy", ["llama-generate:q8_0", "qwen3-generate:f16"])
 def test_every_cut_is_exact_and_costs_its_own_tokens(load: Any, spy: Spy, toy: str) -> None:
     long = Long(load, spy, toy, PROMPTS[:1])
     (answer,) = long.answers
@@ -111,9 +111,9 @@ def test_interleaved_answers_are_exact(
     """Up to four answers at once cost their own tokens only; six take each other's cells and come out the same."""
     config = {"ubatch_size": 32, "ctx_size": 32}
     if not kept:
-        kept["long"] = Long(load, spy, "llama:q8_0", PROMPTS, **config)
+        kept["long"] = Long(load, spy, "llama-generate:q8_0", PROMPTS, **config)
     long: Long = kept["long"]
-    model = load("llama:q8_0", **config)
+    model = load("llama-generate:q8_0", **config)
     done = [0] * len(PROMPTS)
     for number, count in turns:
         number = number % 4 if four else number
@@ -147,8 +147,8 @@ def test_a_memory_that_keeps_no_earlier_state_is_computed_again(
     load: Any, spy: Spy, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     """As a recurrent model's, or a window's that has moved on. Going on from the very end needs no earlier state."""
-    long = Long(load, spy, "llama", PROMPTS[:1])
-    model = load("llama")
+    long = Long(load, spy, "llama-generate", PROMPTS[:1])
+    model = load("llama-generate")
     done, _ = long.slice(model, spy, 0, 0, 8)
     from llama_cpp import llama_cpp
 
@@ -161,16 +161,16 @@ def test_a_memory_that_keeps_no_earlier_state_is_computed_again(
 
 def test_equal_blocks_of_another_prompt_are_taken_over(load: Any, spy: Spy) -> None:
     prompts = [[90] * 70, [90] * 66 + [3], [90] * 33]
-    long = Long(load, spy, "llama:q8_0", prompts, ubatch_size=32)
-    model = load("llama:q8_0", ubatch_size=32)
+    long = Long(load, spy, "llama-generate:q8_0", prompts, ubatch_size=32)
+    model = load("llama-generate:q8_0", ubatch_size=32)
     spent = [long.slice(model, spy, number, 0, 1)[1] for number in (0, 1, 2, 0)]
     assert spent == [[32, 32, 6], [3], [1], [6]]
 
 
 def test_four_sequences_keep_their_cells_the_least_recent_goes(load: Any, spy: Spy) -> None:
     prompts = [[n, n + 1, n + 2] for n in (5, 15, 25, 35, 45)]
-    long = Long(load, spy, "llama:q8_0", prompts)
-    model = load("llama:q8_0")
+    long = Long(load, spy, "llama-generate:q8_0", prompts)
+    model = load("llama-generate:q8_0")
     for number in range(4):
         long.slice(model, spy, number, 0, 2)
     for number, calls in ((0, [1, 1]), (3, [1, 1])):
@@ -183,8 +183,8 @@ def test_four_sequences_keep_their_cells_the_least_recent_goes(load: Any, spy: S
 def test_short_memory_costs_the_cells_of_others_not_the_request(
     load: Any, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long = Long(load, spy, "llama", PROMPTS[:3])
-    model, fresh = load("llama"), load("llama")
+    long = Long(load, spy, "llama-generate", PROMPTS[:3])
+    model, fresh = load("llama-generate"), load("llama-generate")
     long.slice(model, spy, 0, 0, 2)
     long.slice(model, spy, 1, 0, 2)
     monkeypatch.setattr("engines.llama.contexts.free_memory", lambda: 1000)
@@ -196,8 +196,8 @@ def test_short_memory_costs_the_cells_of_others_not_the_request(
 
 
 def test_a_fault_forgets_its_sequence_alone(load: Any, spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = Long(load, spy, "llama", PROMPTS[:2])
-    model = load("llama")
+    long = Long(load, spy, "llama-generate", PROMPTS[:2])
+    model = load("llama-generate")
     for number in (0, 1):
         long.slice(model, spy, number, 0, 4)
     with monkeypatch.context() as patch:
@@ -213,8 +213,8 @@ def test_a_fault_forgets_its_sequence_alone(load: Any, spy: Spy, monkeypatch: py
 def test_what_is_remembered_is_bounded(load: Any, spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequences, "REMEMBERED", 2)
     prompts = [[5, 6], [7, 8], [9, 10]]
-    long = Long(load, spy, "llama", prompts)
-    model = load("llama")
+    long = Long(load, spy, "llama-generate", prompts)
+    model = load("llama-generate")
     for number in range(3):
         long.slice(model, spy, number, 0, 3)
     assert long.slice(model, spy, 2, 3, 1)[1] == [1] and long.slice(model, spy, 1, 3, 1)[1] == [1]
