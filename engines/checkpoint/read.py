@@ -1,7 +1,21 @@
 """A Hugging Face style checkpoint: ``config.json`` and safetensors files, mapped; never pickled, never copied whole.
 
-``Checkpoint.open(folder)`` reads a folder, ``Checkpoint.from_package(file, ...)`` the single file of a bundle's
-``safetensors-package`` artifact. Canonical tensor names and shapes: ``engines.checkpoint.layout``.
+Theory of operation. ``Checkpoint.open(folder)`` reads a folder, ``Checkpoint.from_package(file, ...)`` the single file
+of a bundle's ``safetensors-package`` artifact. Both go the same way:
+
+1. ``model_type`` names the family; its class (:mod:`engines.checkpoint.families`) fills in defaults and refuses by key
+   what a forward pass here would not follow.
+2. The safetensors headers are read and checked against the bytes of their files; a pickle is never opened.
+3. Stored names become canonical ones (:mod:`engines.checkpoint.layout`). Every tensor that family and task need must be
+   there with its shape and a float dtype; one that is left over is refused unless it can't change a number.
+
+Weights are touched only when somebody asks for a tensor, as a view of the mapped file: an opened checkpoint owns its
+maps and nothing else, and any number of threads may read it. What the files beside the weights say (pooling, prompts,
+special ids, limits) is read by ``pipeline`` and gathered in ``facts``. At build time ``package`` writes a package,
+``quantize`` makes its int8 form, ``dequantize`` recovers weights from a quantised ONNX file and ``reference`` computes
+fixtures with transformers; the workers use the reading half alone.
+
+A new family is one file in ``families`` and a row in its table.
 """
 
 from __future__ import annotations

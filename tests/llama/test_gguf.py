@@ -234,18 +234,6 @@ def test_flipped_bytes_never_do_more_than_refuse(data: st.DataObject, tmp_path_f
         os.close(descriptor)
 
 
-@given(data=st.binary(max_size=400))
-def test_random_bytes_behind_the_magic(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "random.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<I", 3) + data)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with pytest.raises(EngineError, match="artifact_invalid"):
-            gguf.read_header(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @pytest.mark.llama
 def test_block_sizes_are_those_of_the_gguf_package() -> None:
     package = pytest.importorskip("gguf")

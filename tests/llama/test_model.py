@@ -15,6 +15,7 @@ from engines.llama.model import LlamaModel
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import FinishReason, Phase, Pooling
 from engines.runtime.batch import RerankPairs, TokenBatch
+from engines.runtime.inference import bytes_of
 from engines.runtime.progress import ProgressReporter, silent
 from tests.llama import reference
 from tests.support import toy_models
@@ -242,7 +243,8 @@ def test_nonfinite_states_are_typed(toys: Any, load: Any, token_batch: Batch, tm
     from tests.support.toy_gguf import sha256
 
     model = load(ToyGguf(poisoned.path, poisoned.checkpoint, sha256(poisoned.path)))
-    refused(ErrorCode.NONFINITE_OUTPUT, lambda: embed(model, token_batch([[5], [7, 8]])))
+    vectors = embed(model, token_batch([[5], [7, 8]]))
+    assert "row 1 " in refused(ErrorCode.NONFINITE_OUTPUT, lambda: bytes_of(vectors, vectors.shape))
     assert np.isfinite(embed(model, token_batch([[5], [6, 8]]))).all()
 
 
