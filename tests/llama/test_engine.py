@@ -90,6 +90,12 @@ def test_hello_promises_only_what_is_there(site: Path, libraries: tuple[str, ...
 INFO = "CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 1 | AVX512_BF16 = 0 | FMA = 1 | LLAMAFILE = 1 | OPENMP = 1 | "
 
 
+@pytest.mark.llama
+def test_probe_here() -> None:
+    probe = LlamaEngine(WorkerOptions(device="cpu")).probe_floor()
+    assert (probe.status, probe.code) == ("ok", "ok"), probe
+
+
 def test_cpu_features_are_compared(tmp_path: Path) -> None:
     assert compiled_features(INFO) == {"SSE3", "AVX2", "AVX512", "FMA", "LLAMAFILE", "OPENMP"}
     cpuinfo = tmp_path / "cpuinfo"
@@ -131,12 +137,6 @@ def test_probe_reads_the_childs_end(
     probe = LlamaEngine(WorkerOptions(device="cpu")).probe_floor()
     assert (probe.status, probe.code) == ("refused", code)
     assert words in str(probe.observed)
-
-
-@pytest.mark.llama
-def test_probe_here() -> None:
-    probe = LlamaEngine(WorkerOptions(device="cpu")).probe_floor()
-    assert (probe.status, probe.code) == ("ok", "ok"), probe
 
 
 @pytest.mark.llama
