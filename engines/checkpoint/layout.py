@@ -1,7 +1,7 @@
 """How a checkpoint's tensors are named, which of them may be left out, and which a package stores as int8.
 
-Canonical names are Hugging Face's without the leading ``bert.`` or ``model.``; matrices are (out, in). Which ones a
-family has is said in :mod:`engines.checkpoint.families`.
+Canonical names are Hugging Face's without the leading ``bert.`` or ``model.`` (a family's ``prefix``); matrices are
+(out, in). Which ones a family has is said in :mod:`engines.checkpoint.families`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import re
 from typing import Any, Final, TypeAlias
 
 from engines.bundle.manifest import BundleError, Family, Task
-from engines.checkpoint.families import known
+from engines.checkpoint.families import FAMILIES, known
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
+_PREFIX: Final = re.compile(rf"^({'|'.join(sorted({kind.prefix for kind in FAMILIES.values()}))})\.")
 # Stored names that belong to a training head or a buffer and never enter a forward pass.
 _BUFFERS: Final = re.compile(r"(^|\.)(position_ids|token_type_ids|rotary_emb\.inv_freq)$|^cls\.|^decoder\.")
 # Heads that other tasks don't use.
@@ -30,7 +31,7 @@ def ignorable(name: str, task: Task) -> bool:
 
 def canonical(stored: str) -> str:
     """Return a stored tensor's canonical name; LayerNorm's older ``gamma`` and ``beta`` are weight and bias."""
-    name = re.sub(r"^(bert|model)\.", "", stored)
+    name = _PREFIX.sub("", stored)
     return re.sub(r"LayerNorm\.(gamma|beta)$", lambda m: "LayerNorm." + ("weight" if m[1] == "gamma" else "bias"), name)
 
 

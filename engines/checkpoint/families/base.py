@@ -31,6 +31,8 @@ class Config(Struct, kw_only=True):
 
     pooling: ClassVar[Pooling]
     """How its embedders pool where nothing says so."""
+    prefix: ClassVar[str] = "model"
+    """What stands before its tensors' names where a head is beside them."""
     causal: ClassVar[bool] = False
     """A decoder: it may generate, and its config.json names its special ids."""
 

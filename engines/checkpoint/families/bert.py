@@ -14,6 +14,7 @@ class Bert(Encoder, kw_only=True):
     """``BertModel`` and ``BertForSequenceClassification``."""
 
     pooling: ClassVar[Pooling] = Pooling.MEAN
+    prefix: ClassVar[str] = "bert"
 
     type_vocab_size: Count = 2
     layer_norm_eps: Number = 1e-12
