@@ -103,7 +103,8 @@ class SequenceCache:
             self._move(sequence, room)
         if not sequence.n_held:
             self._share(sequence)
-        del self._sequences[:-REMEMBERED]
+        while len(self._sequences) > REMEMBERED:
+            self.forget(self._sequences[0])
         return sequence
 
     def forget(self, sequence: Sequence) -> None:

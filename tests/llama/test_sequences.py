@@ -212,11 +212,16 @@ def test_a_fault_forgets_its_sequence_alone(load: Any, spy: Spy, monkeypatch: py
 
 def test_what_is_remembered_is_bounded(load: Any, spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequences, "REMEMBERED", 2)
+    closed: list[NativeContext] = []
+    close = NativeContext.close
+    monkeypatch.setattr(NativeContext, "close", lambda context: (closed.append(context), close(context))[1])
     prompts = [[5, 6], [7, 8], [9, 10]]
     long = Long(load, spy, "llama-generate", prompts)
     model = load("llama-generate")
+    closed.clear()
     for number in range(3):
         long.slice(model, spy, number, 0, 3)
+    assert len(closed) == 1, "what is forgotten gives its cells back"
     assert long.slice(model, spy, 2, 3, 1)[1] == [1] and long.slice(model, spy, 1, 3, 1)[1] == [1]
     ask(model, [5, 6, *long.answers[0].generated_token_ids[:3]], 1)
     assert spy.take()[1] == [5], "a prompt like any other"
