@@ -169,7 +169,7 @@ def test_rerank_gives_the_cross_encoders_logits(
     assert model.dims == 1 and ours.shape == (8,) and ours.dtype == np.float32
     assert np.abs(ours - theirs).max() <= error
     alone = [model.rerank(pairs(token_batch, query, [row]), progress=silent())[0] for row in documents]
-    assert np.abs(ours - alone).max() < 0.02
+    assert np.abs(ours - alone).max() < error / 2
     # Without its token types the same model is far off, so this test can tell.
     typeless = np.array([reference.bert_score(_one_type(known), query, row, cls=2, sep=3) for row in documents])
     assert np.abs(typeless - theirs).max() > 0.5
