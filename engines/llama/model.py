@@ -6,6 +6,7 @@ llama.cpp becomes a typed ERR here or is computed another way.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from queue import SimpleQueue
@@ -173,7 +174,7 @@ class LlamaModel(Model):
         self._check_generate(input_ids, max_tokens)
         if max_tokens == 0:
             return Generation("", n_prompt, 0, FinishReason.LENGTH)
-        sequence = self._sequences.take(input_ids.tolist(), room=n_prompt + max_tokens)
+        sequence = self._sequences.take(array("i", input_ids.tobytes()), room=n_prompt + max_tokens)
         tokens: list[int] = []
         reason = FinishReason.LENGTH
         try:

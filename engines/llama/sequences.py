@@ -19,6 +19,7 @@ All of this runs on the thread that computes, one request at a time.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -42,7 +43,7 @@ class Sequence:
         n_held: how many of *ids* have their cells in *context*.
     """
 
-    ids: list[int]
+    ids: array[int]
     n_prompt: int
     context: NativeContext | None = None
     n_held: int = 0
@@ -84,7 +85,7 @@ class SequenceCache:
         self._block = block
         self._sequences: list[Sequence] = []
 
-    def take(self, ids: list[int], *, room: int) -> Sequence:
+    def take(self, ids: array[int], *, room: int) -> Sequence:
         """Return the sequence that continues *ids*, in a context with *room* for so many tokens.
 
         At least the last call is left to be made, since its logits are wanted. Raises EngineError ``oom``.
