@@ -18,6 +18,10 @@ def test_every_key_is_read_and_unknown_ones_are_not() -> None:
     given = {key: str(value) for key, value in values.items()} | {"backend": " cpu "}
     assert parse(given, backend="cpu", cores=8) == LlamaConfig(**values)  # type: ignore[arg-type]
     assert parse({"contexts": "auto"}, backend="cpu", cores=8).contexts == 0
+    default = parse({}, backend="cpu", cores=8)
+    assert (default.ctx_size, default.microllm_max_tokens, default.encode_chunk_tokens) == (512, 512, 512)
+    edges = {"ctx_size": "1", "contexts": "1", "batch_size": str(2**20), "microllm_max_tokens": str(2**32 - 1)}
+    assert parse(edges, backend="cpu", cores=8).ctx_size == 1
 
 
 @pytest.mark.parametrize(("cores", "given", "threads"), [(1, {}, 1), (3, {}, 2), (2, {"threads": "64"}, 2)])
@@ -40,6 +44,7 @@ def test_an_accelerator_takes_all_layers_and_larger_chunks() -> None:
             for value in ("0", "-1", "x", "")
         ),
         ("encode_chunk_tokens", "0"),
+        ("batch_size", str(2**20 + 1)),
         ("gpu_layers", "4294967296"),
         ("gpu_layers", "-1"),
         ("microllm_max_tokens", "1.5"),

@@ -95,6 +95,12 @@ def test_facts_of_a_sound_file(parse: Parse, version: int) -> None:
     assert not header.has_rank_head and header.token_type_vocab_offset is None
 
 
+def test_a_number_of_every_kind_is_read(parse: Parse) -> None:
+    kinds = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+    header = parse(head([ARCHITECTURE, *(pair(f"k{n}", n, struct.pack(f"<{c}", 7)) for n, c in kinds.items())], []))
+    assert {header.metadata[f"k{n}"] for n in kinds} == {7}
+
+
 def test_truncation_at_every_byte_is_artifact_invalid(parse: Parse) -> None:
     data = sound()
     for length in range(len(data)):
