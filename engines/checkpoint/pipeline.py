@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from engines.checkpoint.families import FAMILIES
 from engines.checkpoint.read import CheckpointError, read_bytes, read_json, read_json_list, read_optional
 from engines.protocol.messages import Pooling
 
@@ -152,14 +153,11 @@ def read_score(config: Mapping[str, Any], file: Path) -> str:
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 _USED: Final = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings head_dim "
-    "hidden_act layer_norm_eps type_vocab_size position_embedding_type norm_eps norm_bias attention_bias mlp_bias "
-    "classifier_bias classifier_pooling classifier_activation hidden_activation local_attention global_rope_theta "
-    "local_rope_theta global_attn_every_n_layers layer_types num_key_value_heads rms_norm_eps rope_theta rope_scaling "
-    "rope_parameters use_sliding_window tie_word_embeddings model_type architectures bos_token_id eos_token_id "
+    "rope_scaling rope_parameters use_sliding_window layer_types model_type architectures bos_token_id eos_token_id "
     "pad_token_id cls_token_id sep_token_id mask_token_id unk_token_id yes_token_id no_token_id num_labels id2label "
     "label2id sbert_ce_default_activation_function sentence_transformers"
 )
+"""Followed beside the fields of the families' classes."""
 _TRAINING: Final = (
     "attention_probs_dropout_prob attention_dropout classifier_dropout embedding_dropout hidden_dropout_prob "
     "mlp_dropout initializer_range initializer_cutoff_factor gradient_checkpointing problem_type finetuning_task "
@@ -183,7 +181,9 @@ _POOLER: Final = (
     "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type"
 )
 """Left over from the first BERT conversions; no class of transformers reads them."""
-_KNOWN: Final = frozenset(" ".join((_USED, _TRAINING, _RUNNING, _GENERATING, _POOLER)).split())
+_KNOWN: Final = frozenset(" ".join((_USED, _TRAINING, _RUNNING, _GENERATING, _POOLER)).split()).union(
+    *(kind.__struct_fields__ for kind in FAMILIES.values())
+)
 _ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "is_decoder": (False, None),
     "is_encoder_decoder": (False, None),
@@ -210,9 +210,6 @@ def check_config(raw: Mapping[str, Any], file: Path) -> None:
                 f"{file}: {key!r} isn't known here and may change what the model computes. If it doesn't, remove it "
                 "from the file"
             )
-    kinds = raw.get("layer_types")
-    if raw.get("model_type") in ("qwen3", "llama") and isinstance(kinds, list) and set(kinds) != {"full_attention"}:
-        raise CheckpointError(f"{file}: layer_types: only full_attention is served for {raw['model_type']}")
 
 
 # --- tokenizer files and generation -----------------------------------------------------------------------------------

@@ -58,8 +58,8 @@ def compute(
     if checkpoint.task == "embed":
         return _embed(checkpoint, known, out, by, limit, progress)
     if checkpoint.task == "rerank":
-        if checkpoint.family == "qwen3":
-            raise CheckpointError("no fixtures for Qwen3 rerankers: their pairs go through a template")
+        if checkpoint.known.causal:
+            raise CheckpointError("no fixtures for rerankers that are decoders: their pairs go through a template")
         return _rerank(checkpoint, known, out, by, limit, progress)
     return _generate(folder, out, _model("AutoModelForCausalLM", folder, "float32"), by, limit, progress)
 
@@ -126,7 +126,7 @@ def _frame(tokenizer: Any, special: dict[str, int], encoder: bool) -> tuple[list
 def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, by: Reference, limit: int, progress: Progress) -> int:
     torch = import_module("torch")
     tokenizer = _tokenizer(checkpoint.folder)
-    frame = _frame(tokenizer, known.special_ids, checkpoint.family != "qwen3")
+    frame = _frame(tokenizer, known.special_ids, not checkpoint.known.causal)
     texts = probes.texts()
     rows = [_cut(tokenizer.encode(text, add_special_tokens=False).ids, frame, limit) for text in texts]
     kept = [i for i, row in enumerate(rows) if len(row) > len(frame[0]) + len(frame[1])]

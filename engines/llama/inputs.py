@@ -174,10 +174,3 @@ def normalize_rows(vectors: FloatArray) -> FloatArray:
     norms = np.sqrt(np.einsum("ij,ij->i", vectors, vectors, dtype=np.float32)) + np.float32(EPSILON)
     scaled: FloatArray = vectors / norms[:, None]
     return scaled
-
-
-def require_finite(values: FloatArray, what: str) -> None:
-    """Raise ``nonfinite_output`` for NaN or infinity."""
-    if not np.isfinite(values).all():
-        rows = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(axis=1))
-        raise EngineError(ErrorCode.NONFINITE_OUTPUT, f"{what} {int(rows[0])} came out as NaN or infinity")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.bundle.manifest import Family, Task
 from engines.checkpoint import layout, safetensors
 from engines.checkpoint.read import complete_config
 
@@ -55,7 +56,7 @@ def write_bert(
         "attention_probs_dropout_prob": 0.0,
         "pad_token_id": 0,
     }
-    task: layout.Task = "rerank" if cross_encoder else "embed"
+    task: Task = "rerank" if cross_encoder else "embed"
     prefix = (lambda name: name if name.startswith("classifier") else "bert." + name) if cross_encoder else None
     _finish(folder, "bert", task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
     if not cross_encoder:
@@ -113,7 +114,7 @@ def write_modernbert(
         "sep_token_id": 3,
         "eos_token_id": 3,
     }
-    task: layout.Task = "rerank" if rerank else "embed"
+    task: Task = "rerank" if rerank else "embed"
     own = ("head.", "classifier.")
     prefix = (lambda name: name if name.startswith(own) else "model." + name) if rerank else None
     _finish(folder, "modernbert", task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
@@ -167,7 +168,7 @@ def write_qwen3(
         "eos_token_id": 2 if causal else 0,
         "pad_token_id": 0,
     }
-    task: layout.Task = "rerank" if rerank else "generate" if generate else "embed"
+    task: Task = "rerank" if rerank else "generate" if generate else "embed"
     prefix = (lambda name: "model." + name) if causal else None
     _finish(folder, "qwen3", task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
     ids = write_bytelevel_tokenizer(folder, vocab, QWEN_SPECIALS, template=None if causal else ("", "<|endoftext|>"))
@@ -375,8 +376,8 @@ def _sentence_files(folder: Path, hidden: int, pooling: str, normalize: bool, ma
 
 def _finish(
     folder: Path,
-    family: layout.Family,
-    task: layout.Task,
+    family: Family,
+    task: Task,
     config: dict[str, Any],
     *,
     seed: int,
