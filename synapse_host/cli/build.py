@@ -26,7 +26,7 @@ def configure(parser: Parser) -> None:
     """Declare the verb's arguments."""
     parser.description = (
         "Make a model bundle from a Hugging Face style checkpoint folder (config.json and safetensors; never pickles). "
-        "Families: bert, modernbert, qwen3, llama."
+        "Families: bert (also as roberta, xlm-roberta, camembert, distilbert), modernbert, qwen3, llama."
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder with config.json")
     parser.add_argument("out", type=Path, metavar="OUT", help="bundle folder to make; must not exist yet, or be empty")
