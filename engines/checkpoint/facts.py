@@ -39,6 +39,8 @@ class Facts:
     head: dict[str, Any] | None = None
     token_types: bool | None = None
     chat_template: str | None = None
+    pair_separators: int = 1
+    """Special tokens between query and document, of a reranker."""
     score: str | None = None
     """``sigmoid`` or ``identity``, of a reranker."""
     end_ids: tuple[int, ...] = ()
@@ -67,6 +69,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
         special_ids=special_ids(checkpoint),
         head=head(checkpoint, steps) if task == "rerank" else None,
         token_types=True if task == "rerank" and known.token_types else None,
+        pair_separators=pipeline.pair_separators(folder) if task == "rerank" and not known.causal else 1,
         chat_template=pipeline.chat_template(folder) if generate else None,
         score=pipeline.read_score(raw, folder / "config.json") if task == "rerank" else None,
         end_ids=tuple(pipeline.end_ids(folder, raw, config["vocab_size"])) if generate else (),

@@ -155,13 +155,14 @@ def read_score(config: Mapping[str, Any], file: Path) -> str:
 _USED: Final = (
     "rope_scaling rope_parameters use_sliding_window layer_types model_type architectures bos_token_id eos_token_id "
     "pad_token_id cls_token_id sep_token_id mask_token_id unk_token_id yes_token_id no_token_id num_labels id2label "
-    "label2id sbert_ce_default_activation_function sentence_transformers"
+    "label2id sbert_ce_default_activation_function sentence_transformers dim hidden_dim n_layers n_heads activation"
 )
 """Followed beside the fields of the families' classes."""
 _TRAINING: Final = (
     "attention_probs_dropout_prob attention_dropout classifier_dropout embedding_dropout hidden_dropout_prob "
     "mlp_dropout initializer_range initializer_cutoff_factor gradient_checkpointing problem_type finetuning_task "
-    "repad_logits_with_grad sparse_pred_ignore_index decoder_bias use_bfloat16"
+    "repad_logits_with_grad sparse_pred_ignore_index decoder_bias use_bfloat16 dropout attention_dropout qa_dropout "
+    "seq_classif_dropout sinusoidal_pos_embds tie_weights_"
 )
 _RUNNING: Final = (
     "_name_or_path name_or_path transformers_version torch_dtype dtype torchscript return_dict use_cache auto_map "
@@ -229,7 +230,30 @@ _HELD: Final[dict[str, tuple[Any, ...]]] = {
     "num_beams": (None, 1),
     "stop_strings": (None, []),
 }
+_PAIR_POST: Final = {"RobertaProcessing": 2, "BertProcessing": 1}
 _SAMPLING: Final = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+
+
+def pair_separators(folder: Path) -> int:
+    """Return how many special tokens the tokenizer puts between query and document: BERT's one, or RoBERTa's two.
+
+    One where tokenizer.json doesn't say it, as BERT was trained. CheckpointError for other numbers.
+    """
+    file = folder / "tokenizer.json"
+    post = read_optional(file).get("post_processor")
+    steps = post.get("processors", [post]) if isinstance(post, dict) else []
+    for step in steps if isinstance(steps, list) else []:
+        kind = step.get("type") if isinstance(step, dict) else None
+        if kind in _PAIR_POST:
+            return _PAIR_POST[kind]
+        pair = step.get("pair") if kind == "TemplateProcessing" else None
+        if isinstance(pair, list):
+            texts = [at for at, part in enumerate(pair) if isinstance(part, dict) and "Sequence" in part]
+            between = texts[1] - texts[0] - 1 if len(texts) == 2 else 0
+            if between not in (1, 2):
+                raise CheckpointError(f"{file}: its template puts {between} tokens between the texts of a pair")
+            return between
+    return 1
 
 
 def check_tokenizer_files(folder: Path) -> bool | None:

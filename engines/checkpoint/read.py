@@ -15,15 +15,17 @@ special ids, limits) is read by ``pipeline`` and gathered in ``facts``. At build
 ``quantize`` makes its int8 form, ``dequantize`` recovers weights from a quantised ONNX file and ``reference`` computes
 fixtures with transformers; the workers use the reading half alone.
 
-A new family is one file in ``families`` and a row in its table.
+A new family is one file in ``families`` and a row in its table; a model that computes what BERT computes under other
+names is a class and a row in ``families.relatives``, and nothing else.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -33,6 +35,7 @@ from engines.checkpoint import families, layout
 from engines.checkpoint.families import FAMILIES
 from engines.checkpoint.families.base import CheckpointError as CheckpointError
 from engines.checkpoint.families.base import Config, need
+from engines.checkpoint.families.relatives import RELATIVES
 from engines.checkpoint.safetensors import MappedTensors, SafetensorsFile
 
 if TYPE_CHECKING:
@@ -42,6 +45,8 @@ MAX_JSON: Final = 64 * 1024 * 1024
 FLOAT_DTYPES: Final = ("F32", "F16", "BF16")
 SHARD_INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+POSITIONS: Final = "embeddings.position_embeddings.weight"
+TOKEN_TYPES: Final = "embeddings.token_type_embeddings.weight"  # noqa: S105
 
 
 @dataclass(frozen=True)
@@ -66,12 +71,27 @@ class Checkpoint:
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; a checkpoint is a folder with config.json and {SINGLE}")
-        raw = read_json(folder / "config.json")
-        family = family_of(raw, folder / "config.json")
-        config = complete_config(raw, family, where=str(folder / "config.json"))
+        file = folder / "config.json"
+        raw = read_json(file)
+        relative = RELATIVES.get(str(raw.get("model_type")))
+        if relative is None:
+            family = family_of(raw, file)
+            config = complete_config(raw, family, where=str(file))
+            task = task or guess_task(raw, family, folder)
+            return cls(folder, config, family, task, _select(_stored_tensors(folder), family, task, config))
+        task = task or guess_task(raw, "bert", folder)
+        try:
+            relative.check(task, raw["model_type"])
+            config = complete_config(relative.config(raw), "bert", where=str(file))
+            skipped = relative.skipped(raw)
+        except CheckpointError as exc:
+            raise CheckpointError(f"{file}: {exc}" if str(file) not in str(exc) else str(exc)) from exc
+        # Positions without their first rows; zeros for token types that aren't there.
+        made = () if relative.token_types else (TOKEN_TYPES,)
+        rows = {POSITIONS: skipped}
         stored = _stored_tensors(folder)
-        task = task or guess_task(raw, family, folder)
-        return cls(folder, config, family, task, _select(stored, family, task, config))
+        tensors = _select(stored, "bert", task, config, canonical=relative.canonical, skipped=rows, made=made)
+        return cls(folder, config, "bert", task, tensors)
 
     @classmethod
     def from_package(
@@ -167,7 +187,8 @@ def family_of(raw: Mapping[str, Any], where: Path | str) -> Family:
         if raw.get("model_type") == family:
             return family
     raise CheckpointError(
-        f"{where}: model_type {raw.get('model_type')!r} is not supported (supported: {', '.join(FAMILIES)})"
+        f"{where}: model_type {raw.get('model_type')!r} is not supported "
+        f"(supported: {', '.join((*FAMILIES, *RELATIVES))})"
     )
 
 
@@ -251,25 +272,38 @@ def _stored_tensors(folder: Path) -> dict[str, SafetensorsFile]:
 
 
 def _select(
-    stored: Mapping[str, SafetensorsFile], family: Family, task: Task, config: dict[str, Any], *, int8: bool = False
+    stored: Mapping[str, SafetensorsFile],
+    family: Family,
+    task: Task,
+    config: dict[str, Any],
+    *,
+    int8: bool = False,
+    canonical: Callable[[str], str] = layout.canonical,
+    skipped: Mapping[str, int] = MappingProxyType({}),
+    made: Sequence[str] = (),
 ) -> MappedTensors:
-    """Pick the required tensors under their canonical names and check dtype and shape of each."""
+    """Pick the required tensors under their *canonical* names and check dtype and shape of each.
+
+    *skipped*: rows that a stored tensor has before the first one needed; *made*: tensors of zeros that aren't stored.
+    """
     places: dict[str, tuple[SafetensorsFile, str]] = {}
     for name, file in stored.items():
-        key = layout.canonical(name)
+        key = layout.canonical(canonical(name))
         if key in places:
             raise CheckpointError(f"{file.path}: {places[key][1]!r} and {name!r} are the same tensor {key!r}")
         places[key] = (file, name)
     paths = sorted({str(file.path) for file in stored.values()})
     shapes = (layout.required_int8 if int8 else layout.required)(family, task, config)
+    zeros = {key: shapes.pop(key) for key in made}
     for key, shape in shapes.items():
         if key not in places:
             raise CheckpointError(f"{', '.join(paths)}: tensor {key!r} is missing (a {family} {task} model needs it)")
         file, name = places[key]
         info = file.header.tensors[name]
         at = f"{file.path}: tensor {name!r}"
-        if info.shape != shape:
-            raise CheckpointError(f"{at} has shape {list(info.shape)}, config.json says {list(shape)}")
+        whole = (shape[0] + skipped.get(key, 0), *shape[1:])
+        if info.shape != whole:
+            raise CheckpointError(f"{at} has shape {list(info.shape)}, config.json says {list(whole)}")
         if int8:
             wanted = layout.stored_int8(key, shape)
             if info.dtype != wanted:
@@ -281,4 +315,4 @@ def _select(
             raise CheckpointError(
                 f"{file.path}: tensor {name!r} is not part of a {family} {task} model and can't be left out"
             )
-    return MappedTensors({key: places[key] for key in shapes})
+    return MappedTensors({key: places[key] for key in shapes}, skipped=skipped, zeros=zeros)

@@ -13,7 +13,7 @@ import os
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
@@ -246,23 +246,39 @@ def _encode(name: str, array: Array, kind: str) -> memoryview:
 
 
 class MappedTensors(Mapping[str, "Array"]):
-    """Tensors of one or several files under canonical names, each read only when asked for."""
+    """Tensors of one or several files under canonical names, each read only when asked for.
 
-    def __init__(self, places: Mapping[str, tuple[SafetensorsFile, str]]) -> None:
+    ``skipped``: how many first rows of a tensor are left out. ``zeros``: shapes of float32 tensors that no file holds.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[str, tuple[SafetensorsFile, str]],
+        *,
+        skipped: Mapping[str, int] | None = None,
+        zeros: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         self._places = dict(places)
+        self._skipped = dict(skipped or {})
+        self._zeros = dict(zeros or {})
 
     def __getitem__(self, name: str) -> Array:
+        import numpy as np
+
+        if name in self._zeros:
+            return np.zeros(self._zeros[name], np.float32)
         file, stored = self._places[name]
-        return file.array(stored)
+        return file.array(stored)[self._skipped.get(name, 0) :]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        yield from self._places
+        yield from self._zeros
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._places) + len(self._zeros)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._places or name in self._zeros
 
     @property
     def files(self) -> list[SafetensorsFile]:
@@ -270,6 +286,12 @@ class MappedTensors(Mapping[str, "Array"]):
         return sorted({id(file): file for file, _ in self._places.values()}.values(), key=lambda file: str(file.path))
 
     def info(self, name: str) -> TensorInfo:
-        """Return dtype, shape and place without touching the data."""
+        """Return dtype, shape and place without touching the data; zeros have the dtype of their neighbours."""
+        if name in self._zeros:
+            return TensorInfo(name, self.info(next(iter(self._places))).dtype, self._zeros[name], 0, 0)
         file, stored = self._places[name]
-        return file.header.tensors[stored]
+        info = file.header.tensors[stored]
+        if not (rows := self._skipped.get(name, 0)):
+            return info
+        begin = info.begin + rows * (info.nbytes // info.shape[0])
+        return replace(info, shape=(info.shape[0] - rows, *info.shape[1:]), begin=begin)

@@ -88,9 +88,12 @@ def check_lengths(lengths: Sequence[int], *, limit: int, what: str) -> None:
 def pair_separators(header: Header) -> int:
     """Return how many separators stand between query and document: 1 as BERT was trained, 2 as RoBERTa was.
 
-    llama.cpp calls RoBERTa and XLM-RoBERTa `bert`; what tells them apart is the kind of vocabulary. A score under the
-    wrong template looks plausible and is wrong, so ``model_unsupported`` is raised for an architecture we don't know.
+    `synapse build` writes it down. In other files the kind of vocabulary tells, since llama.cpp calls RoBERTa and
+    XLM-RoBERTa `bert` too. A score under the wrong template looks plausible and is wrong, so ``model_unsupported`` is
+    raised for an architecture we don't know.
     """
+    if (said := header.integer("synapse.pair_separators")) in (1, 2):
+        return said
     kind = header.metadata.get("tokenizer.ggml.model")
     separators = _PAIR_SEPARATORS.get((header.architecture, str(kind)))
     if separators is None:

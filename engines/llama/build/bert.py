@@ -2,7 +2,8 @@
 
 llama.cpp adds token type 0 to every token and its own converter drops the pooler. So the pooler is written as ``cls``,
 and a cross-encoder's vocabulary is doubled: row V + i is word[i] + (type1 - type0), which makes the sum before the
-embedding norm exactly the trained one. ``synapse.token_type_vocab_offset`` says V to the worker.
+embedding norm exactly the trained one. ``synapse.token_type_vocab_offset`` says V to the worker, and
+``synapse.pair_separators`` how many separators stand between query and document where that isn't one (RoBERTa).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from engines.checkpoint.safetensors import FloatArray
 
 TOKEN_TYPE_KEY: Final = "synapse.token_type_vocab_offset"  # noqa: S105
+SEPARATORS_KEY: Final = "synapse.pair_separators"
 
 
 def metadata(writer: Any, checkpoint: Checkpoint, known: Facts) -> None:
@@ -33,6 +35,8 @@ def metadata(writer: Any, checkpoint: Checkpoint, known: Facts) -> None:
     writer.add_token_type_count(c["type_vocab_size"])
     if doubled:
         writer.add_uint32(TOKEN_TYPE_KEY, c["vocab_size"])
+    if known.pair_separators != 1:
+        writer.add_uint32(SEPARATORS_KEY, known.pair_separators)
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[GgufTensor]:
