@@ -63,15 +63,16 @@ class Spoken:
         """Take in what a worker has answered, and return the text that is certain now."""
         before = self._decoder.getstate()
         # Most slices end with a whole character, and the worker's text is right. Else its last bytes are lost in it.
-        if self._spell is not None and (before[0] or text.endswith("\ufffd")):
+        if self._spell is not None and (before[0] or (ids and text.endswith("\ufffd"))):
             text = self._decoder.decode(b"".join(map(self._spell, ids)), last)
         held = self._held + text
-        ends = [(held.find(stop), stop) for stop in self._stop if stop in held]
-        if ends:
+        # The one that is complete first: how the text is cut into slices makes no difference.
+        found = [(held.find(stop) + len(stop), held.find(stop)) for stop in self._stop if stop in held]
+        if found:
             self.stopped = True
-            end, stop = min(ends)
-            new, self._held = held[:end], ""
-            ids = ids[: self._count(ids, before, len(text) - len(held) + end + len(stop))]
+            end, start = min(found)
+            new, self._held = held[:start], ""
+            ids = ids[: self._count(ids, before, len(text) - len(held) + end)]
         else:
             kept = 0 if last else max((_overlap(held, stop) for stop in self._stop), default=0)
             new, self._held = held[: len(held) - kept], held[len(held) - kept :]
@@ -137,7 +138,7 @@ async def pieces(
                 continue
             last = reply.finish_reason is FinishReason.STOP or not new or len(spoken.ids) + len(new) >= wanted
             text = spoken.add(reply.text, new, last=last)
-            n_gen = len(spoken.ids) if new else reply.n_gen
+            n_gen = len(spoken.ids) or reply.n_gen
             if last or spoken.stopped:
                 reason = FinishReason.STOP if spoken.stopped else reply.finish_reason
                 yield Piece(text, len(prompt), n_gen, str(reason))
