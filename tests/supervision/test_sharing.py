@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
 from collections.abc import Sequence
@@ -132,7 +133,7 @@ async def test_each_keeps_its_own_deadline(make):
 
 @pytest.mark.parametrize(
     "fault",
-    [{"err": {"code": "inference_failed", "msg": "one of you"}}, {"reply": {"nan": 11}}],
+    [{"err": {"code": "inference_failed", "msg": "one of you"}}, {"reply": {"nan": 3}}],
     ids=["ERR", "NaN"],
 )
 async def test_what_may_be_about_one_of_them_is_answered_one_by_one_and_in_order(make, fault):
@@ -143,12 +144,12 @@ async def test_what_may_be_about_one_of_them_is_answered_one_by_one_and_in_order
     late = asyncio.create_task(lane.submit(rows(5, pooling=Pooling.CLS), stage="embed"))
     for n, task in enumerate([*tasks, late]):
         task.add_done_callback(lambda _, n=n: order.append(n))
-    # The second exchange has four calls; of them the second alone fails by itself, as the fourth exchange.
+    # The second exchange has four calls, the third is the late one's, the fourth the first of the four by itself.
     found = await answers([*tasks, late])
-    assert isinstance(found[2], SynapseError) and found[2].code in ("inference_failed", "nonfinite_output")
-    for n in (0, 1, 3, 4, 5):
+    assert isinstance(found[1], SynapseError) and found[1].code in ("inference_failed", "nonfinite_output")
+    for n in (0, 2, 3, 4, 5):
         check(found[n], n)
-    assert "joined" not in found[2].details and lane.health()["strikes"] == 0 and lane.generation == 1
+    assert "joined" not in found[1].details and lane.health()["strikes"] == 0 and lane.generation == 1
     # Whoever had the turn next had it already; behind it they are served in their old order.
     assert exchanges(lane) == 1 + 1 + 4 + 1 and [n for n in order if n in (1, 2, 3, 4)] == [1, 2, 3, 4]
 
@@ -186,7 +187,7 @@ async def test_closing_answers_all(make):
 
 
 async def test_kills_while_exchanges_are_shared_give_nobody_anothers_answer(make):
-    lane, rng = make(config=None or _forgiving()), random.Random(7)
+    lane, rng = make(), random.Random(7)
     ends: list[str] = []
     running = True
 
@@ -201,23 +202,16 @@ async def test_kills_while_exchanges_are_shared_give_nobody_anothers_answer(make
 
     async def killer() -> None:
         while running:
-            await asyncio.sleep(rng.uniform(0.05, 0.3))
+            served = ends.count("ok") + rng.randrange(1, 30)
+            await until(lambda served=served: ends.count("ok") >= served or not running)
             pid = lane.health()["worker_pid"]
             if pid is not None:
-                try:
+                with contextlib.suppress(psutil.NoSuchProcess):
                     psutil.Process(pid).send_signal(signal.SIGKILL)
-                except psutil.NoSuchProcess:
-                    pass
             lane.clear()
 
     killing = asyncio.create_task(killer())
     await asyncio.gather(*(caller(number) for number in range(12)))
     running = False
     await killing
-    assert len(ends) == 12 * 60 and ends.count("ok") > 12 and exchanges(lane) < len(ends)
-
-
-def _forgiving() -> Any:
-    from tests.support.lanes import FAST
-
-    return FAST
+    assert len(ends) == 12 * 60 and ends.count("crash") and exchanges(lane) < len(ends)
