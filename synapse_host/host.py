@@ -30,11 +30,10 @@ from synapse_host.requests import rerank as reranking
 from synapse_host.requests.parts import whole
 from synapse_host.results import EmbedResult, Generation, Piece, RerankResult
 from synapse_host.text import encoders
-from synapse_host.text import limits as admission
 from synapse_host.text.background import beside
-from synapse_host.text.rows import Frame, Rows, compose_ids, special_frame
+from synapse_host.text.rows import Frame, Rows, special_frame
 from synapse_host.text.template import Renderer
-from synapse_host.text.validate import absolute, check_rows, check_texts, id_rows
+from synapse_host.text.validate import absolute, check_rows, check_texts
 from synapse_host.worker.listener import RuntimeDirectory
 
 if TYPE_CHECKING:
@@ -303,27 +302,15 @@ class Host:
         """Return scores of candidates given as bare segments of token ids, without special tokens."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "rerank")
-        owned = assignment.require().owned
-        manifest = assignment.bundle.manifest
-        limits: dict[str, Any] = {"max_tokens": manifest.max_tokens, "model": assignment.model}
-        query = id_rows([query_ids], **limits, noun="query").ids
         frame: Frame | None = None
-        if owned:
-            has_tokenizer = manifest.tokenizer is not UNSET
-            frame = (await self._encoders.of(model, until)).pair if has_tokenizer else special_frame(assignment.bundle)
-        common = len(query) + (3 if frame is None else len(frame))
-
-        def compose() -> Rows:
-            rows = id_rows(candidates, **limits, noun="candidate")
-            if not rows.lengths:
-                raise InvalidRequest("candidates is empty: nothing to score")
-            # Checked before it is composed: every row would hold the query once more.
-            admission.check_lengths([length + common for length in rows.lengths], **limits, noun="candidate")
-            return rows if frame is None else compose_ids(frame, query, rows)
-
-        rows = await encoders.checked(candidates, until, compose)
-        logits = await reranking.score(self._lanes, assignment, None if owned else query, rows, until)
-        return reranking.scaled(manifest, logits, raw=raw)
+        if assignment.require().owned:
+            named = assignment.bundle.manifest.tokenizer is not UNSET
+            frame = (await self._encoders.of(model, until)).pair if named else special_frame(assignment.bundle)
+        query, rows = await encoders.checked(
+            candidates, until, lambda: reranking.composed(assignment, frame, query_ids, candidates)
+        )
+        logits = await reranking.score(self._lanes, assignment, query, rows, until)
+        return reranking.scaled(assignment.bundle.manifest, logits, raw=raw)
 
     # --- generation --------------------------------------------------------------------------------------------------
 
@@ -346,8 +333,10 @@ class Host:
         """
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "generate")
-        ids = await self._prompt(assignment, prompt, until, chat=chat)
-        return await self._generated(assignment, ids, max_tokens, until, stop)
+        tokenizer = await self._encoders.of(model, until)
+        ids = await generation.prompt_ids(assignment, tokenizer, self._renderer if chat else None, prompt, until)
+        spoken = generation.Spoken(tokenizer.spell, stop)
+        return await generation.generate(self._lanes, assignment, ids, max_tokens, until, spoken=spoken)
 
     @memory.typed_stream
     async def generate_stream(
@@ -367,8 +356,9 @@ class Host:
         """
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "generate")
-        ids = await self._prompt(assignment, prompt, until, chat=chat)
-        spoken = await self._spoken(assignment, until, stop)
+        tokenizer = await self._encoders.of(model, until)
+        ids = await generation.prompt_ids(assignment, tokenizer, self._renderer if chat else None, prompt, until)
+        spoken = generation.Spoken(tokenizer.spell, stop)
         stream = generation.pieces(self._lanes, assignment, ids, max_tokens, until, spoken=spoken)
         async with aclosing(stream):
             async for piece in stream:
@@ -388,33 +378,8 @@ class Host:
         """Continue a prompt of token ids greedily; else as :meth:`generate`."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "generate")
-        return await self._generated(assignment, ids, max_tokens, until, stop)
-
-    async def _prompt(
-        self, assignment: Assignment, prompt: str | Sequence[Mapping[str, str]], until: float | None, *, chat: bool
-    ) -> Any:
-        tokenizer = await self._encoders.of(assignment.model, until)
-        if chat:
-            from synapse_host.text.chat import chat_ids
-
-            def compose() -> list[int]:
-                return chat_ids(assignment.bundle, tokenizer, self._renderer, prompt)
-
-            # A template is the bundle's own program: it runs in a process of its own, which a thread waits for.
-            return await encoders.in_thread(compose, until)
-        if not isinstance(prompt, str):
-            raise InvalidRequest("a list of messages needs chat=True")
-        return (await encoders.encoded([prompt], until, lambda: tokenizer.prompt(prompt))).ids
-
-    async def _spoken(self, assignment: Assignment, until: float | None, stop: Any) -> generation.Spoken:
         named = assignment.bundle.manifest.tokenizer is not UNSET
-        spell = (await self._encoders.of(assignment.model, until)).spell if named else None
-        return generation.Spoken(spell, generation.stops(stop))
-
-    async def _generated(
-        self, assignment: Assignment, ids: Any, max_tokens: int | None, until: float | None, stop: Any
-    ) -> Generation:
-        spoken = await self._spoken(assignment, until, stop)
+        spoken = generation.Spoken((await self._encoders.of(model, until)).spell if named else None, stop)
         return await generation.generate(self._lanes, assignment, ids, max_tokens, until, spoken=spoken)
 
     # --- lanes -------------------------------------------------------------------------------------------------------

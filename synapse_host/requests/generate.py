@@ -18,12 +18,15 @@ from engines.protocol.messages import ITEM_BYTES, U32_MAX, FinishReason, Generat
 from synapse_host.errors import InvalidRequest, SequenceTooLong, SynapseError
 from synapse_host.requests.parts import buffer
 from synapse_host.results import Generation, Piece
+from synapse_host.text.encoders import encoded, in_thread
 from synapse_host.text.validate import id_rows
 
 if TYPE_CHECKING:
     from synapse_host.arrays import IntArray
     from synapse_host.lanes import Lanes
     from synapse_host.placement.assignment import Assignment
+    from synapse_host.text.template import Renderer
+    from synapse_host.text.tokenizer import TextTokenizer
     from synapse_host.worker.exchange import Build
 
 MAX_STOPS: Final = 16
@@ -45,17 +48,18 @@ class Spoken:
     """The ids and the text of a generation so far.
 
     *spell* gives the bytes of an id; without it a text is taken as the worker writes it, which is right for a whole one
-    only. ``text`` ends before what may be the beginning of a stop string, or of a character.
+    only. *stop* comes from a caller: InvalidRequest where it isn't a text or a few of them. ``text`` ends before what
+    may be the beginning of a stop string, or of a character.
     """
 
-    def __init__(self, spell: Callable[[int], bytes] | None, stop: Sequence[str]) -> None:
+    def __init__(self, spell: Callable[[int], bytes] | None, stop: Any) -> None:
         self.sliceable = spell is not None
         self.ids: list[int] = []
         self.text = ""
         self.stopped = False
         """A stop string was found; text and ids end there."""
         self._spell = spell
-        self._stop = stop
+        self._stop = stops(stop)
         self._held = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -96,6 +100,20 @@ class Spoken:
 def _overlap(text: str, stop: str) -> int:
     """Return how many characters at the end of *text* are the beginning of *stop*."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+async def prompt_ids(
+    assignment: Assignment, tokenizer: TextTokenizer, renderer: Renderer | None, prompt: Any, until: float | None
+) -> Any:
+    """Return the ids of a prompt; with *renderer* it is a message, or a list of them, for the model's chat template."""
+    if renderer is not None:
+        from synapse_host.text.chat import chat_ids
+
+        # A template is the bundle's own program: it runs in a process of its own, which a thread waits for.
+        return await in_thread(lambda: chat_ids(assignment.bundle, tokenizer, renderer, prompt), until)
+    if not isinstance(prompt, str):
+        raise InvalidRequest("a list of messages needs chat=True")
+    return (await encoded([prompt], until, lambda: tokenizer.prompt(prompt))).ids
 
 
 async def pieces(

@@ -57,8 +57,9 @@ class Sharing:
         self._useful_tokens = spec.load.number("batch_size", USEFUL_TOKENS)
         self._suspects: dict[bytes, None] = {}
 
-    def board(self, exchange: Exchange, build: Build | None, session: Session, loaded: Loaded | None) -> None:
-        """Let callers who wait get into an exchange that is about to be sent, where its *build* can be shared."""
+    def board(self, exchange: Exchange, session: Session, loaded: Loaded | None) -> None:
+        """Let callers who wait get into an exchange that is about to be sent, where its build can be shared."""
+        build = exchange.build
         if not self._turns.waiting or not isinstance(build, Shareable) or loaded is None or session.model_ref is None:
             return
         rows = most_rows(session.max_frame, ITEM_BYTES * loaded.dims)
@@ -66,7 +67,7 @@ class Sharing:
         suspects = self._suspects
         riders = self._turns.board(lambda waiting: build.company(waiting, rows=rows, tokens=tokens, alone=suspects))
         if riders:
-            exchange.build, exchange.riders = build, riders
+            exchange.riders = riders
             together = build.joined([rider.build for rider in riders])
             exchange.request, exchange.payload = together(exchange.request.req_id, session.model_ref)
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from engines.protocol.errors import ErrorCode, LocalProtocolError
-from engines.protocol.messages import SERVING, AnyReply, AnyRequest, Ping, Pong, Unload
+from engines.protocol.messages import SERVING, AnyReply, Ping, Pong, Unload
 from synapse_host.config import HostConfig
 from synapse_host.errors import EngineCrashed, SynapseError
 from synapse_host.placement.spec import LaneSpec
@@ -139,9 +139,8 @@ class Supervisor:
             turns.held = True
         if outcome is None:
             # None: a start or a permit has to be waited for, or the worker is another one than asked for.
-            waiter = None
-            if generation is None or generation == self._workers.number:
-                waiter = self._at_once(build, deadline, stage, lease)
+            current = generation is None or generation == self._workers.number
+            waiter = self._at_once(build, deadline, stage, lease) if current else None
             if waiter is None:
                 outcome = await self._serve(build, deadline, stage, generation=generation, lease=lease)
             else:
@@ -173,7 +172,8 @@ class Supervisor:
         permit = type(request) in SERVING
         if permit and not self._permits.try_acquire(self.spec.device):
             return None
-        return self._begin(session, request, payload, stage, build, deadline=deadline, permit=permit, lease=lease)
+        waiter = self._loop.create_future()
+        return self._begin(session, Exchange(request, payload, waiter, stage, deadline, permit, lease, build))
 
     async def _serve(
         self,
@@ -217,44 +217,29 @@ class Supervisor:
                 self._permits.release(device)
             self._turns.pass_on()
             raise
-        shared = None if probing else build
-        return await self._begin(
-            session, request, payload, stage, shared, deadline=deadline, permit=permit, lease=lease
-        )
+        waiter, shared = self._loop.create_future(), None if probing else build
+        return await self._begin(session, Exchange(request, payload, waiter, stage, deadline, permit, lease, shared))
 
-    def _begin(
-        self,
-        session: Session,
-        request: AnyRequest,
-        payload: Any,
-        stage: str,
-        build: Build | None = None,
-        *,
-        deadline: float | None = None,
-        permit: bool = False,
-        lease: Lease | None = None,
-    ) -> asyncio.Future[Outcome]:
+    def _begin(self, session: Session, exchange: Exchange) -> asyncio.Future[Outcome]:
         """Send a request and return what its caller awaits; from here on the exchange owns turn, permit and lease.
 
-        Callers who wait go along where *build* can be shared.
+        Callers who wait go along where its build can be shared.
         """
-        waiter: asyncio.Future[Outcome] = self._loop.create_future()
-        exchange = Exchange(request, payload, waiter, stage, deadline, permit, lease=lease)
-        if lease is not None:
-            lease.taken = True
+        if exchange.lease is not None:
+            exchange.lease.taken = True
         try:
-            self._sharing.board(exchange, build, session, self._workers.loaded)
+            self._sharing.board(exchange, session, self._workers.loaded)
             session.begin(exchange)
         except LocalProtocolError as exc:
-            self._answer(exchange, refusals.unsendable(self.spec.lane_id, stage, exc))
+            self._answer(exchange, refusals.unsendable(self.spec.lane_id, exchange.stage, exc))
         except MemoryError:
-            self._answer(exchange, refusals.no_memory(self.spec.lane_id, stage))
+            self._answer(exchange, refusals.no_memory(self.spec.lane_id, exchange.stage))
         except BaseException:
             self._release(exchange)
             raise
-        if permit:
+        if exchange.permit:
             self.counters.shared.add(1 + len(exchange.riders))
-        return waiter
+        return exchange.waiter
 
     def _release(self, exchange: Exchange) -> None:
         if exchange.permit:
@@ -308,7 +293,8 @@ class Supervisor:
             ref, session.model_ref = session.model_ref, None
             assert ref is not None
             try:
-                await self._begin(session, Unload(req_id=session.next_req_id(), model_ref=ref), None, "unload")
+                request = Unload(req_id=session.next_req_id(), model_ref=ref)
+                await self._begin(session, Exchange(request, None, self._loop.create_future(), "unload"))
             except EngineCrashed as exc:
                 # The model went with its process, which is what was asked for; the strike stands.
                 _log.warning("the worker was lost while unloading: lane=%s %s", self.spec.lane_id, exc.message)
@@ -351,7 +337,8 @@ class Supervisor:
             if session is None or session.dead:
                 self._turns.pass_on()
             else:
-                await self._begin(session, Ping(req_id=session.next_req_id()), None, "ping", deadline=deadline)
+                request = Ping(req_id=session.next_req_id())
+                await self._begin(session, Exchange(request, None, self._loop.create_future(), "ping", deadline))
             return self.health()
 
     def _refresh(self) -> None:

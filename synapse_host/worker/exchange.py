@@ -53,12 +53,12 @@ class Exchange(Struct, eq=False):
     """When the caller stops waiting, in loop time; the exchange goes on."""
     permit: bool = False
     """It holds an execution permit."""
-    turn: bool = True
-    """It holds the stream's turn; the LOAD of a start doesn't, whoever waits for the start does."""
     lease: Lease | None = None
     """What it holds besides: on the Neural Engine the function that it runs on."""
     build: Any = None
-    """What made the request, where *riders* share it."""
+    """What made the request, where other callers may share it."""
+    turn: bool = True
+    """It holds the stream's turn; the LOAD of a start doesn't, whoever waits for the start does."""
     riders: Sequence[Rider] = ()
     """Other callers whose rows follow those of *build*."""
     sent: float = 0.0
