@@ -9,29 +9,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from engines.protocol.messages import EmbedBatch, Item, Pooling, RerankSequences, Segment, Vectors
 from synapse_host.requests.parts import buffer
 
 if TYPE_CHECKING:
     from engines.protocol.messages import AnyReply
-    from synapse_host.arrays import FloatArray, IntArray
+    from synapse_host.arrays import FloatArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(Struct, frozen=True, eq=False):
     """A build of EMBED_BATCH, or without *pooling* of RERANK_SEQUENCES, whose rows may share an exchange with others'.
 
     Each row stands for itself: its id is its number, counted from *first*.
     """
 
     lengths: Sequence[int]
-    ids: IntArray
+    ids: Any
+    """int32 (tokens,), end to end."""
     pooling: Pooling | None = None
     normalize: bool = False
     first: int = 0
@@ -85,7 +85,7 @@ class Batch:
         ends = list(accumulate(counts))
         return [
             (
-                msgspec.structs.replace(reply, n=count) if isinstance(reply, Vectors) else reply,
+                replace(reply, n=count) if isinstance(reply, Vectors) else reply,
                 array[(end - count) * width : end * width].copy(),
             )
             for count, end in zip(counts, ends, strict=True)

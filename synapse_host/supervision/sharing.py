@@ -120,4 +120,6 @@ class Sharing:
 
 
 def _waiters(exchange: Exchange) -> list[asyncio.Future[Any]]:
+    if not exchange.riders:
+        return [exchange.waiter]
     return [exchange.waiter, *(rider.future for rider in exchange.riders)]

@@ -112,8 +112,14 @@ class Supervisor:
         nonfinite_output, oom, and the class of the worker's ERR code. A caller that leaves (deadline, cancellation)
         neither harms the worker nor frees the lane early.
         """
-        with self.counters.call(stage):
-            return await self.exchange(build, deadline=deadline, stage=stage, generation=generation, lease=lease)
+        started = time.monotonic()
+        try:
+            outcome = await self.exchange(build, deadline=deadline, stage=stage, generation=generation, lease=lease)
+        except BaseException as exc:
+            self.counters.failed(stage, exc)
+            raise
+        self.counters.served(stage, time.monotonic() - started)
+        return outcome
 
     async def exchange(
         self,
@@ -251,8 +257,8 @@ class Supervisor:
 
     # --- load, unload, probe, ping -----------------------------------------------------------------------------------
 
-    async def load(self, deadline: float | None = None) -> int:
-        """Make sure that a worker is up and the model is loaded; return its dims.
+    async def load(self, deadline: float | None = None) -> None:
+        """Make sure that a worker is up and the model is loaded.
 
         On a quarantined catalog lane or a refused lane this is the reload that clears it at once.
         """
@@ -264,8 +270,6 @@ class Supervisor:
                 await self._workers.ready(deadline, "load")
             finally:
                 self._turns.pass_on()
-            assert self._workers.loaded is not None
-            return self._workers.loaded.dims
 
     def reopen(self) -> None:
         """Clear a quarantine or a refusal at once, as a reload does."""
@@ -350,11 +354,7 @@ class Supervisor:
         waiter: asyncio.Future[Outcome] = self._loop.create_future()
         # Nobody awaits it: the reply's worth is what `replied` stamps.
         waiter.cancel()
-        exchange = Exchange(Ping(req_id=session.next_req_id()), None, waiter, "ping")
-        try:
-            session.begin(exchange)
-        except LocalProtocolError:
-            self._release(exchange)
+        self._begin(session, Exchange(Ping(req_id=session.next_req_id()), None, waiter, "ping"))
 
     def _pinging(self) -> bool:
         session = self._workers.session

@@ -174,6 +174,21 @@ async def test_a_crash_is_told_to_all_and_they_never_share_again(make, tmp_path)
     assert exchanges(lane) == before + 6 and spawns(tmp_path / "spawns") == 2
 
 
+async def test_no_memory_to_join_them_leaves_nobody_waiting(make):
+    class Starved(Batch, frozen=True, eq=False):
+        def joined(self, others: Any) -> Batch:
+            raise MemoryError
+
+    lane = make({"rules": [on("EMBED_BATCH", HOLD, nth=1)]})
+    await lane.load()
+    first = asyncio.create_task(lane.submit(rows(0), stage="embed"))
+    await until(lambda: exchanges(lane) == 1)
+    leader = Starved([2], np.array([1, 1], np.int32), Pooling.MEAN, True)
+    tasks = [asyncio.create_task(lane.submit(one, stage="embed")) for one in (leader, rows(2), rows(3))]
+    for n, outcome in enumerate(await answers([first, *tasks])):
+        check(outcome, n)
+
+
 async def test_closing_answers_all(make):
     lane = make({"rules": [on("EMBED_BATCH", HOLD, nth=[1, 2])]}, load=limited(8))
     await lane.load()
