@@ -236,6 +236,8 @@ class Supervisor:
         try:
             self._sharing.board(exchange, session, self._workers.loaded)
             session.begin(exchange)
+            if exchange.permit:
+                self.counters.shared.add(1 + len(exchange.riders))
         except LocalProtocolError as exc:
             self._answer(exchange, refusals.unsendable(self.spec.lane_id, exchange.stage, exc))
         except MemoryError:
@@ -243,8 +245,6 @@ class Supervisor:
         except BaseException:
             self._release(exchange)
             raise
-        if exchange.permit:
-            self.counters.shared.add(1 + len(exchange.riders))
         return exchange.waiter
 
     def _release(self, exchange: Exchange) -> None:
