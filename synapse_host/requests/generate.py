@@ -127,8 +127,7 @@ async def pieces(
 ) -> AsyncGenerator[Piece, None]:
     """Continue a prompt of token ids by at most *max_tokens*; None: as far as the context reaches.
 
-    Raises InvalidRequest, SequenceTooLong, and what a lane answers, with the ``text`` and
-    ``n_gen`` so far in its details.
+    Raises InvalidRequest, SequenceTooLong, and what a lane answers: its details have the ``text`` and ``n_gen`` so far.
     """
     import numpy as np
 
