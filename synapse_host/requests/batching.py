@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from synapse_host.arrays import FloatArray
 
 
-class Batch(Struct, frozen=True, eq=False):
+class Batch(Struct, frozen=True):
     """A build of EMBED_BATCH, or without *pooling* of RERANK_SEQUENCES, whose rows may share an exchange with others'.
 
     Each row stands for itself: its id is its number, counted from *first*.

@@ -77,7 +77,7 @@ def tell(tmp_path: Path) -> Callable[..., Any]:
         folder = write_bundle(
             tmp_path / "w", model_id="w", task="generate", of_bytes=True, **{"max_tokens": 4096, **(bundle or {})}
         )
-        matrix = write_matrix(tmp_path, {"story": STORY, "rules": list(rules), **options}, runtime_config=config)
+        matrix = write_matrix(tmp_path, {"story": BYTES.hex(), "rules": list(rules), **options}, runtime_config=config)
 
         async def main() -> Any:
             found = HostConfig(slice=slice, shutdown_grace=5, queue_limit=2)
@@ -241,7 +241,7 @@ def test_what_is_no_stop_string_is_refused(tell: Any, stop: Any) -> None:
 @pytest.mark.process
 def test_the_blocking_host_streams_too(tmp_path: Path) -> None:
     folder = write_bundle(tmp_path / "w", model_id="w", task="generate", of_bytes=True, max_tokens=4096)
-    with SyncHost.open(write_matrix(tmp_path, {"story": STORY}), {"w": folder}) as host:
+    with SyncHost.open(write_matrix(tmp_path, {"story": BYTES.hex()}), {"w": folder}) as host:
         assert "".join(piece.text for piece in host.generate_stream("w", "x")) == STORY
         for piece in host.generate_stream("w", "x"):
             assert piece.n_gen == 16

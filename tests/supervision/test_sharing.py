@@ -175,7 +175,7 @@ async def test_a_crash_is_told_to_all_and_they_never_share_again(make, tmp_path)
 
 
 async def test_no_memory_to_join_them_leaves_nobody_waiting(make):
-    class Starved(Batch, frozen=True, eq=False):
+    class Starved(Batch, frozen=True):
         def joined(self, others: Any) -> Batch:
             raise MemoryError
 

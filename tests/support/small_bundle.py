@@ -130,7 +130,7 @@ def write_matrix(
         "lanes": lanes or {task: {"task": task, "engines": ["scripted"], "kind": kind} for task in tasks},
     }
     path = folder / "matrix.yaml"
-    path.write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")  # JSON is YAML
+    path.write_text(json.dumps(document))  # JSON is YAML
     return path
 
 
