@@ -106,6 +106,10 @@ class SyncHost:
                     self._run(stream.aclose())
                 raise
 
+    def embed_packed(self, model: str, rows: Sequence[Any], width: int, **options: Any) -> FloatArray:
+        """As :meth:`Host.embed_packed`."""
+        return self._run(self._host.embed_packed(model, rows, width, **options))
+
     def rerank(self, model: str, query: str, documents: Sequence[str], **options: Any) -> FloatArray:
         """As :meth:`Host.rerank`."""
         return self._run(self._host.rerank(model, query, documents, **options))
