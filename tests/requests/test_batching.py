@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol.messages import EmbedBatch, Pooling, RerankSequences, Scores, Vectors
+from synapse_host.host import Host
 from synapse_host.requests.batching import Batch
+from tests.support.lanes import on
+from tests.support.scripted import expected_vector
+from tests.support.small_bundle import write_bundle, write_matrix
 
 MEAN, CLS = Pooling.MEAN, Pooling.CLS
 
@@ -115,3 +121,24 @@ def test_every_row_comes_back_to_its_own_call(calls: list[Batch], width: int) ->
 def test_alone_the_rows_keep_the_numbers_that_the_caller_knows_them_by() -> None:
     request, _ = call(1, 1, start=256)("1-1", "m:1")
     assert [item.id for item in request.items] == ["256", "257"]
+
+
+@pytest.mark.process
+def test_small_calls_come_between_the_exchanges_of_a_large_one(tmp_path: Path) -> None:
+    folder = write_bundle(tmp_path / "toy", model_id="toy")
+    matrix = write_matrix(tmp_path, {"rules": [on("EMBED_BATCH", {"sleep": 0.1})]})
+    large, small = [[7, 1 + n % 9] for n in range(2000)], [[8, n] for n in range(1, 6)]
+
+    async def main() -> None:
+        async with Host.open(matrix, {"toy": folder}) as host, asyncio.timeout(120):
+            counts = host.counters["embed"].shared.counts
+            big = asyncio.create_task(host.embed_ids("toy", large))
+            while not sum(counts):
+                await asyncio.sleep(0.005)
+            found = await asyncio.gather(*(host.embed_ids("toy", [row]) for row in small))
+            assert not big.done() and sum(counts) <= 4
+            for row, vectors in zip(small, found, strict=True):
+                assert vectors.tolist() == [expected_vector(row)]
+            assert (await big).tolist() == [expected_vector(row) for row in large]
+
+    asyncio.run(main())
