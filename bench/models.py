@@ -57,7 +57,7 @@ async def host(plan: Plan, model: str, task: str, engine: str, *, threads: int |
 async def rows(plan: Plan) -> list[Row]:
     """Return every row of this group."""
     found: list[Row] = []
-    for part in (embed, rerank, generate, overhead, lanes):
+    for part in (embed, rerank, generate, overhead, shared, lanes):
         found += await part(plan)
     return found
 
@@ -286,6 +286,32 @@ async def overhead(plan: Plan) -> list[Row]:
             row(figures, "host", "in process", group="models", name=f"{engine}: 32 x 128 tokens through the host",
                 unit="ms", better="lower", scale=1e3, rival_name="the same model called in process", target=0.99,
                 note="ids in; 0.99 is an overhead of 1 %")
+        )  # fmt: skip
+    return found
+
+
+async def shared(plan: Plan) -> list[Row]:
+    """200 concurrent calls with a text each against one call with 200."""
+    bundle = catalogue.obtain("minilm", plan.models_dir)
+    sentences = texts.mix(bundle.root / "tokenizer.json", 200)
+    count = len(sentences)
+    found = []
+    for engine in ("onnx-cpu", "llama-cpu"):
+        async with host(plan, "minilm", "embed", engine) as opened:
+
+            async def apart(opened: Host = opened) -> None:
+                await asyncio.gather(*(opened.embed("minilm", [text]) for text in sentences))
+
+            contestants = {
+                "apart": timed(apart),
+                "together": timed(lambda opened=opened: opened.embed("minilm", sentences)),
+            }
+            await interleaved(contestants, 1)
+            figures = await interleaved(contestants, 2 * plan.rounds)
+        found.append(
+            row(figures, "apart", "together", group="models", name=f"{engine}: {count} concurrent calls of one text",
+                unit="ms", better="lower", scale=1e3, rival_name=f"one call with {count} texts", target=1 / 1.15,
+                note="calls that wait share an exchange")
         )  # fmt: skip
     return found
 

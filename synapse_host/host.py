@@ -30,22 +30,21 @@ from synapse_host.requests import generate as generation
 from synapse_host.requests import memory
 from synapse_host.requests import rerank as reranking
 from synapse_host.requests.parts import whole
-from synapse_host.results import EmbedResult, Generation, RerankResult
+from synapse_host.results import EmbedResult, Generation, Piece, RerankResult
 from synapse_host.text import encoders
-from synapse_host.text import limits as admission
 from synapse_host.text.background import beside
-from synapse_host.text.rows import Frame, Rows, compose_ids, special_frame
+from synapse_host.text.rows import Frame, Rows, special_frame
 from synapse_host.text.template import Renderer
-from synapse_host.text.validate import absolute, check_rows, check_texts, id_rows
+from synapse_host.text.validate import absolute, check_rows, check_texts
 from synapse_host.worker.listener import RuntimeDirectory
 
 if TYPE_CHECKING:
     from synapse_host.arrays import FloatArray, IntArray
-    from synapse_host.supervision.supervisor import Build
+    from synapse_host.worker.exchange import Build
 
 T = TypeVar("T")
 
-__all__ = ["EmbedResult", "Generation", "Host", "RerankResult", "open_bundles"]
+__all__ = ["EmbedResult", "Generation", "Host", "Piece", "RerankResult", "open_bundles"]
 
 
 class Host:
@@ -307,27 +306,15 @@ class Host:
         """Return scores of candidates given as bare segments of token ids, without special tokens."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "rerank")
-        owned = assignment.require().owned
-        manifest = assignment.bundle.manifest
-        limits: dict[str, Any] = {"max_tokens": manifest.max_tokens, "model": assignment.model}
-        query = id_rows([query_ids], **limits, noun="query").ids
         frame: Frame | None = None
-        if owned:
-            has_tokenizer = manifest.tokenizer is not UNSET
-            frame = (await self._encoders.of(model, until)).pair if has_tokenizer else special_frame(assignment.bundle)
-        common = len(query) + (3 if frame is None else len(frame))
-
-        def compose() -> Rows:
-            rows = id_rows(candidates, **limits, noun="candidate")
-            if not rows.lengths:
-                raise InvalidRequest("candidates is empty: nothing to score")
-            # Checked before it is composed: every row would hold the query once more.
-            admission.check_lengths([length + common for length in rows.lengths], **limits, noun="candidate")
-            return rows if frame is None else compose_ids(frame, query, rows)
-
-        rows = await encoders.checked(candidates, until, compose)
-        logits = await reranking.score(self._lanes, assignment, None if owned else query, rows, until)
-        return reranking.scaled(manifest, logits, raw=raw)
+        if assignment.require().owned:
+            named = assignment.bundle.manifest.tokenizer is not UNSET
+            frame = (await self._encoders.of(model, until)).pair if named else special_frame(assignment.bundle)
+        query, rows = await encoders.checked(
+            candidates, until, lambda: reranking.composed(assignment, frame, query_ids, candidates)
+        )
+        logits = await reranking.score(self._lanes, assignment, query, rows, until)
+        return reranking.scaled(assignment.bundle.manifest, logits, raw=raw)
 
     # --- generation --------------------------------------------------------------------------------------------------
 
@@ -337,43 +324,67 @@ class Host:
         model: str,
         prompt: str | Sequence[Mapping[str, str]],
         *,
-        max_tokens: int = 128,
+        max_tokens: int | None = 128,
+        stop: str | Sequence[str] = (),
         chat: bool = False,
         lane: str | None = None,
         deadline: float | None = None,
     ) -> Generation:
-        """Continue a prompt greedily; with *chat* it is a message (or a list of them) put into the model's template."""
+        """Continue a prompt greedily; with *chat* it is a message (or a list of them) put into the model's template.
+
+        *max_tokens*: None means as far as the model's context reaches. The text ends before the first of the *stop*
+        strings. An error in the middle has the ``text`` and ``n_gen`` so far in its details.
+        """
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "generate")
         tokenizer = await self._encoders.of(model, until)
-        if chat:
-            from synapse_host.text.chat import chat_ids
+        ids = await generation.prompt_ids(assignment, tokenizer, self._renderer if chat else None, prompt, until)
+        spoken = generation.Spoken(tokenizer.spell, stop)
+        return await generation.generate(self._lanes, assignment, ids, max_tokens, until, spoken=spoken)
 
-            def compose() -> list[int]:
-                return chat_ids(assignment.bundle, tokenizer, self._renderer, prompt)
+    @memory.typed_stream
+    async def generate_stream(
+        self,
+        model: str,
+        prompt: str | Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        chat: bool = False,
+        lane: str | None = None,
+        deadline: float | None = None,
+    ) -> AsyncGenerator[Piece, None]:
+        """Yield a generation's pieces as they come; arguments and errors as :meth:`generate`.
 
-            # A template is the bundle's own program: it runs in a process of its own, which a thread waits for.
-            ids: Any = await encoders.in_thread(compose, until)
-        elif isinstance(prompt, str):
-            ids = (await encoders.encoded([prompt], until, lambda: tokenizer.prompt(prompt))).ids
-        else:
-            raise InvalidRequest("a list of messages needs chat=True")
-        return await generation.generate(self._lanes, assignment, ids, max_tokens, until)
+        Aclose the iterator when leaving it early: the worker finishes the slice that it computes, and no more.
+        """
+        until = absolute(deadline)
+        assignment = self._lanes.find(model, lane, "generate")
+        tokenizer = await self._encoders.of(model, until)
+        ids = await generation.prompt_ids(assignment, tokenizer, self._renderer if chat else None, prompt, until)
+        spoken = generation.Spoken(tokenizer.spell, stop)
+        stream = generation.pieces(self._lanes, assignment, ids, max_tokens, until, spoken=spoken)
+        async with aclosing(stream):
+            async for piece in stream:
+                yield piece
 
     @memory.typed
     async def generate_ids(
         self,
         model: str,
         ids: Sequence[int],
-        max_tokens: int,
+        max_tokens: int | None,
         *,
+        stop: str | Sequence[str] = (),
         lane: str | None = None,
         deadline: float | None = None,
     ) -> Generation:
-        """Continue a prompt of token ids greedily."""
+        """Continue a prompt of token ids greedily; else as :meth:`generate`."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "generate")
-        return await generation.generate(self._lanes, assignment, ids, max_tokens, until)
+        named = assignment.bundle.manifest.tokenizer is not UNSET
+        spoken = generation.Spoken((await self._encoders.of(model, until)).spell if named else None, stop)
+        return await generation.generate(self._lanes, assignment, ids, max_tokens, until, spoken=spoken)
 
     # --- lanes -------------------------------------------------------------------------------------------------------
 

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from engines.protocol.messages import ITEM_BYTES, Rerank, RerankSequences, Segment
+from engines.protocol.messages import ITEM_BYTES, Rerank, Segment
+from synapse_host.errors import InvalidRequest
+from synapse_host.requests.batching import Batch
 from synapse_host.requests.parts import Part, buffer, collect, cut
 from synapse_host.results import sigmoid
 from synapse_host.text.encoders import checked
+from synapse_host.text.limits import check_lengths
+from synapse_host.text.rows import compose_ids
+from synapse_host.text.validate import id_rows
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Manifest
     from synapse_host.arrays import FloatArray, IntArray
     from synapse_host.lanes import Lanes
     from synapse_host.placement.assignment import Assignment
-    from synapse_host.supervision.supervisor import Build
-    from synapse_host.text.rows import Rows
+    from synapse_host.text.rows import Frame, Rows
+    from synapse_host.worker.exchange import Build
 
 
 def request(query: IntArray | None, part: Part) -> Build:
     """Return RERANK of bare candidates, for a worker that composes the pairs; without *query* RERANK_SEQUENCES."""
-    segments = [Segment(n_tokens=length) for length in part.lengths]
     if query is None:
-
-        def sequences(req_id: str, model_ref: str) -> tuple[RerankSequences, memoryview]:
-            message = RerankSequences(req_id=req_id, model_ref=model_ref, sequences=segments)
-            return message, buffer(part.ids)
-
-        return sequences
+        return Batch(part.lengths, part.ids)
     import numpy as np
 
     n, ids = len(query), np.concatenate([query, part.ids])
+    segments = [Segment(n_tokens=length) for length in part.lengths]
 
     def candidates(req_id: str, model_ref: str) -> tuple[Rerank, memoryview]:
         message = Rerank(req_id=req_id, model_ref=model_ref, query_n_tokens=n, candidates=segments)
@@ -57,6 +58,24 @@ async def score(
         return scores
 
     return await collect(parts, send)
+
+
+def composed(
+    assignment: Assignment, frame: Frame | None, query_ids: Sequence[int], candidates: Sequence[Any]
+) -> tuple[IntArray | None, Rows]:
+    """Return what :func:`score` takes for bare segments of ids: with *frame* rows of query and candidate in one.
+
+    Raises InvalidRequest, SequenceTooLong.
+    """
+    limits: dict[str, Any] = {"max_tokens": assignment.bundle.manifest.max_tokens, "model": assignment.model}
+    query = id_rows([query_ids], **limits, noun="query").ids
+    rows = id_rows(candidates, **limits, noun="candidate")
+    if not rows.lengths:
+        raise InvalidRequest("candidates is empty: nothing to score")
+    # Checked before it is composed: every row would hold the query once more. A worker that composes adds three ids.
+    common = len(query) + (3 if frame is None else len(frame))
+    check_lengths([length + common for length in rows.lengths], **limits, noun="candidate")
+    return (query, rows) if frame is None else (None, compose_ids(frame, query, rows))
 
 
 def scaled(manifest: Manifest, logits: FloatArray, *, raw: bool) -> FloatArray:

@@ -28,30 +28,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from engines.protocol.errors import ErrorCode, LocalProtocolError
-from engines.protocol.messages import SERVING, AnyReply, AnyRequest, Err, Ping, Pong, Unload
+from engines.protocol.messages import SERVING, AnyReply, Ping, Pong, Unload
 from synapse_host.errors import EngineCrashed, SynapseError
 from synapse_host.placement.spec import LaneSpec
 from synapse_host.supervision.health import LaneHealth, Refresher
 from synapse_host.supervision.lifecycle import Generations
 from synapse_host.supervision.queueing import Permits, Turns, expire
+from synapse_host.supervision.sharing import ALONE, Sharing
 from synapse_host.supervision.standing import Standing
 from synapse_host.worker import refusals
-from synapse_host.worker.exchange import Exchange, Lease
+from synapse_host.worker.exchange import Build, Exchange, Lease, Outcome
 from synapse_host.worker.process import Death
 from synapse_host.worker.session import Session
 from synapse_host.worker.startup import LaneContext
-
-Build: TypeAlias = Callable[[str, str], tuple[AnyRequest, Any]]
-"""``build(req_id, model_ref)`` returns the request and its raw buffer or None. It may be called again when the worker
-was replaced while the request waited, so it must not have side effects."""
-
-Outcome: TypeAlias = tuple[AnyReply, Any]
-"""The reply and its payload: float32 (n * dims,) or (candidates,), writable and owned by the caller; or None."""
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +80,7 @@ class Supervisor:
             context, self._standing, owner=self, health=self._health, refresher=self._refresher, admit=admit
         )
         self._closer: asyncio.Task[None] | None = None
+        self._sharing = Sharing(self._turns, spec)
 
     @property
     def generation(self) -> int:
@@ -117,25 +112,49 @@ class Supervisor:
         neither harms the worker nor frees the lane early.
         """
         started = time.monotonic()
-        turns = self._turns
         try:
-            self._standing.admit()
-            if turns.held:
-                await turns.take(deadline, stage)
-            else:
-                turns.held = True
-            # None: a start or a permit has to be waited for, or the worker is another one than asked for.
-            waiter = None
-            if generation is None or generation == self._workers.number:
-                waiter = self._at_once(build, deadline, stage, lease)
-            if waiter is None:
-                outcome = await self._serve(build, deadline, stage, generation=generation, lease=lease)
-            else:
-                outcome = await waiter
+            outcome = await self.exchange(build, deadline=deadline, stage=stage, generation=generation, lease=lease)
         except BaseException as exc:
             self.counters.failed(stage, exc)
             raise
         self.counters.served(stage, time.monotonic() - started)
+        return outcome
+
+    async def exchange(
+        self,
+        build: Build,
+        *,
+        deadline: float | None = None,
+        stage: str,
+        generation: int | None = None,
+        lease: Lease | None = None,
+        again: bool = False,
+    ) -> Outcome:
+        """As :meth:`submit`, for one of several exchanges that are counted as one request.
+
+        *again*: a later one, which no full queue refuses, since its request was let in before.
+        """
+        turns = self._turns
+        self._standing.admit()
+        place, outcome = 0, None
+        if turns.held:
+            place = turns.arrive()
+            outcome = await turns.take(deadline, stage, place=place, limited=not again, build=build)
+        else:
+            turns.held = True
+        if outcome is None:
+            # None: a start or a permit has to be waited for, or the worker is another one than asked for.
+            current = generation is None or generation == self._workers.number
+            waiter = self._at_once(build, deadline, stage, lease) if current else None
+            if waiter is None:
+                outcome = await self._serve(build, deadline, stage, generation=generation, lease=lease)
+            else:
+                outcome = await waiter
+        if outcome is ALONE:
+            # A shared exchange failed, and nobody knows for whose rows: each call once more, by itself, in its place.
+            self._standing.admit()
+            await turns.take(deadline, stage, place=place, limited=False)
+            return await self._serve(lambda *names: build(*names), deadline, stage)
         return outcome
 
     def _at_once(
@@ -158,7 +177,8 @@ class Supervisor:
         permit = type(request) in SERVING
         if permit and not self._permits.try_acquire(self.spec.device):
             return None
-        return self._begin(session, request, payload, stage, deadline=deadline, permit=permit, lease=lease)
+        waiter = self._loop.create_future()
+        return self._begin(session, Exchange(request, payload, waiter, stage, deadline, permit, lease, build))
 
     async def _serve(
         self,
@@ -202,32 +222,29 @@ class Supervisor:
                 self._permits.release(device)
             self._turns.pass_on()
             raise
-        return await self._begin(session, request, payload, stage, deadline=deadline, permit=permit, lease=lease)
+        waiter, shared = self._loop.create_future(), None if probing else build
+        return await self._begin(session, Exchange(request, payload, waiter, stage, deadline, permit, lease, shared))
 
-    def _begin(
-        self,
-        session: Session,
-        request: AnyRequest,
-        payload: Any,
-        stage: str,
-        *,
-        deadline: float | None = None,
-        permit: bool = False,
-        lease: Lease | None = None,
-    ) -> asyncio.Future[Outcome]:
-        """Send a request and return what its caller awaits; from here on the exchange owns turn, permit and lease."""
-        waiter: asyncio.Future[Outcome] = self._loop.create_future()
-        exchange = Exchange(request, payload, waiter, stage, deadline, permit, lease=lease)
-        if lease is not None:
-            lease.taken = True
+    def _begin(self, session: Session, exchange: Exchange) -> asyncio.Future[Outcome]:
+        """Send a request and return what its caller awaits; from here on the exchange owns turn, permit and lease.
+
+        Callers who wait go along where its build can be shared.
+        """
+        if exchange.lease is not None:
+            exchange.lease.taken = True
         try:
+            self._sharing.board(exchange, session, self._workers.loaded)
             session.begin(exchange)
-        except BaseException as exc:
+            if exchange.permit:
+                self.counters.shared.add(1 + len(exchange.riders))
+        except LocalProtocolError as exc:
+            self._answer(exchange, refusals.unsendable(self.spec.lane_id, exchange.stage, exc))
+        except MemoryError:
+            self._answer(exchange, refusals.no_memory(self.spec.lane_id, exchange.stage))
+        except BaseException:
             self._release(exchange)
-            if isinstance(exc, LocalProtocolError):
-                raise refusals.unsendable(self.spec.lane_id, stage, exc) from exc
             raise
-        return waiter
+        return exchange.waiter
 
     def _release(self, exchange: Exchange) -> None:
         if exchange.permit:
@@ -239,8 +256,8 @@ class Supervisor:
 
     # --- load, unload, probe, ping -----------------------------------------------------------------------------------
 
-    async def load(self, deadline: float | None = None) -> int:
-        """Make sure that a worker is up and the model is loaded; return its dims.
+    async def load(self, deadline: float | None = None) -> None:
+        """Make sure that a worker is up and the model is loaded.
 
         On a quarantined catalog lane or a refused lane this is the reload that clears it at once.
         """
@@ -252,8 +269,6 @@ class Supervisor:
                 await self._workers.ready(deadline, "load")
             finally:
                 self._turns.pass_on()
-            assert self._workers.loaded is not None
-            return self._workers.loaded.dims
 
     def reopen(self) -> None:
         """Clear a quarantine or a refusal at once, as a reload does."""
@@ -281,7 +296,8 @@ class Supervisor:
             ref, session.model_ref = session.model_ref, None
             assert ref is not None
             try:
-                await self._begin(session, Unload(req_id=session.next_req_id(), model_ref=ref), None, "unload")
+                request = Unload(req_id=session.next_req_id(), model_ref=ref)
+                await self._begin(session, Exchange(request, None, self._loop.create_future(), "unload"))
             except EngineCrashed as exc:
                 # The model went with its process, which is what was asked for; the strike remains.
                 _log.warning("the worker was lost while unloading: lane=%s %s", self.spec.lane_id, exc.message)
@@ -324,7 +340,8 @@ class Supervisor:
             if session is None or session.dead:
                 self._turns.pass_on()
             else:
-                await self._begin(session, Ping(req_id=session.next_req_id()), None, "ping", deadline=deadline)
+                request = Ping(req_id=session.next_req_id())
+                await self._begin(session, Exchange(request, None, self._loop.create_future(), "ping", deadline))
             return self.health()
 
     def _refresh(self) -> None:
@@ -336,11 +353,7 @@ class Supervisor:
         waiter: asyncio.Future[Outcome] = self._loop.create_future()
         # Nobody awaits it: `replied` stamps what the reply says.
         waiter.cancel()
-        exchange = Exchange(Ping(req_id=session.next_req_id()), None, waiter, "ping")
-        try:
-            session.begin(exchange)
-        except LocalProtocolError:
-            self._release(exchange)
+        self._begin(session, Exchange(Ping(req_id=session.next_req_id()), None, waiter, "ping"))
 
     def _pinging(self) -> bool:
         session = self._workers.session
@@ -351,34 +364,21 @@ class Supervisor:
     def replied(self, session: Session, exchange: Exchange, reply: AnyReply, payload: memoryview | None) -> None:
         """Resolve the waiter (unless it left), then hand on permit and stream."""
         self._health.age_from = now = self._loop.time()
-        waiter = exchange.waiter
-        left = waiter.done()
-        array = None
+        outcomes: list[Outcome] = []
         error: SynapseError | None = None
-        if type(reply) is Err:
-            error = refusals.answered(self.spec, exchange.stage, reply)
+        try:
+            outcomes = self._sharing.outcomes(exchange, reply, payload)
+        except SynapseError as exc:
+            error = exc
         else:
-            if payload is not None:
-                from engines.finite import floats  # numpy with the first reply, not with the host
-
-                try:
-                    array, finite = floats(payload)
-                except MemoryError:
-                    error, finite = refusals.no_memory(self.spec.lane_id, exchange.stage), True
-                if not finite:
-                    error = refusals.nonfinite(self.spec, exchange.stage)
-            if error is None and type(exchange.request) in SERVING:
+            if type(exchange.request) in SERVING:
                 self._quarantine.served(session.generation)
             elif type(reply) is Pong:
                 self._health.pong(reply, now)
                 self.counters.ipc.add(time.monotonic() - exchange.sent)
-        if left:
-            if type(reply) is not Pong:
-                self.counters.abandoned += 1
-        elif error is None:
-            waiter.set_result((reply, array))
-        else:
-            waiter.set_exception(error)
+        left = self._sharing.answer(exchange, outcomes, error)
+        if type(reply) is not Pong:
+            self.counters.abandoned += left
         self._release(exchange)
 
     def overdue(self, exchange: Exchange) -> None:
@@ -391,6 +391,8 @@ class Supervisor:
 
     def died(self, session: Session, death: Death, exchange: Exchange | None) -> None:
         """Charge the strike and give the open request its answer."""
+        if exchange is not None:
+            self._sharing.suspect(exchange)
         error = self._workers.charge(session, death, exchange.stage if exchange else "idle", exchange)
         self._workers.forget(session)
         self._lost(session, exchange, error)
@@ -414,8 +416,7 @@ class Supervisor:
         self._answer(exchange, why(self.spec.lane_id, exchange.stage))
 
     def _answer(self, exchange: Exchange, error: SynapseError) -> None:
-        if not exchange.waiter.done():
-            exchange.waiter.set_exception(error)
+        self._sharing.answer(exchange, (), error)
         self._release(exchange)
 
     def health(self) -> dict[str, Any]:

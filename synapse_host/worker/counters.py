@@ -17,6 +17,7 @@ from synapse_host.errors import SynapseError
 
 REQUEST_BOUNDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 LOAD_BOUNDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+SHARED_BOUNDS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 IPC_BOUNDS: Final = (5e-05, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 1.0)
 
 OK: Final = "ok"
@@ -61,6 +62,8 @@ class LaneCounters:
         """Replies that were drained after their caller had left."""
         self.sent = 0
         self.received = 0
+        self.shared = Histogram(SHARED_BOUNDS)
+        """Calls that an inference exchange served."""
 
     def served(self, op: str, seconds: float) -> None:
         """Count an answered request."""
@@ -82,7 +85,9 @@ class LaneCounters:
         if isinstance(error, SynapseError):
             outcome = error.code
         else:
-            outcome = CANCELLED if isinstance(error, asyncio.CancelledError) else INTERNAL
+            # GeneratorExit: a caller left a stream between two of its pieces.
+            left = isinstance(error, asyncio.CancelledError | GeneratorExit)
+            outcome = CANCELLED if left else INTERNAL
         self.failures[op, outcome] += 1
 
     @contextmanager

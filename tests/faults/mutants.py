@@ -58,6 +58,7 @@ TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "engines.llama.config": ("tests/llama/test_config.py",),
     "engines.llama.sequences": ("tests/llama/test_sequences.py",),
     "synapse_host.supervision.quarantine": ("tests/supervision/test_quarantine.py",),
+    "synapse_host.requests.batching": ("tests/requests/test_batching.py",),
     "synapse_host.worker.watchdog": ("tests/worker/test_watchdog.py",),
     "synapse_host.worker.handshake": ("tests/worker/test_handshake.py",),
     "synapse_host.supervision.queueing": ("tests/supervision/test_turns.py", "tests/supervision/test_permits.py"),

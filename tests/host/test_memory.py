@@ -12,7 +12,7 @@ from engines.protocol.errors import ErrorCode
 from synapse_host.config import HostConfig
 from synapse_host.errors import WORKER_ERRORS
 from synapse_host.host import Host
-from synapse_host.requests import embed
+from synapse_host.requests import batching
 from synapse_host.requests.memory import typed_stream
 from tests.support.small_bundle import write_bundle, write_matrix
 
@@ -31,7 +31,7 @@ def test_a_request_without_room_is_told_and_the_next_one_is_served(
         models = {"toy": write_bundle(tmp_path / "toy", model_id="toy")}
         async with Host.open(write_matrix(tmp_path), models, HostConfig(shutdown_grace=5)) as host:
             with monkeypatch.context() as patch:
-                patch.setattr(embed, "buffer", full)
+                patch.setattr(batching, "buffer", full)
                 with pytest.raises(OOM, match="the host has no memory") as caught:
                     await host.embed("toy", ["a"])
             assert caught.value.transient and caught.value.retry_after_ms == 250 and caught.value.exit_code == 1

@@ -37,6 +37,7 @@ NAMES = {
     "rss_bytes": "gauge",
     "placement_share": "gauge",
     "load_duration_seconds": "histogram",
+    "exchange_calls": "histogram",
     "bytes_total": "counter",
     "frames_rejected_total": "counter",
     "abandoned_replies_total": "counter",

@@ -143,3 +143,59 @@ async def test_who_left_in_this_very_moment_is_passed_over(closing):
     answers = await asyncio.gather(gone, stays, return_exceptions=True)
     assert [type(answer) for answer in answers] == [asyncio.CancelledError, QueueFull if closing else type(None)]
     assert line.held
+
+
+async def test_who_comes_back_has_its_old_place():
+    line, _ = turns()
+    line.held = True
+    assert line.arrive() == 1
+    order: list[str] = []
+
+    async def one(name: str, place: int | None) -> None:
+        await line.take(None, "embed_batch", place=place, limited=False)
+        order.append(name)
+        line.pass_on()
+
+    tasks = [
+        asyncio.create_task(one(name, place)) for name, place in (("b", None), ("c", None), ("a", 1), ("first", 0))
+    ]
+    await asyncio.sleep(0)
+    line.pass_on()
+    await asyncio.gather(*tasks)
+    assert order == ["first", "a", "b", "c"] and not line.held
+
+
+async def test_those_who_are_taken_along_get_answers_and_no_turn():
+    line, _ = turns()
+    line.held = True
+    now = asyncio.get_running_loop().time()
+
+    async def one(name: str, deadline: float | None) -> object:
+        return await line.take(deadline, "embed_batch", build=name)
+
+    # The timer of the second, which is due at once, has not run when the others board.
+    ends = [None, now + 0.001, now + 60, None, None, None]
+    tasks = [asyncio.create_task(one(name, end)) for name, end in zip("abcdef", ends, strict=True)]
+    await asyncio.sleep(0)
+    tasks[3].cancel()
+    while asyncio.get_running_loop().time() < now + 0.001:
+        pass
+    offered: list[object] = []
+
+    def choose(builds: object) -> int:
+        offered.extend(builds)  # type: ignore[call-overload]
+        return 3
+
+    riders = line.board(choose)
+    assert offered == ["a", "c", "e", "f"] and [rider.build for rider in riders] == ["a", "c", "e"]
+    assert line.waiting == 1
+    riders[0].future.set_result("for a")
+    riders[2].future.set_result("for e")
+    tasks[4].cancel()
+    tasks[2].cancel()
+    found = await asyncio.gather(*tasks[:5], return_exceptions=True)
+    assert found[0] == "for a" and isinstance(found[1], DeadlineExceeded)
+    assert [type(one) for one in found[2:]] == [asyncio.CancelledError] * 3
+    assert line.held and not tasks[5].done(), "those who had no turn passed none on"
+    line.pass_on()
+    assert await tasks[5] is None

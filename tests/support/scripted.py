@@ -13,6 +13,7 @@ Keys of a script (all optional)
     version, build_flags, kernel_revision, manifest_digest (default: of --manifest, or 64 zeros), device (default: echo)
     packed          ``true`` (widths of --packed), or the whole HELLO object
     dims            8; ``buckets`` []; ``placement_share`` null; ``max_models`` null (1 on owned engines)
+    story           bytes (hex) that GENERATE says from behind the last id 256 on, an id for each
     vectors         ``hash`` (default) or ``echo`` (a row is its own ids as floats, cut or zero-padded to dims)
     ignore          list of ``SIGTERM``, ``SIGINT``: signals to ignore;  ``EOF`` to switch the peer watcher off
     state           a file that counts the spawns (one byte each); with
@@ -195,7 +196,13 @@ class ScriptedModel(Model):
     def generate(self, input_ids, *, max_tokens, progress):  # type: ignore[no-untyped-def]
         from engines.runtime.batch import Generation
 
-        text, tokens, reason = expected_text(input_ids.tolist(), max_tokens)
+        ids = input_ids.tolist()
+        if (story := self._script.get("story")) is not None:
+            said = ids[::-1].index(256)
+            rest = bytes.fromhex(story)[said : said + max_tokens]
+            reason = FinishReason.LENGTH if len(rest) == max_tokens else FinishReason.STOP
+            return Generation(rest.decode("utf-8", "replace"), len(ids), len(rest), reason, tuple(rest))
+        text, tokens, reason = expected_text(ids, max_tokens)
         return Generation(text, len(input_ids), len(tokens), reason, tuple(tokens))
 
     def admit_shape(self, shape: int, *, progress: ProgressReporter) -> Inventory:

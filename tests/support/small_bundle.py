@@ -35,6 +35,20 @@ def write_tokenizer(path: Path, *, frame: bool = True) -> None:
     tokenizer.save(str(path))
 
 
+def write_byte_tokenizer(path: Path) -> None:
+    """Write a byte-level tokenizer whose ids are the bytes of a text, with the special id 256 behind them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    vocabulary = {chr(byte): byte for byte in printed} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE({**vocabulary, "<|end|>": 256}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A <|end|>", special_tokens=[("<|end|>", 256)])
+    tokenizer.save(str(path))
+
+
 def write_bundle(
     folder: Path,
     *,
@@ -45,10 +59,11 @@ def write_bundle(
     score: str = "sigmoid",
     tokenizer: bool = True,
     frame: bool = True,
+    of_bytes: bool = False,
     formats: dict[str, str] | None = None,
     **more: Any,
 ) -> Path:
-    """Write a bundle folder; *formats* maps format to dtype."""
+    """Write a bundle folder; *formats* maps format to dtype. *of_bytes*: its tokenizer's ids are bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     artifacts = []
     for format, dtype in (formats or {"gguf": "f16"}).items():
@@ -59,7 +74,10 @@ def write_bundle(
         )
     fields: dict[str, Any] = {}
     if tokenizer:
-        write_tokenizer(folder / "tokenizer.json", frame=frame)
+        if of_bytes:
+            write_byte_tokenizer(folder / "tokenizer.json")
+        else:
+            write_tokenizer(folder / "tokenizer.json", frame=frame)
         fields["tokenizer"] = FileRef("tokenizer.json", _digest(folder / "tokenizer.json"))
     if task == "embed":
         fields |= {"pooling": Pooling.MEAN, "normalize": True}
@@ -90,6 +108,7 @@ def write_matrix(
     kind: str = "catalog",
     engine: str = "llama",
     lanes: dict[str, Any] | None = None,
+    runtime_config: dict[str, str] | None = None,
 ) -> Path:
     """Write a matrix whose lanes embed, rerank and generate are served by a scripted worker."""
     script = {"engine": {"llama": "llama.cpp-worker", "cuda": "owned-cuda"}[engine], **(script or {})}
@@ -105,6 +124,7 @@ def write_matrix(
                 "format": format,
                 "requires": "any",
                 "worker": {"command": command(script)},
+                "runtime_config": runtime_config or {},
             }
         },
         "lanes": lanes or {task: {"task": task, "engines": ["scripted"], "kind": kind} for task in tasks},

@@ -173,7 +173,7 @@ async def test_a_foreign_process_at_the_socket_harms_nobody(make, tmp_path):
     silent = socket.socket(socket.AF_UNIX)
     silent.connect(os.fspath(path))
     go.touch()
-    assert await loading == 8
+    await loading
     assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
     silent.close()
     writer.close()
