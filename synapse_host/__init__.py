@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from synapse_host.config import HostConfig, Windows
     from synapse_host.errors import SynapseError
     from synapse_host.host import Host
-    from synapse_host.results import Generation
+    from synapse_host.results import Generation, Piece
     from synapse_host.sync import SyncHost
 
-__all__ = ["Generation", "Host", "HostConfig", "SynapseError", "SyncHost", "Windows"]
+__all__ = ["Generation", "Host", "HostConfig", "Piece", "SynapseError", "SyncHost", "Windows"]
 
 _HOMES = {
     "HostConfig": "synapse_host.config",
@@ -23,6 +23,7 @@ _HOMES = {
     "Host": "synapse_host.host",
     "SyncHost": "synapse_host.sync",
     "Generation": "synapse_host.results",
+    "Piece": "synapse_host.results",
 }
 
 

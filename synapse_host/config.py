@@ -44,5 +44,7 @@ class HostConfig:
     """Execution permits by device kind; None: usable cores for ``cpu``, 1 for each accelerator."""
     queue_limit: int = 256
     """Requests that may wait for one lane before ``queue_full``."""
+    slice: int = 16
+    """Tokens that a generation asks its worker for at once; between two slices the lane's other callers have a turn."""
     require_certificate: bool = False
     """May only strengthen what the matrix says."""

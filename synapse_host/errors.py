@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
 from engines.protocol.errors import ErrorCode
 
@@ -92,6 +92,11 @@ class SynapseError(Exception):
         super().__init__(self.message)
         self.details: dict[str, Any] = json_ready(details or {})
         self.retry_after_ms = retry_after_ms if retry_after_ms is not None else self.default_retry_after_ms
+
+    def with_details(self, **more: Any) -> Self:
+        """Return a copy that has *more* details: an error may be raised to several callers."""
+        details = {**self.details, **more}
+        return type(self)(self._what, details=details, retry_after_ms=self.retry_after_ms, advice=self._advice)
 
     def said(self, place: Place) -> str:
         """Return the message in the words of a reader's place."""

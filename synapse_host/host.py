@@ -28,7 +28,7 @@ from synapse_host.requests import generate as generation
 from synapse_host.requests import memory
 from synapse_host.requests import rerank as reranking
 from synapse_host.requests.parts import whole
-from synapse_host.results import EmbedResult, Generation, RerankResult
+from synapse_host.results import EmbedResult, Generation, Piece, RerankResult
 from synapse_host.text import encoders
 from synapse_host.text import limits as admission
 from synapse_host.text.background import beside
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = ["EmbedResult", "Generation", "Host", "RerankResult", "open_bundles"]
+__all__ = ["EmbedResult", "Generation", "Host", "Piece", "RerankResult", "open_bundles"]
 
 
 class Host:
@@ -333,15 +333,67 @@ class Host:
         model: str,
         prompt: str | Sequence[Mapping[str, str]],
         *,
-        max_tokens: int = 128,
+        max_tokens: int | None = 128,
+        stop: str | Sequence[str] = (),
         chat: bool = False,
         lane: str | None = None,
         deadline: float | None = None,
     ) -> Generation:
-        """Continue a prompt greedily; with *chat* it is a message (or a list of them) put into the model's template."""
+        """Continue a prompt greedily; with *chat* it is a message (or a list of them) put into the model's template.
+
+        *max_tokens*: None means as far as the model's context reaches. The text ends before the first of the *stop*
+        strings. An error in the middle has the ``text`` and ``n_gen`` so far in its details.
+        """
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "generate")
-        tokenizer = await self._encoders.of(model, until)
+        ids = await self._prompt(assignment, prompt, until, chat=chat)
+        return await self._generated(assignment, ids, max_tokens, until, stop)
+
+    @memory.typed_stream
+    async def generate_stream(
+        self,
+        model: str,
+        prompt: str | Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        chat: bool = False,
+        lane: str | None = None,
+        deadline: float | None = None,
+    ) -> AsyncGenerator[Piece, None]:
+        """Yield a generation's pieces as they come; arguments and errors as :meth:`generate`.
+
+        Aclose the iterator when leaving it early: the worker finishes the slice that it computes, and no more.
+        """
+        until = absolute(deadline)
+        assignment = self._lanes.find(model, lane, "generate")
+        ids = await self._prompt(assignment, prompt, until, chat=chat)
+        spoken = await self._spoken(assignment, until, stop)
+        stream = generation.pieces(self._lanes, assignment, ids, max_tokens, until, spoken=spoken)
+        async with aclosing(stream):
+            async for piece in stream:
+                yield piece
+
+    @memory.typed
+    async def generate_ids(
+        self,
+        model: str,
+        ids: Sequence[int],
+        max_tokens: int | None,
+        *,
+        stop: str | Sequence[str] = (),
+        lane: str | None = None,
+        deadline: float | None = None,
+    ) -> Generation:
+        """Continue a prompt of token ids greedily; else as :meth:`generate`."""
+        until = absolute(deadline)
+        assignment = self._lanes.find(model, lane, "generate")
+        return await self._generated(assignment, ids, max_tokens, until, stop)
+
+    async def _prompt(
+        self, assignment: Assignment, prompt: str | Sequence[Mapping[str, str]], until: float | None, *, chat: bool
+    ) -> Any:
+        tokenizer = await self._encoders.of(assignment.model, until)
         if chat:
             from synapse_host.text.chat import chat_ids
 
@@ -349,27 +401,21 @@ class Host:
                 return chat_ids(assignment.bundle, tokenizer, self._renderer, prompt)
 
             # A template is the bundle's own program: it runs in a process of its own, which a thread waits for.
-            ids: Any = await encoders.in_thread(compose, until)
-        elif isinstance(prompt, str):
-            ids = (await encoders.encoded([prompt], until, lambda: tokenizer.prompt(prompt))).ids
-        else:
+            return await encoders.in_thread(compose, until)
+        if not isinstance(prompt, str):
             raise InvalidRequest("a list of messages needs chat=True")
-        return await generation.generate(self._lanes, assignment, ids, max_tokens, until)
+        return (await encoders.encoded([prompt], until, lambda: tokenizer.prompt(prompt))).ids
 
-    @memory.typed
-    async def generate_ids(
-        self,
-        model: str,
-        ids: Sequence[int],
-        max_tokens: int,
-        *,
-        lane: str | None = None,
-        deadline: float | None = None,
+    async def _spoken(self, assignment: Assignment, until: float | None, stop: Any) -> generation.Spoken:
+        named = assignment.bundle.manifest.tokenizer is not UNSET
+        spell = (await self._encoders.of(assignment.model, until)).spell if named else None
+        return generation.Spoken(spell, generation.stops(stop))
+
+    async def _generated(
+        self, assignment: Assignment, ids: Any, max_tokens: int | None, until: float | None, stop: Any
     ) -> Generation:
-        """Continue a prompt of token ids greedily."""
-        until = absolute(deadline)
-        assignment = self._lanes.find(model, lane, "generate")
-        return await generation.generate(self._lanes, assignment, ids, max_tokens, until)
+        spoken = await self._spoken(assignment, until, stop)
+        return await generation.generate(self._lanes, assignment, ids, max_tokens, until, spoken=spoken)
 
     # --- lanes -------------------------------------------------------------------------------------------------------
 

@@ -59,6 +59,20 @@ class Generation:
     device: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a generation has added since the last piece; the pieces' texts end to end are its text.
+
+    ``text`` holds whole characters only and may be empty. ``n_gen`` counts from the start. ``finish_reason`` is None
+    until the last piece, which says ``stop`` (an end of the model's own, or a stop string) or ``length``.
+    """
+
+    text: str
+    n_prompt: int
+    n_gen: int
+    finish_reason: str | None = None
+
+
 def sigmoid(logits: FloatArray) -> FloatArray:
     """Return the logistic function, float32, stable at both ends: never overflows, never NaN for finite input."""
     import numpy as np

@@ -11,7 +11,7 @@ import atexit
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from synapse_host.arrays import FloatArray
     from synapse_host.config import HostConfig
     from synapse_host.host import Host
-    from synapse_host.results import EmbedResult, Generation, RerankResult
+    from synapse_host.results import EmbedResult, Generation, Piece, RerankResult
 
 
 T = TypeVar("T")
@@ -90,16 +90,17 @@ class SyncHost:
 
     def embed_stream(self, model: str, texts: Iterable[str], **options: Any) -> Iterator[EmbedResult]:
         """As :meth:`Host.embed_stream`; close the iterator when leaving it early."""
-        stream = self._host.embed_stream(model, texts, **options)
+        return self._each(self._host.embed_stream(model, texts, **options))
 
-        async def following() -> EmbedResult | None:
+    def _each(self, stream: AsyncGenerator[T, None]) -> Iterator[T]:
+        async def following() -> T | None:
             return await anext(stream, None)
 
         while (result := self._run(following())) is not None:
             try:
                 yield result
             except BaseException:
-                # Left between two chunks; a call that fails or is interrupted ends the stream by itself. A host that
+                # Left between two results; a call that fails or is interrupted ends the stream by itself. A host that
                 # was closed has ended it already; on its own thread, where a collector may run, the loop ends it.
                 with suppress(InvalidRequest):
                     self._run(stream.aclose())
@@ -125,7 +126,13 @@ class SyncHost:
         """As :meth:`Host.generate`."""
         return self._run(self._host.generate(model, prompt, **options))
 
-    def generate_ids(self, model: str, ids: Sequence[int], max_tokens: int, **options: Any) -> Generation:
+    def generate_stream(
+        self, model: str, prompt: str | Sequence[Mapping[str, str]], **options: Any
+    ) -> Iterator[Piece]:
+        """As :meth:`Host.generate_stream`; close the iterator when leaving it early."""
+        return self._each(self._host.generate_stream(model, prompt, **options))
+
+    def generate_ids(self, model: str, ids: Sequence[int], max_tokens: int | None, **options: Any) -> Generation:
         """As :meth:`Host.generate_ids`."""
         return self._run(self._host.generate_ids(model, ids, max_tokens, **options))
 

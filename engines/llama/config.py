@@ -25,7 +25,7 @@ class LlamaConfig(Struct, frozen=True):
         ctx_size: first size of the generation context, in tokens; it grows with the request.
         batch_size: most tokens of a prompt handed over in one native call.
         ubatch_size: prompt tokens computed at once.
-        microllm_max_tokens: ceiling of GENERATE.max_tokens.
+        microllm_max_tokens: ceiling of GENERATE.max_tokens; by default the context is the limit.
         pooling_implementation: pooling is ours, in float32: llama.cpp's own is silently wrong for causal models and
             mixed lengths (U5, U6).
         encode_chunk_tokens: most tokens of rows computed in one native call; cut further for a large vocabulary.
@@ -40,7 +40,7 @@ class LlamaConfig(Struct, frozen=True):
     gpu_layers: U32 = 0
     flash_attention: FlashAttention = "auto"
     forward_pass: Literal["auto", "encode", "decode"] = "auto"  # noqa: S105 - a pass over the model
-    microllm_max_tokens: U32 = 512
+    microllm_max_tokens: U32 = 2**32 - 1
     pooling_implementation: Literal["manual"] = "manual"
     encode_chunk_tokens: Batch = 512
     contexts: Annotated[int, Meta(ge=1, le=64)] = 0

@@ -1,15 +1,23 @@
-"""Greedy generation on a lane."""
+"""Greedy generation on a lane, slice by slice.
+
+A worker is asked for a few tokens at a time, and for the next few with the prompt and what it has generated so far. So
+callers of a lane take turns, a caller who leaves blocks it for one slice at most, and text comes out while it is made.
+The worker keeps what it has computed of its last prompts, which makes a slice cost its own tokens only.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import codecs
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import UNSET
 
-from engines.protocol.messages import ITEM_BYTES, Generate, Text
-from synapse_host.errors import InvalidRequest, SequenceTooLong
+from engines.protocol.messages import ITEM_BYTES, U32_MAX, FinishReason, Generate, Text
+from synapse_host.errors import InvalidRequest, SequenceTooLong, SynapseError
 from synapse_host.requests.parts import buffer
-from synapse_host.results import Generation
+from synapse_host.results import Generation, Piece
 from synapse_host.text.validate import id_rows
 
 if TYPE_CHECKING:
@@ -17,6 +25,11 @@ if TYPE_CHECKING:
     from synapse_host.lanes import Lanes
     from synapse_host.placement.assignment import Assignment
     from synapse_host.supervision.supervisor import Build
+
+MAX_STOPS: Final = 16
+MAX_STOP_CHARACTERS: Final = 256
+CEILING: Final = "microllm_max_tokens"
+"""The key of ``runtime_config`` that limits a generation on a lane."""
 
 
 def request(ids: IntArray, max_tokens: int) -> Build:
@@ -28,29 +41,160 @@ def request(ids: IntArray, max_tokens: int) -> Build:
     return build
 
 
-async def generate(lanes: Lanes, assignment: Assignment, ids: Any, max_tokens: int, until: float | None) -> Generation:
-    """Continue a prompt of token ids by at most *max_tokens*. Raises InvalidRequest, SequenceTooLong."""
-    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or not 1 <= max_tokens <= 2**32 - 1:
+class Spoken:
+    """The ids and the text of a generation so far.
+
+    *spell* gives the bytes of an id; without it a text is taken as the worker writes it, which is right for a whole one
+    only. ``text`` ends before what may be the beginning of a stop string, or of a character.
+    """
+
+    def __init__(self, spell: Callable[[int], bytes] | None, stop: Sequence[str]) -> None:
+        self.sliceable = spell is not None
+        self.ids: list[int] = []
+        self.text = ""
+        self.stopped = False
+        """A stop string was found; text and ids end there."""
+        self._spell = spell
+        self._stop = stop
+        self._held = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, text: str, ids: Sequence[int], *, last: bool) -> str:
+        """Take in what a worker has answered, and return the text that is certain now."""
+        before = self._decoder.getstate()
+        # Most slices end with a whole character, and the worker's text is right. Else its last bytes are lost in it.
+        if self._spell is not None and (before[0] or text.endswith("\ufffd")):
+            text = self._decoder.decode(b"".join(map(self._spell, ids)), last)
+        held = self._held + text
+        ends = [(held.find(stop), stop) for stop in self._stop if stop in held]
+        if ends:
+            self.stopped = True
+            end, stop = min(ends)
+            new, self._held = held[:end], ""
+            ids = ids[: self._count(ids, before, len(text) - len(held) + end + len(stop))]
+        else:
+            kept = 0 if last else max((_overlap(held, stop) for stop in self._stop), default=0)
+            new, self._held = held[: len(held) - kept], held[len(held) - kept :]
+        self.ids += ids
+        self.text += new
+        return new
+
+    def _count(self, ids: Sequence[int], before: tuple[bytes, int], characters: int) -> int:
+        """Return how many of *ids* it takes to spell the first *characters* of a slice."""
+        if self._spell is None:
+            return len(ids)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.setstate(before)
+        for n, id in enumerate(ids, 1):
+            characters -= len(decoder.decode(self._spell(id)))
+            if characters <= 0:
+                return n
+        return len(ids)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many characters at the end of *text* are the beginning of *stop*."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+async def pieces(
+    lanes: Lanes,
+    assignment: Assignment,
+    ids: Any,
+    max_tokens: int | None,
+    until: float | None,
+    *,
+    spoken: Spoken,
+) -> AsyncGenerator[Piece, None]:
+    """Continue a prompt of token ids by at most *max_tokens*; None: as far as the context reaches.
+
+    Raises InvalidRequest, SequenceTooLong, and what a lane answers, with the ``text`` and
+    ``n_gen`` so far in its details.
+    """
+    import numpy as np
+
+    prompt, wanted = _checked(lanes, assignment, ids, max_tokens)
+    supervisor = lanes.supervisor(assignment)
+    size = lanes.config.slice if spoken.sliceable else wanted
+    with supervisor.counters.call("generate"):
+        while True:
+            asked = min(size, wanted - len(spoken.ids))
+            # A worker's ids go back to it as it gave them: it knows whether they are ids.
+            row = np.concatenate([prompt, np.array(spoken.ids, np.uint32).view(np.int32)])
+            try:
+                reply, _ = await supervisor.exchange(
+                    request(row, asked), deadline=until, stage="generate", again=bool(spoken.ids)
+                )
+            except SynapseError as exc:
+                if not spoken.ids:
+                    raise
+                raise exc.with_details(text=spoken.text, n_gen=len(spoken.ids)) from exc
+            assert isinstance(reply, Text)
+            new = [] if reply.generated_token_ids is UNSET else reply.generated_token_ids
+            if reply.n_gen and not new and size < wanted:
+                # A foreign worker that tells no ids can't be asked for a continuation: once more, and whole.
+                size = wanted
+                continue
+            last = reply.finish_reason is FinishReason.STOP or not new or len(spoken.ids) + len(new) >= wanted
+            text = spoken.add(reply.text, new, last=last)
+            n_gen = len(spoken.ids) if new else reply.n_gen
+            if last or spoken.stopped:
+                reason = FinishReason.STOP if spoken.stopped else reply.finish_reason
+                yield Piece(text, len(prompt), n_gen, str(reason))
+                return
+            yield Piece(text, len(prompt), n_gen)
+
+
+async def generate(
+    lanes: Lanes,
+    assignment: Assignment,
+    ids: Any,
+    max_tokens: int | None,
+    until: float | None,
+    *,
+    spoken: Spoken,
+) -> Generation:
+    """Return a generation when it is finished; arguments and errors as :func:`pieces`."""
+    async with aclosing(pieces(lanes, assignment, ids, max_tokens, until, spoken=spoken)) as stream:
+        async for piece in stream:
+            last = piece
+    reason = str(last.finish_reason)
+    return Generation(spoken.text, last.n_prompt, last.n_gen, reason, tuple(spoken.ids), *assignment.served_by())
+
+
+def stops(stop: Any) -> tuple[str, ...]:
+    """Return a caller's stop strings; InvalidRequest for what isn't a text or a few of them."""
+    found = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else None
+    if found is None or len(found) > MAX_STOPS or not all(isinstance(one, str) for one in found):
+        raise InvalidRequest(f"stop must be a text, or a list of at most {MAX_STOPS} texts")
+    if not all(1 <= len(one) <= MAX_STOP_CHARACTERS for one in found):
+        raise InvalidRequest(f"a stop string must have 1 to {MAX_STOP_CHARACTERS} characters")
+    return found
+
+
+def _checked(lanes: Lanes, assignment: Assignment, ids: Any, max_tokens: int | None) -> tuple[IntArray, int]:
+    """Return the prompt's row and how many tokens may follow; InvalidRequest, SequenceTooLong."""
+    whole_number = isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and 1 <= max_tokens <= U32_MAX
+    if max_tokens is not None and not whole_number:
         raise InvalidRequest(f"max_tokens is {max_tokens!r}, must be a whole number from 1")
     limit = assignment.bundle.manifest.max_tokens
     row = id_rows([ids], max_tokens=limit, model=assignment.model, noun="prompt").ids
-    if len(row) + max_tokens > limit:
+    setting = assignment.require().load.runtime_config.get(CEILING, "").strip()
+    # Anything else than a number is refused by the worker, at LOAD.
+    ceiling = int(setting) if setting.isdecimal() and len(setting) < 11 else U32_MAX
+    wanted = min(limit - len(row), ceiling) if max_tokens is None else max_tokens
+    if wanted > ceiling:
+        raise InvalidRequest(
+            f"max_tokens is {wanted}, this lane gives at most {ceiling} (runtime_config {CEILING} in the matrix)"
+        )
+    if len(row) + max(1, wanted) > limit:
         raise SequenceTooLong(
-            f"the prompt has {len(row)} tokens and {max_tokens} are to follow, {assignment.model} takes {limit} "
+            f"the prompt has {len(row)} tokens and {max(1, wanted)} are to follow, {assignment.model} takes {limit} "
             "for both. Shorten it or ask for fewer",
             details={"index": 0, "tokens": len(row), "max_tokens": limit},
         )
-    if ITEM_BYTES * len(row) > lanes.config.max_frame:
-        raise InvalidRequest(f"the prompt does not fit a frame of {lanes.config.max_frame} bytes")
-    supervisor = lanes.supervisor(assignment)
-    reply, _ = await supervisor.submit(request(row, max_tokens), deadline=until, stage="generate")
-    assert isinstance(reply, Text)
-    generated = reply.generated_token_ids
-    return Generation(
-        reply.text,
-        reply.n_prompt,
-        reply.n_gen,
-        str(reply.finish_reason),
-        tuple(generated) if generated is not UNSET else (),
-        *assignment.served_by(),
-    )
+    if ITEM_BYTES * (len(row) + wanted) > lanes.config.max_frame:
+        raise InvalidRequest(
+            f"the prompt and {wanted} tokens more do not fit a frame of {lanes.config.max_frame} bytes"
+        )
+    return row, wanted

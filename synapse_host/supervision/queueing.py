@@ -89,15 +89,19 @@ class Turns:
         """How many callers wait."""
         return len(self._waiters)
 
-    async def take(self, deadline: float | None, stage: str, *, probing: bool = False) -> None:
+    async def take(
+        self, deadline: float | None, stage: str, *, probing: bool = False, again: bool = False
+    ) -> None:
         """Wait for the turn until *deadline*; whoever has waited gets the answer of a lane that was shut meanwhile.
+
+        *again*: however many wait.
 
         Raises QueueFull, DeadlineExceeded and what :meth:`Standing.admit` raises.
         """
         if not self.held:
             self.held = True
             return
-        if len(self._waiters) >= self._limit:
+        if len(self._waiters) >= self._limit and not again:
             raise refusals.full(self._lane_id, len(self._waiters))
         if deadline is not None and self._loop.time() >= deadline:
             raise refusals.late(self._lane_id, stage)

@@ -117,27 +117,36 @@ class Supervisor:
         nonfinite_output, oom, and the class of the worker's ERR code. A caller that leaves (deadline, cancellation)
         neither harms the worker nor frees the lane early.
         """
-        started = time.monotonic()
+        with self.counters.call(stage):
+            return await self.exchange(build, deadline=deadline, stage=stage, generation=generation, lease=lease)
+
+    async def exchange(
+        self,
+        build: Build,
+        *,
+        deadline: float | None = None,
+        stage: str,
+        generation: int | None = None,
+        lease: Lease | None = None,
+        again: bool = False,
+    ) -> Outcome:
+        """As :meth:`submit`, for one of several exchanges that are counted as one request.
+
+        *again*: a later one, which no full queue refuses, since its request was let in before.
+        """
         turns = self._turns
-        try:
-            self._standing.admit()
-            if turns.held:
-                await turns.take(deadline, stage)
-            else:
-                turns.held = True
-            # None: a start or a permit has to be waited for, or the worker is another one than asked for.
-            waiter = None
-            if generation is None or generation == self._workers.number:
-                waiter = self._at_once(build, deadline, stage, lease)
-            if waiter is None:
-                outcome = await self._serve(build, deadline, stage, generation=generation, lease=lease)
-            else:
-                outcome = await waiter
-        except BaseException as exc:
-            self.counters.failed(stage, exc)
-            raise
-        self.counters.served(stage, time.monotonic() - started)
-        return outcome
+        self._standing.admit()
+        if turns.held:
+            await turns.take(deadline, stage, again=again)
+        else:
+            turns.held = True
+        # None: a start or a permit has to be waited for, or the worker is another one than asked for.
+        waiter = None
+        if generation is None or generation == self._workers.number:
+            waiter = self._at_once(build, deadline, stage, lease)
+        if waiter is None:
+            return await self._serve(build, deadline, stage, generation=generation, lease=lease)
+        return await waiter
 
     def _at_once(
         self, build: Build, deadline: float | None, stage: str, lease: Lease | None

@@ -24,6 +24,7 @@ from synapse_host.errors import BundleInvalid, InvalidRequest
 from synapse_host.text import tokenizer_file
 from synapse_host.text.limits import too_long
 from synapse_host.text.rows import Frame, Rows, flatten, joined, pair_frame, single_frame
+from synapse_host.text.spelling import speller
 from synapse_host.text.tokenizer_schema import MAX_IDS
 
 if TYPE_CHECKING:
@@ -212,6 +213,11 @@ class TextTokenizer:
         """Return the id of a token, None where the vocabulary has no such token."""
         found: int | None = self._plain.token_to_id(token)
         return found
+
+    @cached_property
+    def spell(self) -> Callable[[int], bytes]:
+        """The function from a token id to the bytes that it spells."""
+        return speller(self._plain)
 
     @cached_property
     def _special(self) -> Tokenizer:

@@ -98,7 +98,9 @@ class LaneCounters:
         if isinstance(error, SynapseError):
             outcome = error.code
         else:
-            outcome = CANCELLED if isinstance(error, asyncio.CancelledError) else INTERNAL
+            # GeneratorExit: a caller left a stream between two of its pieces.
+            left = isinstance(error, asyncio.CancelledError | GeneratorExit)
+            outcome = CANCELLED if left else INTERNAL
         self.failures[op, outcome] += 1
 
     @contextmanager
