@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import stat
@@ -102,12 +103,17 @@ class Remote:
             limit = left if limit is None else min(left, limit)
         body = {name: value for name, value in fields.items() if value is not None}
         try:
-            answer = self._client.request(method, route, json=body if method == "POST" else None, timeout=limit)
+            answer = self._client.request(method, route, content=packed(body), timeout=limit)
         except httpx.TimeoutException as exc:
             raise late(self._path, passed=self._end is not None and time.monotonic() >= self._end) from exc
         except httpx.HTTPError as exc:
             raise gone(self._path) from exc
         return checked(answer, self._path)
+
+
+def packed(body: dict[str, Any]) -> bytes:
+    """Return a request's body in ASCII: what a user types may hold half a surrogate pair, which UTF-8 can't."""
+    return json.dumps(body).encode()
 
 
 def checked(answer: httpx.Response, path: Path) -> httpx.Response:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from synapse_host.text.encoders import CHUNK
+
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, lt=1e9)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**32)]
 Input: TypeAlias = str | list[str | int | list[int]]
@@ -210,10 +212,11 @@ class Probe(Body, kw_only=True):
 
 
 class EmbedCall(Load, kw_only=True):
-    """:meth:`Host.embed_result`, as the command calls it."""
+    """:meth:`Host.embed_stream`, as the command calls it: one chunk, whose first text has the number *offset*."""
 
-    texts: list[str]
+    texts: Annotated[list[str], Meta(min_length=1, max_length=CHUNK)]
     truncate: bool = False
+    offset: Annotated[int, Meta(ge=0)] = 0
 
 
 class RerankCall(Load, kw_only=True):

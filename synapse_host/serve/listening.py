@@ -27,6 +27,8 @@ RESERVED: Final = 200
 """Descriptors that are kept for workers and files."""
 HEAD_S: Final = 30.0
 """How long a connection may take for a request's head, or be silent between two requests."""
+SEND_S: Final = 60.0
+"""How long a client may read nothing of what it is sent."""
 FLUSH_S: Final = 2
 """How long open answers may take to leave once the host is closed."""
 
@@ -118,7 +120,10 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection that must send its head in time, and is one of a limited number."""
+    """A connection that must send its head in time and read what it is sent, and is one of a limited number."""
+
+    _unread = 0
+    _reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -126,6 +131,11 @@ class _Connection(H11Protocol):
             transport.abort()
         else:
             self.timeout_keep_alive_task = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unset_keepalive_if_required()
+        self._stop_watching()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         # uvicorn ends the timer with the first byte, so that a head that never ends would keep the connection for ever.
@@ -139,6 +149,32 @@ class _Connection(H11Protocol):
             self.timeout_keep_alive_task = timer
         else:
             timer.cancel()
+
+    def timeout_keep_alive_handler(self) -> None:
+        # Not `close`: that waits for a client to read what it was sent, which may be never.
+        self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.transport.get_write_buffer_size()
+        self._reading = self.loop.call_later(SEND_S, self._check_reading)
+
+    def resume_writing(self) -> None:
+        self._stop_watching()
+        super().resume_writing()
+
+    def _check_reading(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        if unread >= self._unread:
+            self.transport.abort()
+        else:
+            self._unread = unread
+            self._reading = self.loop.call_later(SEND_S, self._check_reading)
+
+    def _stop_watching(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
 
 def _room() -> int:

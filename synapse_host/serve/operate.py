@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import time
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -58,6 +58,8 @@ def routes(service: Service) -> list[BaseRoute]:
 
 CHANGES: Final = ("/synapse/load", "/synapse/unload", "/synapse/probe")
 """Routes that change what others are served by: open to the host's own user, and to who shows the key."""
+COMMANDS: Final = ("/synapse/embed", "/synapse/rerank", "/synapse/generate")
+"""Routes of the user's own commands, with wider limits."""
 
 
 class Operator:
@@ -86,7 +88,7 @@ class Operator:
                 served = {"lane": lane.lane_id, "engine": spec.engine_id, "device": spec.device}
                 artifact = {"artifact_digest": spec.load.artifact_digest}
                 found[lane.model]["lanes"].append({"matrix_lane": lane.lane, **served, **artifact})
-        return json_response({"models": found})
+        return json_response({"host": self._service.state()["host"], "models": found})
 
     async def certificates(self, request: Request) -> Response:
         """What is certified here, each certificate judged now."""
@@ -202,9 +204,16 @@ class Calls:
 
     async def embed(self, request: Request, body: EmbedCall) -> Response:
         """Vectors of texts."""
-        result = await self._host.embed_result(
-            body.model, body.texts, lane=body.lane, deadline=deadline_of(request, body), truncate=body.truncate
+        stream = self._host.embed_stream(
+            body.model,
+            body.texts,
+            lane=body.lane,
+            deadline=deadline_of(request, body),
+            truncate=body.truncate,
+            offset=body.offset,
         )
+        async with aclosing(stream) as results:
+            result = await anext(results)  # the only one: a chunk of the host's takes as many texts as a body may hold
         vectors = {"dims": result.vectors.shape[1], "vectors": result.vectors.tobytes()}
         return json_response({**_served_by(result), **vectors, "truncated": result.truncated, "tokens": result.tokens})
 

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engines.bundle.manifest import read_plain
 from synapse_host.errors import InvalidRequest
-from synapse_host.serve.operate import CHANGES
+from synapse_host.serve.operate import CHANGES, COMMANDS
 from synapse_host.serve.service import Refused, failure
 
 OPERATOR: Final = "synapse.operator"
@@ -95,5 +95,5 @@ class _Guard:
             shown = shown.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
             if not hmac.compare_digest(shown.encode("utf-8", "replace"), self._key):
                 raise Refused(401, "this server needs its API key: Authorization: Bearer KEY")
-        elif path in CHANGES:
-            raise Refused(401, "loading, unloading and probing go over the Unix socket, or need an API key")
+        if path in COMMANDS or (self._key is None and path in CHANGES):
+            raise Refused(401, "this goes over the Unix socket; loading, unloading and probing also with an API key")

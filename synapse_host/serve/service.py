@@ -8,7 +8,9 @@ import logging
 import math
 import os
 import re
+import sys
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -22,6 +24,8 @@ from synapse_host.host import Host
 from synapse_host.serve.bodies import Body
 
 MAX_BODY: Final = 8 * 1024 * 1024
+MAX_COMMAND: Final = 4 * MAX_BODY
+"""The same for this user's own commands, whose longest text has more."""
 MAX_ELEMENTS: Final = 256 * 1024
 """Commas in a body: reading numbers or rows costs a hundred times what the same bytes of text cost, and blocks."""
 MAX_REQUESTS: Final = 1024
@@ -30,8 +34,8 @@ MAX_HELD: Final = 256 * 1024 * 1024
 """Bytes of bodies of those requests."""
 BODY_S: Final = 60.0
 """How long a client may take to send its body."""
-SEND_S: Final = 60.0
-"""How long a client may leave what it is sent unread."""
+LINGER_S: Final = 5.0
+"""How long the rest of a body is read that is too large."""
 
 STATUS: Final[dict[str, int]] = {
     "invalid_request": 400,
@@ -83,7 +87,8 @@ class Service:
         for ring in host.logs.values():
             ring.on_write = self.wake
         self._started = time.monotonic()
-        self._requests = 0
+        self.requests = 0
+        """Requests of programs that are being answered."""
         self._held = 0
 
     def state(self, *lane_ids: str) -> dict[str, Any]:
@@ -120,46 +125,49 @@ class Service:
     def enter(self) -> None:
         """Count a request in; QueueFull where there are too many. :meth:`leave` counts it out."""
         self.check_open()
-        if self._requests >= MAX_REQUESTS or self._held >= MAX_HELD:
-            raise QueueFull(f"the server has {self._requests} requests already", retry_after_ms=1000)
-        self._requests += 1
+        if self.requests >= MAX_REQUESTS or self._held >= MAX_HELD:
+            raise QueueFull(f"the server has {self.requests} requests already", retry_after_ms=1000)
+        self.requests += 1
 
     def leave(self, held: int) -> None:
         """Count a request out that held so many bytes of a body."""
-        self._requests -= 1
+        self.requests -= 1
         self._held -= held
 
-    async def read(self, request: Request) -> bytes:
-        """Return a request's body. Refused where it is too large, or too slow."""
-        announced = request.headers.get("content-length", "0")
-        if announced.isdigit() and int(announced[:20]) > MAX_BODY:
-            raise _too_large()
-        parts, size = [], 0
+    async def read(self, request: Request, most: int) -> bytes:
+        """Return a request's body. Refused where it has more than *most* bytes, or is too slow."""
+        parts: list[bytes] = []
+        held, large = 0, int(request.headers.get("content-length", "0")[:20]) > most
         try:
-            async with asyncio.timeout(BODY_S):
+            async with asyncio.timeout(LINGER_S if large else BODY_S) as limit:
                 async for part in request.stream():
-                    size += len(part)
+                    if large:
+                        continue  # Closing now would reset the connection, and the client would never read why.
+                    held += len(part)
+                    request.state.held = held
                     self._held += len(part)
-                    if size > MAX_BODY:
-                        raise _too_large()
                     parts.append(part)
+                    if held > most:
+                        large = True
+                        parts.clear()
+                        limit.reschedule(asyncio.get_running_loop().time() + LINGER_S)
         except TimeoutError:
-            raise Refused(408, f"the body took more than {BODY_S:g} s") from None
-        finally:
-            request.state.held = size
+            if not large:
+                raise Refused(408, f"the body took more than {BODY_S:g} s") from None
+        if large:
+            raise Refused(413, f"the body has more than {most} bytes; send it in parts", limit=most)
         return b"".join(parts)
-
-
-def _too_large() -> Refused:
-    return Refused(413, f"the body has more than {MAX_BODY} bytes; send it in parts", limit=MAX_BODY)
 
 
 B = TypeVar("B", bound=Body)
 
 
-def decode(data: bytes, kind: type[B]) -> B:
-    """Return the request in a body. InvalidRequest names the parameter that is wrong, unknown or not honoured."""
-    if data.count(b",") > MAX_ELEMENTS:
+def decode(data: bytes, kind: type[B], *, own: bool = False) -> B:
+    """Return the request in a body. InvalidRequest names the parameter that is wrong, unknown or not honoured.
+
+    *own*: it comes from a command of this user, and its texts may have any number of commas.
+    """
+    if not own and data.count(b",") > MAX_ELEMENTS:
         raise Refused(413, f"the body has more than {MAX_ELEMENTS} elements; send it in parts", limit=MAX_ELEMENTS)
     collecting = gc.isenabled()
     # The collector would run a hundred times while many small lists are made, and find nothing: none is garbage yet.
@@ -187,19 +195,28 @@ def decode(data: bytes, kind: type[B]) -> B:
 
 
 def failure(error: SynapseError, place: Place = "python") -> Response:
-    """Return the answer that says what went wrong, in OpenAI's form with our fields beside theirs."""
-    stopping = error.details.get("reason") == "stopping"
-    status = error.status if isinstance(error, Refused) else 503 if stopping else STATUS.get(error.code, 500)
-    document = error.to_dict(place)
-    document["type"] = "invalid_request_error" if status < 429 else "rate_limit_error" if status == 429 else "api_error"
-    document["param"] = error.details.get("param")
+    """Return the answer that says what went wrong."""
+    status = status_of(error)
     # OpenAI's clients read this header and repeat a request by themselves, or don't.
     headers = {"x-should-retry": str(error.safe_to_retry).lower()}
     if status in (429, 503) and error.retry_after_ms is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
     if status in (408, 413):
         headers["connection"] = "close"  # what is left of the body is not read
-    return json_response({"error": document}, status=status, headers=headers)
+    return json_response({"error": error_of(error, place)}, status=status, headers=headers)
+
+
+def status_of(error: SynapseError) -> int:
+    """Return the status of an error."""
+    stopping = error.details.get("reason") == "stopping"
+    return error.status if isinstance(error, Refused) else 503 if stopping else STATUS.get(error.code, 500)
+
+
+def error_of(error: SynapseError, place: Place = "python") -> dict[str, Any]:
+    """Return an error in OpenAI's form, with our fields beside theirs."""
+    status = status_of(error)
+    kind = "invalid_request_error" if status < 429 else "rate_limit_error" if status == 429 else "api_error"
+    return {**error.to_dict(place), "type": kind, "param": error.details.get("param")}
 
 
 def json_response(document: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -240,20 +257,25 @@ class Endpoint:
             response = internal_error(request)
         try:
             if response is not None:
-                await response(scope, receive, patient(send))
+                await response(scope, receive, send)
         finally:
             if entered:
                 self._service.leave(request.state.held)
 
     async def _answer(self, request: Request) -> Response | None:
-        body = decode(await self._service.read(request), self._kind)
+        own = self._place == "command"
+        data = await self._service.read(request, MAX_COMMAND if own else MAX_BODY)
+        body = decode(data, self._kind, own=own)
         handled = self._handle(request, body)
         return await unless_gone(request, handled) if self._work else await handled
 
 
 def internal_error(request: Request) -> Response:
-    """Log the bug of ours that is being handled, without what the request held, and return the answer for it."""
-    _log.exception("a request failed: %s %s", request.method, request.url.path)
+    """Log the bug of ours that is being handled, and return the answer for it."""
+    kind, _, trace = sys.exc_info()
+    # Without the exception's own words: they may quote what the request held.
+    where = "".join(traceback.format_tb(trace))
+    _log.error("a request failed: %s %s: %s\n%s", request.method, request.url.path, kind and kind.__name__, where)
     fields = {"class": "permanent", "safe_to_retry_same_request": False, "details": {}, "param": None}
     words = {"code": "internal_error", "type": "api_error", "message": "internal error, see the host's log"}
     return json_response({"error": {**words, **fields}}, status=500)
@@ -270,16 +292,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Non
         for each in (task, gone):
             each.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-def patient(send: Send) -> Send:
-    """Return *send* with a limit: a client that doesn't read what it is sent keeps its connection no longer."""
-
-    async def within(message: Any) -> None:
-        async with asyncio.timeout(SEND_S):
-            await send(message)
-
-    return within
 
 
 def deadline_of(request: Request, body: Body) -> float | None:
