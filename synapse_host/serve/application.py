@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from synapse_host.errors import SynapseError
-from synapse_host.serve import api, operate
+from synapse_host.serve import api, operate, page
 from synapse_host.serve.service import Refused, Service, failure, internal_error
 
 
@@ -25,4 +25,5 @@ def application(service: Service) -> Starlette:
         return failure(exc, "operator") if isinstance(exc, SynapseError) else internal_error(request)
 
     handlers = {HTTPException: refuse, SynapseError: fail, Exception: fail}
-    return Starlette(routes=[*api.routes(service), *operate.routes(service)], exception_handlers=handlers)
+    routes = [*page.routes(), *api.routes(service), *operate.routes(service)]
+    return Starlette(routes=routes, exception_handlers=handlers)

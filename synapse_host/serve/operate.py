@@ -78,7 +78,7 @@ class Operator:
         return json_response({"workers": self._service.state()["workers"]})
 
     async def models(self, request: Request) -> Response:
-        """The bundles that this host serves, and the lanes of each."""
+        """The bundles that this host serves, the lanes of each, and why they have their engines."""
         found: dict[str, Any] = {}
         for name, bundle in self._host.bundles.items():
             task = bundle.manifest.task
@@ -88,7 +88,8 @@ class Operator:
                 served = {"lane": lane.lane_id, "engine": spec.engine_id, "device": spec.device}
                 artifact = {"artifact_digest": spec.load.artifact_digest}
                 found[lane.model]["lanes"].append({"matrix_lane": lane.lane, **served, **artifact})
-        return json_response({"host": self._service.state()["host"], "models": found})
+        host, placements = self._service.state()["host"], self._host.explain()
+        return json_response({"host": host, "models": found, "placements": placements})
 
     async def certificates(self, request: Request) -> Response:
         """What is certified here, each certificate judged now."""

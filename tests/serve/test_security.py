@@ -62,7 +62,7 @@ def test_over_tcp_lanes_are_changed_with_a_key_alone(serve: Any, key: bytes | No
             assert (await up.call(f"/synapse/{route}", **body)).status_code == 401
             shown = await up.web.post(f"/synapse/{route}", json=body, headers=SHOWN)
             assert shown.status_code == (401 if key is None else 200)
-        for route in ("/health", "/ready"):
+        for route in ("/", "/health", "/ready"):
             assert (await up.web.get(route)).status_code == 200, "these hold nothing and need no key"
 
     serve(work, served={"key": key})
