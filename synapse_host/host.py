@@ -39,7 +39,7 @@ from synapse_host.worker.listener import RuntimeDirectory
 
 if TYPE_CHECKING:
     from synapse_host.arrays import FloatArray, IntArray
-    from synapse_host.supervision.supervisor import Build
+    from synapse_host.worker.exchange import Build
 
 T = TypeVar("T")
 

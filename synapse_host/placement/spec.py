@@ -18,6 +18,11 @@ class LoadSpec:
     format: str
     runtime_config: dict[str, str] = field(default_factory=dict)
 
+    def number(self, key: str, default: int) -> int:
+        """Return a whole number of ``runtime_config``; *default* where it has none, or what a worker will refuse."""
+        setting = self.runtime_config.get(key, "").strip()
+        return int(setting) if setting.isdecimal() and len(setting) <= 10 else default
+
 
 @dataclass(frozen=True, slots=True)
 class LaneSpec:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from engines.bundle import tight
-from engines.protocol.messages import ITEM_BYTES, EmbedBatch, Item, Pooling, Vectors
+from engines.protocol.messages import ITEM_BYTES, Pooling, Vectors
 from synapse_host.errors import BundleInvalid, InvalidRequest
-from synapse_host.requests.parts import Part, buffer, collect, cut, whole
+from synapse_host.requests.batching import Batch
+from synapse_host.requests.parts import Part, collect, cut, whole
 from synapse_host.residency.lane import RungedLane
 from synapse_host.text.encoders import checked
 
@@ -18,21 +19,13 @@ if TYPE_CHECKING:
     from synapse_host.arrays import FloatArray
     from synapse_host.lanes import Lanes
     from synapse_host.placement.assignment import Assignment
-    from synapse_host.supervision.supervisor import Build
     from synapse_host.text.rows import Rows
 
 
-def request(manifest: Manifest, part: Part) -> Build:
+def request(manifest: Manifest, part: Part) -> Batch:
     """Return the EMBED_BATCH of some rows; an item's id is the row's number."""
-    items = [Item(id=str(row), n_tokens=length) for row, length in zip(part.rows, part.lengths, strict=True)]
     pooling = Pooling(manifest.pooling) if manifest.pooling is not UNSET else Pooling.MEAN
-    normalize = manifest.normalize is not False
-
-    def build(req_id: str, model_ref: str) -> tuple[EmbedBatch, memoryview]:
-        batch = EmbedBatch(req_id=req_id, model_ref=model_ref, pooling=pooling, normalize=normalize, items=items)
-        return batch, buffer(part.ids)
-
-    return build
+    return Batch(part.lengths, part.ids, pooling, manifest.normalize is not False, part.rows.start)
 
 
 async def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float | None) -> FloatArray:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from synapse_host.arrays import IntArray
     from synapse_host.lanes import Lanes
     from synapse_host.placement.assignment import Assignment
-    from synapse_host.supervision.supervisor import Build
+    from synapse_host.worker.exchange import Build
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
@@ -179,9 +179,7 @@ def _checked(lanes: Lanes, assignment: Assignment, ids: Any, max_tokens: int | N
         raise InvalidRequest(f"max_tokens is {max_tokens!r}, must be a whole number from 1")
     limit = assignment.bundle.manifest.max_tokens
     row = id_rows([ids], max_tokens=limit, model=assignment.model, noun="prompt").ids
-    setting = assignment.require().load.runtime_config.get(CEILING, "").strip()
-    # Anything else than a number is refused by the worker, at LOAD.
-    ceiling = int(setting) if setting.isdecimal() and len(setting) < 11 else U32_MAX
+    ceiling = assignment.require().load.number(CEILING, U32_MAX)
     wanted = min(limit - len(row), ceiling) if max_tokens is None else max_tokens
     if wanted > ceiling:
         raise InvalidRequest(

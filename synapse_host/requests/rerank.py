@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engines.protocol.messages import ITEM_BYTES, Rerank, RerankSequences, Segment
+from engines.protocol.messages import ITEM_BYTES, Rerank, Segment
+from synapse_host.requests.batching import Batch
 from synapse_host.requests.parts import Part, buffer, collect, cut
 from synapse_host.results import sigmoid
 from synapse_host.text.encoders import checked
@@ -14,23 +15,18 @@ if TYPE_CHECKING:
     from synapse_host.arrays import FloatArray, IntArray
     from synapse_host.lanes import Lanes
     from synapse_host.placement.assignment import Assignment
-    from synapse_host.supervision.supervisor import Build
     from synapse_host.text.rows import Rows
+    from synapse_host.worker.exchange import Build
 
 
 def request(query: IntArray | None, part: Part) -> Build:
     """Return RERANK of bare candidates, for a worker that composes the pairs; without *query* RERANK_SEQUENCES."""
-    segments = [Segment(n_tokens=length) for length in part.lengths]
     if query is None:
-
-        def sequences(req_id: str, model_ref: str) -> tuple[RerankSequences, memoryview]:
-            message = RerankSequences(req_id=req_id, model_ref=model_ref, sequences=segments)
-            return message, buffer(part.ids)
-
-        return sequences
+        return Batch(part.lengths, part.ids)
     import numpy as np
 
     n, ids = len(query), np.concatenate([query, part.ids])
+    segments = [Segment(n_tokens=length) for length in part.lengths]
 
     def candidates(req_id: str, model_ref: str) -> tuple[Rerank, memoryview]:
         message = Rerank(req_id=req_id, model_ref=model_ref, query_n_tokens=n, candidates=segments)

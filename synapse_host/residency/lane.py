@@ -29,8 +29,9 @@ from synapse_host.errors import WORKER_ERRORS, EngineCrashed, SynapseError
 from synapse_host.residency.plan import Costs, Part, buckets, charge, packed_widths, parts
 from synapse_host.residency.shell import ResidencyShell, Withdrawn
 from synapse_host.residency.types import Key, Limits
-from synapse_host.supervision.supervisor import Build, Outcome, Supervisor
+from synapse_host.supervision.supervisor import Supervisor
 from synapse_host.worker import refusals
+from synapse_host.worker.exchange import Build, Outcome
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Artifact, Bundle

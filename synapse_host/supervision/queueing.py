@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Mapping
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from engines.machine import usable_cores
@@ -14,32 +15,60 @@ from synapse_host.supervision.standing import Standing
 from synapse_host.worker import refusals
 
 
+class Waiter:
+    """One who waits: its place among the others, and what it will build."""
+
+    __slots__ = ("build", "deadline", "future", "late", "place")
+
+    def __init__(self, place: int, build: Any, deadline: float | None, late: Callable[[], SynapseError]) -> None:
+        self.place = place
+        self.build = build
+        self.deadline = deadline
+        self.late = late
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+
 class Line:
     """Who waits, in order of arrival. Its length is how many."""
 
     def __init__(self) -> None:
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._waiters: list[Waiter] = []
+        self._arrivals = 0
 
     def __len__(self) -> int:
         return len(self._waiters)
 
-    async def wait(
-        self, deadline: float | None, late: Callable[[], SynapseError], pass_on: Callable[[], object]
-    ) -> None:
-        """Wait to be served; from *deadline* (loop time) on *late* makes the answer.
+    def arrive(self) -> int:
+        """Return a place behind all given out before; the first one is 1."""
+        self._arrivals += 1
+        return self._arrivals
 
-        *pass_on* serves the next one where this caller was served and cancelled in the same turn of the loop.
+    async def wait(
+        self,
+        deadline: float | None,
+        late: Callable[[], SynapseError],
+        pass_on: Callable[[], object],
+        *,
+        place: int | None = None,
+        build: Any = None,
+    ) -> Any:
+        """Wait to be served, and return None; from *deadline* (loop time) on *late* makes the answer.
+
+        *place*: its place from :meth:`arrive`, also an earlier one. *pass_on* serves the next one where this caller was
+        served and cancelled in the same turn of the loop. A caller who was taken along by :meth:`board` returns what
+        its future got.
         """
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        self._waiters.append(waiter)
-        timer = None if deadline is None else loop.call_at(deadline, refuse, waiter, late)
+        waiter = Waiter(self.arrive() if place is None else place, build, deadline, late)
+        insort(self._waiters, waiter, key=attrgetter("place"))
+        timer = None
+        if deadline is not None:
+            timer = asyncio.get_running_loop().call_at(deadline, refuse, waiter.future, late)
         try:
-            await waiter
+            return await waiter.future
         except BaseException:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-            elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+            elif _has_turn(waiter.future):
                 pass_on()
             raise
         finally:
@@ -49,17 +78,34 @@ class Line:
     def serve(self) -> bool:
         """Wake the longest waiter; False when nobody waits."""
         while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
+            waiter = self._waiters.pop(0)
+            if not waiter.future.done():
+                waiter.future.set_result(None)
                 return True
         return False
+
+    def board(self, now: float, choose: Callable[[Sequence[Any]], int]) -> list[Waiter]:
+        """Take the first of those who wait out of the line, as many as *choose* says of their builds.
+
+        Their futures are the caller's to answer; the deadline and the cancellation of each still end its own wait.
+        """
+        for waiter in self._waiters:
+            if waiter.deadline is not None and now >= waiter.deadline:
+                refuse(waiter.future, waiter.late)
+        self._waiters = [waiter for waiter in self._waiters if not waiter.future.done()]
+        count = choose([waiter.build for waiter in self._waiters])
+        riders, self._waiters = self._waiters[:count], self._waiters[count:]
+        return riders
 
     def close(self, why: Callable[[], SynapseError]) -> None:
         """Refuse all who wait."""
         for waiter in self._waiters:
-            refuse(waiter, why)
+            refuse(waiter.future, why)
         self._waiters.clear()
+
+
+def _has_turn(future: asyncio.Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None and future.result() is None
 
 
 def refuse(waiter: asyncio.Future[Any], why: Callable[[], SynapseError]) -> None:
@@ -89,29 +135,48 @@ class Turns:
         """How many callers wait."""
         return len(self._waiters)
 
+    def arrive(self) -> int:
+        """Return a caller's place in the line, behind all who have one."""
+        return self._waiters.arrive()
+
     async def take(
-        self, deadline: float | None, stage: str, *, probing: bool = False, again: bool = False
-    ) -> None:
+        self,
+        deadline: float | None,
+        stage: str,
+        *,
+        probing: bool = False,
+        place: int | None = None,
+        limited: bool = True,
+        build: Any = None,
+    ) -> Any:
         """Wait for the turn until *deadline*; whoever has waited gets the answer of a lane that was shut meanwhile.
 
-        *again*: however many wait.
-
+        Returns None with the turn; or without it what :meth:`board` got for the rows of *build*. *place*: from
+        :meth:`arrive`; without it the last one. Not *limited*: however many wait.
         Raises QueueFull, DeadlineExceeded and what :meth:`Standing.admit` raises.
         """
         if not self.held:
             self.held = True
-            return
-        if len(self._waiters) >= self._limit and not again:
+            return None
+        if limited and len(self._waiters) >= self._limit:
             raise refusals.full(self._lane_id, len(self._waiters))
         if deadline is not None and self._loop.time() >= deadline:
             raise refusals.late(self._lane_id, stage)
-        await self._waiters.wait(deadline, partial(refusals.late, self._lane_id, stage), self.pass_on)
+        late = partial(refusals.late, self._lane_id, stage)
+        outcome = await self._waiters.wait(deadline, late, self.pass_on, place=place, build=build)
+        if outcome is not None:
+            return outcome
         try:
             # The lane may have been shut or refused while this waited: it gets that answer, not a new worker.
             self._standing.admit(probing=probing)
         except BaseException:
             self.pass_on()
             raise
+        return None
+
+    def board(self, choose: Callable[[Sequence[Any]], int]) -> list[Waiter]:
+        """As :meth:`Line.board`; only for who has the turn."""
+        return self._waiters.board(self._loop.time(), choose)
 
     def pass_on(self) -> None:
         """Give the turn to the longest waiter, or back."""

@@ -11,10 +11,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from engines.protocol.errors import ErrorCode, LocalProtocolError
-from engines.protocol.messages import SERVING, AnyReply, AnyRequest, Err, Ping, Pong, Unload
+from engines.protocol.messages import SERVING, AnyReply, AnyRequest, Ping, Pong, Unload
 from synapse_host.config import HostConfig
 from synapse_host.errors import EngineCrashed, SynapseError
 from synapse_host.placement.spec import LaneSpec
@@ -22,21 +22,15 @@ from synapse_host.supervision.health import LaneHealth, Refresher
 from synapse_host.supervision.lifecycle import Generations
 from synapse_host.supervision.queueing import Permits, Turns, expire
 from synapse_host.supervision.record import record
+from synapse_host.supervision.sharing import ALONE, Sharing
 from synapse_host.supervision.standing import Standing
 from synapse_host.worker import refusals
 from synapse_host.worker.counters import LaneCounters
 from synapse_host.worker.crash import Death
-from synapse_host.worker.exchange import Exchange, Lease
+from synapse_host.worker.exchange import Build, Exchange, Lease, Outcome
 from synapse_host.worker.listener import RuntimeDirectory
 from synapse_host.worker.output import LogRing
 from synapse_host.worker.session import Session
-
-Build: TypeAlias = Callable[[str, str], tuple[AnyRequest, Any]]
-"""``build(req_id, model_ref)`` returns the request and its raw buffer or None. It may be called again when the worker
-was replaced while the request waited, so it must not have side effects."""
-
-Outcome: TypeAlias = tuple[AnyReply, Any]
-"""The reply and its payload: float32 (n * dims,) or (candidates,), writable and owned by the caller; or None."""
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +81,7 @@ class Supervisor:
             admit=admit,
         )
         self._closer: asyncio.Task[None] | None = None
+        self._sharing = Sharing(self._turns, spec)
 
     @property
     def generation(self) -> int:
@@ -136,17 +131,27 @@ class Supervisor:
         """
         turns = self._turns
         self._standing.admit()
+        place, outcome = 0, None
         if turns.held:
-            await turns.take(deadline, stage, again=again)
+            place = turns.arrive()
+            outcome = await turns.take(deadline, stage, place=place, limited=not again, build=build)
         else:
             turns.held = True
-        # None: a start or a permit has to be waited for, or the worker is another one than asked for.
-        waiter = None
-        if generation is None or generation == self._workers.number:
-            waiter = self._at_once(build, deadline, stage, lease)
-        if waiter is None:
-            return await self._serve(build, deadline, stage, generation=generation, lease=lease)
-        return await waiter
+        if outcome is None:
+            # None: a start or a permit has to be waited for, or the worker is another one than asked for.
+            waiter = None
+            if generation is None or generation == self._workers.number:
+                waiter = self._at_once(build, deadline, stage, lease)
+            if waiter is None:
+                outcome = await self._serve(build, deadline, stage, generation=generation, lease=lease)
+            else:
+                outcome = await waiter
+        if outcome is ALONE:
+            # A shared exchange failed, and nobody knows for whose rows: each call once more, by itself, in its place.
+            self._standing.admit()
+            await turns.take(deadline, stage, place=place, limited=False)
+            return await self._serve(lambda *names: build(*names), deadline, stage)
+        return outcome
 
     def _at_once(
         self, build: Build, deadline: float | None, stage: str, lease: Lease | None
@@ -168,7 +173,7 @@ class Supervisor:
         permit = type(request) in SERVING
         if permit and not self._permits.try_acquire(self.spec.device):
             return None
-        return self._begin(session, request, payload, stage, deadline=deadline, permit=permit, lease=lease)
+        return self._begin(session, request, payload, stage, build, deadline=deadline, permit=permit, lease=lease)
 
     async def _serve(
         self,
@@ -212,7 +217,10 @@ class Supervisor:
                 self._permits.release(device)
             self._turns.pass_on()
             raise
-        return await self._begin(session, request, payload, stage, deadline=deadline, permit=permit, lease=lease)
+        shared = None if probing else build
+        return await self._begin(
+            session, request, payload, stage, shared, deadline=deadline, permit=permit, lease=lease
+        )
 
     def _begin(
         self,
@@ -220,23 +228,32 @@ class Supervisor:
         request: AnyRequest,
         payload: Any,
         stage: str,
+        build: Build | None = None,
         *,
         deadline: float | None = None,
         permit: bool = False,
         lease: Lease | None = None,
     ) -> asyncio.Future[Outcome]:
-        """Send a request and return what its caller awaits; from here on the exchange owns turn, permit and lease."""
+        """Send a request and return what its caller awaits; from here on the exchange owns turn, permit and lease.
+
+        Callers who wait go along where *build* can be shared.
+        """
         waiter: asyncio.Future[Outcome] = self._loop.create_future()
         exchange = Exchange(request, payload, waiter, stage, deadline, permit, lease=lease)
         if lease is not None:
             lease.taken = True
         try:
+            self._sharing.board(exchange, build, session, self._workers.loaded)
             session.begin(exchange)
-        except BaseException as exc:
+        except LocalProtocolError as exc:
+            self._answer(exchange, refusals.unsendable(self.spec.lane_id, stage, exc))
+        except MemoryError:
+            self._answer(exchange, refusals.no_memory(self.spec.lane_id, stage))
+        except BaseException:
             self._release(exchange)
-            if isinstance(exc, LocalProtocolError):
-                raise refusals.unsendable(self.spec.lane_id, stage, exc) from exc
             raise
+        if permit:
+            self.counters.shared.add(1 + len(exchange.riders))
         return waiter
 
     def _release(self, exchange: Exchange) -> None:
@@ -361,34 +378,21 @@ class Supervisor:
     def replied(self, session: Session, exchange: Exchange, reply: AnyReply, payload: memoryview | None) -> None:
         """Resolve the waiter (unless it left), then hand on permit and stream."""
         self._health.age_from = now = self._loop.time()
-        waiter = exchange.waiter
-        left = waiter.done()
-        array = None
+        outcomes: list[Outcome] = []
         error: SynapseError | None = None
-        if type(reply) is Err:
-            error = refusals.answered(self.spec, exchange.stage, reply)
+        try:
+            outcomes = self._sharing.outcomes(exchange, reply, payload)
+        except SynapseError as exc:
+            error = exc
         else:
-            if payload is not None:
-                from engines.finite import floats  # numpy with the first reply, not with the host
-
-                try:
-                    array, finite = floats(payload)
-                except MemoryError:
-                    error, finite = refusals.no_memory(self.spec.lane_id, exchange.stage), True
-                if not finite:
-                    error = refusals.nonfinite(self.spec, exchange.stage)
-            if error is None and type(exchange.request) in SERVING:
+            if type(exchange.request) in SERVING:
                 self._quarantine.served(session.generation)
             elif type(reply) is Pong:
                 self._health.pong(reply, now)
                 self.counters.ipc.add(time.monotonic() - exchange.sent)
-        if left:
-            if type(reply) is not Pong:
-                self.counters.abandoned += 1
-        elif error is None:
-            waiter.set_result((reply, array))
-        else:
-            waiter.set_exception(error)
+        left = self._sharing.answer(exchange, outcomes, error)
+        if type(reply) is not Pong:
+            self.counters.abandoned += left
         self._release(exchange)
 
     def overdue(self, exchange: Exchange) -> None:
@@ -401,6 +405,8 @@ class Supervisor:
 
     def died(self, session: Session, death: Death, exchange: Exchange | None) -> None:
         """Charge the strike and give the open request its answer."""
+        if exchange is not None:
+            self._sharing.suspect(exchange)
         error = self._workers.charge(session, death, exchange.stage if exchange else "idle", exchange)
         self._workers.forget(session)
         self._lost(session, exchange, error)
@@ -424,8 +430,7 @@ class Supervisor:
         self._answer(exchange, why(self.spec.lane_id, exchange.stage))
 
     def _answer(self, exchange: Exchange, error: SynapseError) -> None:
-        if not exchange.waiter.done():
-            exchange.waiter.set_exception(error)
+        self._sharing.answer(exchange, (), error)
         self._release(exchange)
 
     def health(self) -> dict[str, Any]:

@@ -51,6 +51,11 @@ def too_long(
     )
 
 
+def most_rows(max_frame: int, reply_row_bytes: int) -> int:
+    """Return how many rows an exchange takes at most."""
+    return min(MAX_ITEMS, (max_frame - HEADER_BYTES) // ROW_HEADER_BYTES, max_frame // reply_row_bytes)
+
+
 def split(
     lengths: Sequence[int], *, reply_row_bytes: int, max_frame: int, common_tokens: int = 0, noun: str = "text"
 ) -> list[range]:
@@ -60,9 +65,7 @@ def split(
     that every exchange carries (RERANK's query). Raises InvalidRequest where a single row can't fit.
     """
     payload_room = max_frame // ITEM_BYTES - common_tokens
-    header_rows = (max_frame - HEADER_BYTES) // ROW_HEADER_BYTES
-    reply_rows = max_frame // reply_row_bytes
-    rows_limit = min(MAX_ITEMS, header_rows, reply_rows)
+    rows_limit = most_rows(max_frame, reply_row_bytes)
     if lengths and rows_limit < 1:
         raise InvalidRequest(
             f"one row does not fit a frame of {max_frame} bytes; raise max_frame", details={"max_frame": max_frame}

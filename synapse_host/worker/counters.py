@@ -17,6 +17,7 @@ from synapse_host.errors import SynapseError
 
 REQUEST_BOUNDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 LOAD_BOUNDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+SHARED_BOUNDS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 IPC_BOUNDS: Final = (5e-05, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 1.0)
 
 OK: Final = "ok"
@@ -55,6 +56,7 @@ class LaneCounters:
         "rejected",
         "restarts",
         "sent",
+        "shared",
     )
 
     def __init__(self) -> None:
@@ -77,6 +79,8 @@ class LaneCounters:
         """Replies that were drained after their caller had left."""
         self.sent = 0
         self.received = 0
+        self.shared = Histogram(SHARED_BOUNDS)
+        """Calls that an inference exchange served."""
 
     def served(self, op: str, seconds: float) -> None:
         """Count an answered request."""

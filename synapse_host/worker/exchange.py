@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from msgspec import Struct
 
-from engines.protocol.messages import AnyRequest
+from engines.protocol.messages import AnyReply, AnyRequest
+
+Build: TypeAlias = Callable[[str, str], tuple[AnyRequest, Any]]
+"""``build(req_id, model_ref)`` returns the request and its raw buffer or None. It may be called again when the worker
+was replaced while the request waited, so it must not have side effects."""
+
+Outcome: TypeAlias = tuple[AnyReply, Any]
+"""The reply and its payload: float32 (n * dims,) or (candidates,), writable and owned by the caller; or None."""
 
 
 class Lease:
@@ -28,6 +35,13 @@ class Lease:
             give_back()
 
 
+class Rider(Protocol):
+    """A caller that shares another's exchange."""
+
+    build: Any
+    future: asyncio.Future[Any]
+
+
 class Exchange(Struct, eq=False):
     """Who waits for a request, and what it holds until the reply is drained."""
 
@@ -43,5 +57,9 @@ class Exchange(Struct, eq=False):
     """It holds the stream's turn; the LOAD of a start doesn't, whoever waits for the start does."""
     lease: Lease | None = None
     """What it holds besides: on the Neural Engine the function that it runs on."""
+    build: Any = None
+    """What made the request, where *riders* share it."""
+    riders: Sequence[Rider] = ()
+    """Other callers whose rows follow those of *build*."""
     sent: float = 0.0
     """When a PING left, by :func:`time.monotonic`: the loop's own clock may be too coarse for its round trip."""

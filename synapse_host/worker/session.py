@@ -176,6 +176,11 @@ class Session:
         """True while the worker has a request; a PING is none."""
         return self.open is not None and type(self.open.request) is not Ping
 
+    @property
+    def max_frame(self) -> int:
+        """The largest frame that both ends take."""
+        return self._channel.connection.max_frame
+
     def next_req_id(self) -> str:
         """Return a fresh request id of this generation."""
         self._serial += 1

@@ -18,7 +18,8 @@ from synapse_host.config import HostConfig, Windows
 from synapse_host.errors import EngineCrashed
 from synapse_host.placement.spec import LaneSpec, LoadSpec
 from synapse_host.supervision.queueing import Permits
-from synapse_host.supervision.supervisor import Build, Supervisor
+from synapse_host.supervision.supervisor import Supervisor
+from synapse_host.worker.exchange import Build
 from synapse_host.worker.listener import RuntimeDirectory
 from tests.support import scripted
 
