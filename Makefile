@@ -2,6 +2,7 @@
 #
 #   make demo      set up, build the default models, embed, rerank, generate, kill a worker on purpose
 #   make test      set up and pass every test that this machine can run
+#   make clients   clients of other people (openai, cohere, …) and a browser against `synapse serve`
 #   make lint      ruff, mypy --strict, import contracts
 #   make lock      resolve the newest versions for every supported Python and write constraints.txt
 #   make doctor    what this machine can run and what is wrong with it
@@ -31,7 +32,7 @@ endif
 REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
-.PHONY: setup demo test lint lock doctor certify faults faults-nightly coverage mutants bench bench-rivals goldens \
+.PHONY: setup demo test clients lint lock doctor certify faults faults-nightly coverage mutants bench bench-rivals goldens \
   hw-cuda hw-ane hw-metal rehearse-cuda hw-mac-cpu
 
 setup:
@@ -42,6 +43,10 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+clients: setup
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients,browser]'
+	@$(BIN)/python -m pytest tests/serve/clients tests/serve/test_page.py
 
 lint: setup
 	@$(BIN)/ruff check .

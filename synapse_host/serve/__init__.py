@@ -2,8 +2,8 @@
 
 Who owns what. `service.Service` holds the host and knows whether it is ready or stopping; it turns a request into a
 call of the host and a failure into an answer. `api` is what clients of OpenAI, Cohere, Jina and TEI send; `operate` is
-what the command's own verbs send, health and metrics; `page` is what a browser shows. `bodies` says what a request may
-hold, `security` who may ask, `listening` serves the application on TCP and on the Unix socket.
+what the command's own verbs send, health and metrics; `page` is what a browser shows; `application` is all of them.
+`bodies` says what a request may hold, `security` who may ask, `listening` serves it on TCP and on the Unix socket.
 
 In which order. A connection passes the limits of `listening`, then `security` (Host, Origin, key), then the route's
 endpoint: is there room, how large is the body, what does it say, and only then the host. Everything runs on the host's

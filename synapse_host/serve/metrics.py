@@ -63,6 +63,7 @@ def _traffic(counters: dict[str, LaneCounters]) -> Iterator[Any]:
         [],
     )
     loads = _histogram("load_duration_seconds", "LOAD exchanges, from sending to LOADED.", [])
+    shared = _histogram("calls_per_exchange", "Calls that shared one exchange with the worker.", [])
     transferred = _counter("bytes", "Bytes on the worker's connection, framing included.", ["direction"])
     for lane, counts in counters.items():
         for (op, outcome), number in counts.requests.items():
@@ -71,9 +72,10 @@ def _traffic(counters: dict[str, LaneCounters]) -> Iterator[Any]:
             _observe(durations, [lane, op], histogram)
         _observe(overhead, [lane], counts.ipc)
         _observe(loads, [lane], counts.loads)
+        _observe(shared, [lane], counts.shared)
         transferred.add_metric([lane, "sent"], counts.sent)
         transferred.add_metric([lane, "received"], counts.received)
-    yield from (requests, durations, overhead, loads, transferred)
+    yield from (requests, durations, overhead, loads, shared, transferred)
 
 
 def _failures(counters: dict[str, LaneCounters]) -> Iterator[Any]:

@@ -80,7 +80,7 @@ function fold(name, summary, content) {
 
 function laneCard(id, lane, logs, considered) {
   const shown = history[id] ??= { rate: [], latency: [] };
-  const worker = lane.worker_pid === null ? 'none' : `pid ${lane.worker_pid}, generation ${lane.generation}`;
+  const worker = lane.worker_pid === null ? 'none' : `pid ${lane.worker_pid}, #${lane.generation}`;
   const rows = [
     ['Model', lane.model],
     ['Engine', lane.engine ? `${lane.engine} (${lane.device})` : 'none'],
@@ -140,8 +140,6 @@ async function refresh() {
   }
   setTimeout(refresh, POLL_MS);
 }
-
-let placements = [];
 
 async function showModels() {
   const told = await asked('/synapse/models');

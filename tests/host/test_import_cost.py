@@ -9,7 +9,7 @@ import pytest
 
 HEAVY = (
     "numpy", "yaml", "tokenizers", "rich", "psutil", "asyncio", "msgspec", "jinja2", "platformdirs",
-    "llama_cpp", "onnxruntime", "onnx", "coremltools", "engines.runtime",
+    "starlette", "uvicorn", "httpx", "prometheus_client", "llama_cpp", "onnxruntime", "onnx", "coremltools", "engines.runtime",
 )  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 @pytest.mark.process
 def test_importing_the_host_imports_no_engine_and_no_numerics() -> None:
     modules = loaded("from synapse_host import Host, SyncHost, HostConfig, SynapseError, Generation, Windows")
-    assert not modules.intersection({"numpy", "tokenizers", "yaml", "rich", "jinja2", "llama_cpp", "onnxruntime"})
+    assert not modules.intersection({"numpy", "tokenizers", "yaml", "rich", "jinja2", "llama_cpp", "onnxruntime", "httpx"})
     assert not [name for name in modules if name.startswith(("engines.runtime", "engines.llama", "engines.cuda"))]
 
 
@@ -44,4 +44,4 @@ def test_neither_a_lane_nor_a_build_needs_numerics_or_an_engine(module: str) -> 
 @pytest.mark.process
 def test_the_page_of_verbs_needs_no_yaml_and_no_host() -> None:
     modules = loaded("from synapse_host.cli import main\nmain(['--help'])")
-    assert not modules.intersection({"numpy", "yaml", "rich", "tokenizers", "psutil", "asyncio"})
+    assert not modules.intersection({"numpy", "yaml", "rich", "tokenizers", "psutil", "asyncio", "starlette", "httpx"})

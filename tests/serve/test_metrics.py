@@ -35,6 +35,7 @@ NAMES = {
     "rss_bytes": "gauge",
     "placement_share": "gauge",
     "load_duration_seconds": "histogram",
+    "calls_per_exchange": "histogram",
     "bytes_total": "counter",
     "frames_rejected_total": "counter",
     "abandoned_replies_total": "counter",

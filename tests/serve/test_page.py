@@ -39,6 +39,7 @@ def browse(serve: Any) -> Callable[..., None]:
                 page.on("request", lambda request: None if up.url in request.url else foreign.append(request.url))
                 foreign: list[str] = []
                 await page.goto(up.url)
+                assert wrong == []
                 await work(up, page)
                 await browser.close()
                 assert wrong == [] and [url for url in foreign if not url.startswith("data:")] == []
