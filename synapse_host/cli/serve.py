@@ -55,19 +55,26 @@ def configure(parser: Parser) -> None:
         "--load", nargs="+", action="extend", default=[], metavar="M", help="bundle name or folder to load at start"
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS",
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
         help="address to serve on (default: 127.0.0.1); one that others reach needs an API key",
     )
     parser.add_argument("--port", type=port, default=PORT, help=f"TCP port (default: {PORT}; 0: any free one)")
     parser.add_argument(
-        "--api-key-file", type=Path, metavar="F",
+        "--api-key-file",
+        type=Path,
+        metavar="F",
         help="require the key in this file from everybody but this user's commands (default: env SYNAPSE_API_KEY)",
     )
     parser.add_argument(
         "--cors", action="append", default=[], metavar="ORIGIN", help="let pages of this origin ask, as https://name"
     )
     parser.add_argument(
-        "--drain", type=seconds, default=DRAIN_S, metavar="SECONDS",
+        "--drain",
+        type=seconds,
+        default=DRAIN_S,
+        metavar="SECONDS",
         help=f"let running requests finish for this long at the end (default: {DRAIN_S:g})",
     )
 

@@ -260,4 +260,3 @@ def _tail(ring: LogRing, after: int) -> dict[str, Any]:
         # A character that is only half there, at the very end, comes whole with the next answer.
         position -= len(decoder.getstate()[0])
     return {"segments": segments, "position": position, "missed": missed}
-

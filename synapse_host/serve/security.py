@@ -86,7 +86,8 @@ class _Guard:
         if self._key is None and re.sub(r":\d+$", "", host) not in self._names:
             raise Refused(403, "this server answers to loopback names only; give it an API key to use another one")
         origin = headers.get("origin")
-        if origin is not None and origin not in self._origins and origin.lower() not in (f"http://{host}", f"https://{host}"):
+        own = (None, f"http://{host}", f"https://{host}")
+        if origin not in self._origins and origin not in own:
             raise Refused(403, "a page of another origin may not ask; name that origin with --cors")
         if path in OPEN:
             return
