@@ -69,6 +69,7 @@ faults: setup
 faults-nightly: setup
 	@$(BIN)/python -m tests.faults.branches
 	@$(BIN)/python -m tests.faults.campaign --size nightly --report reports/faults-nightly.json
+	@$(BIN)/python -m pytest -m soak tests/serve/test_kills.py
 
 mutants: setup
 	@$(BIN)/python -m pip install --quiet -e '.[mutation]'

@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Final
 
 import uvicorn
-from h11 import IDLE
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -138,17 +137,22 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        # uvicorn ends the timer with the first byte, so that a head that never ends would keep the connection for ever.
-        timer = self.timeout_keep_alive_task if self.conn.their_state is IDLE else None
+        # uvicorn ends the timer with any byte. A head that never ends, or the rest of a refused body, would keep the
+        # connection for ever.
+        timer = self.timeout_keep_alive_task if self._between() else None
         if timer is None:
             super().data_received(data)
             return
         self.timeout_keep_alive_task = None
         super().data_received(data)
-        if self.conn.their_state is IDLE and self.timeout_keep_alive_task is None and not self.transport.is_closing():
+        if self._between() and self.timeout_keep_alive_task is None and not self.transport.is_closing():
             self.timeout_keep_alive_task = timer
         else:
             timer.cancel()
+
+    def _between(self) -> bool:
+        """Tell whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
 
     def timeout_keep_alive_handler(self) -> None:
         # Not `close`: that waits for a client to read what it was sent, which may be never.

@@ -123,16 +123,16 @@ class Service:
         event.set()
 
     def enter(self) -> None:
-        """Count a request in; QueueFull where there are too many. :meth:`leave` counts it out."""
+        """Count a program's request in; QueueFull where there are too many."""
         self.check_open()
         if self.requests >= MAX_REQUESTS or self._held >= MAX_HELD:
             raise QueueFull(f"the server has {self.requests} requests already", retry_after_ms=1000)
         self.requests += 1
 
-    def leave(self, held: int) -> None:
-        """Count a request out that held so many bytes of a body."""
-        self.requests -= 1
+    def leave(self, held: int, *, counted: bool) -> None:
+        """Count out what a request held of its body, and the request itself where it was counted in."""
         self._held -= held
+        self.requests -= counted
 
     async def read(self, request: Request, most: int) -> bytes:
         """Return a request's body. Refused where it has more than *most* bytes, or is too slow."""
@@ -259,8 +259,7 @@ class Endpoint:
             if response is not None:
                 await response(scope, receive, send)
         finally:
-            if entered:
-                self._service.leave(request.state.held)
+            self._service.leave(request.state.held, counted=entered)
 
     async def _answer(self, request: Request) -> Response | None:
         own = self._place == "command"

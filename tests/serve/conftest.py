@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("starlette", reason="needs the extra 'serve'")
-
 import httpx
+import pytest
 
 from synapse_host.config import HostConfig
 from synapse_host.host import Host

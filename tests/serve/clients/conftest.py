@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs the extra 'serve'")
-
 from synapse_host.config import HostConfig
 from synapse_host.host import Host
 from synapse_host.models import catalogue
