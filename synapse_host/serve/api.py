@@ -13,9 +13,10 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
+import numpy as np  # here: otherwise the first request would wait for it, and all others meanwhile
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
@@ -26,9 +27,6 @@ from synapse_host.errors import InvalidRequest, SynapseError, UnknownModel
 from synapse_host.results import Generation, Piece
 from synapse_host.serve.bodies import Body, Chat, Completion, Embeddings, Input, Rerank, Sampling, TeiEmbed
 from synapse_host.serve.service import Endpoint, Refused, Service, deadline_of, error_of, json_response
-
-if TYPE_CHECKING:
-    from synapse_host.arrays import FloatArray
 
 MAX_INPUTS: Final = 2048
 """Texts, rows or documents of one request, as OpenAI has it."""
@@ -104,7 +102,7 @@ class Api:
 
         usage = msgspec.json.encode({"prompt_tokens": tokens, "total_tokens": tokens})
         head = b'{"object":"list","model":' + msgspec.json.encode(model) + b',"usage":' + usage + b',"data":['
-        return await _listing(head, items(), b"]}")
+        return _listing(head, items(), len(vectors), b"]}")
 
     async def embed(self, request: Request, body: TeiEmbed) -> Response:
         """TEI's ``POST /embed``: a list of vectors and nothing else."""
@@ -113,11 +111,11 @@ class Api:
         if bundle is not None and body.normalize != (bundle.manifest.normalize is not False):
             raise InvalidRequest(f"normalize: {model} has its own", details={"param": "normalize"})
         vectors, _ = await self._embed(request, body, model, body.inputs, "inputs", truncate=body.truncate)
-        return await _listing(b"[", (row.tolist() for row in vectors), b"]")
+        return _listing(b"[", (row.tolist() for row in vectors), len(vectors), b"]")
 
     async def _embed(
         self, request: Request, body: Embeddings | TeiEmbed, model: str, given: Input, name: str, *, truncate: bool
-    ) -> tuple[FloatArray, int]:
+    ) -> tuple[np.ndarray[Any, np.dtype[np.float32]], int]:
         """Return the vectors of what was given and how many token ids that is."""
         bundle = self._host.bundles.get(model)
         if bundle is not None and body.dimensions not in (None, bundle.manifest.dims):
@@ -219,13 +217,23 @@ def _check_count(given: list[Any], name: str) -> None:
         raise Refused(413, what, param=name, limit=MAX_INPUTS)
 
 
-async def _listing(head: bytes, items: Iterator[Any], tail: bytes) -> Response:
-    """Return a JSON list as an answer, written in blocks: other requests come between."""
-    parts = []
-    while block := list(islice(items, BLOCK)):
-        parts.append(b",".join(map(msgspec.json.encode, block)))
-        await asyncio.sleep(0)
-    return Response(head + b",".join(parts) + tail, media_type="application/json")
+def _listing(head: bytes, items: Iterator[Any], count: int, tail: bytes) -> Response:
+    """Return a JSON list as an answer. A long one is written in blocks as it is read; other requests come between."""
+
+    def block() -> bytes:
+        return b",".join(map(msgspec.json.encode, islice(items, BLOCK)))
+
+    if count <= BLOCK:
+        return Response(head + block() + tail, media_type="application/json")
+
+    async def blocks() -> AsyncGenerator[bytes, None]:
+        yield head + block()
+        for _ in range(BLOCK, count, BLOCK):
+            await asyncio.sleep(0)
+            yield b"," + block()
+        yield tail
+
+    return StreamingResponse(blocks(), media_type="application/json")
 
 
 class _Answer:

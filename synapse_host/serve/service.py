@@ -125,9 +125,12 @@ class Service:
     def enter(self) -> None:
         """Count a program's request in; QueueFull where there are too many."""
         self.check_open()
-        if self.requests >= MAX_REQUESTS or self._held >= MAX_HELD:
-            raise QueueFull(f"the server has {self.requests} requests already", retry_after_ms=1000)
+        if self.requests >= MAX_REQUESTS:
+            raise self._full()
         self.requests += 1
+
+    def _full(self) -> QueueFull:
+        return QueueFull(f"the server has {self.requests} requests already", retry_after_ms=1000)
 
     def leave(self, held: int, *, counted: bool) -> None:
         """Count out what a request held of its body, and the request itself where it was counted in."""
@@ -135,7 +138,7 @@ class Service:
         self.requests -= counted
 
     async def read(self, request: Request, most: int) -> bytes:
-        """Return a request's body. Refused where it has more than *most* bytes, or is too slow."""
+        """Return a request's body. Refused for more than *most* bytes or a slow client, QueueFull for want of room."""
         parts: list[bytes] = []
         held, large = 0, int(request.headers.get("content-length", "0")[:20]) > most
         try:
@@ -146,6 +149,8 @@ class Service:
                     held += len(part)
                     request.state.held = held
                     self._held += len(part)
+                    if self._held > MAX_HELD:
+                        raise self._full()
                     parts.append(part)
                     if held > most:
                         large = True
@@ -243,30 +248,30 @@ class Endpoint:
         """Answer one request."""
         request = Request(scope, receive, send)
         request.state.held = 0
-        entered = False
+        counted = False
         try:
             if self._work:
                 self._service.enter()
-                entered = True
-            response: Response | None = await self._answer(request)
-        except SynapseError as exc:
-            response = failure(exc, self._place)
-        except ClientDisconnect:
-            response = None
-        except Exception:  # a bug of ours ends one request, never the host
-            response = internal_error(request)
-        try:
+                counted = True
+            response = await self._answered(request)
             if response is not None:
                 await response(scope, receive, send)
         finally:
-            self._service.leave(request.state.held, counted=entered)
+            self._service.leave(request.state.held, counted=counted)
 
-    async def _answer(self, request: Request) -> Response | None:
-        own = self._place == "command"
-        data = await self._service.read(request, MAX_COMMAND if own else MAX_BODY)
-        body = decode(data, self._kind, own=own)
-        handled = self._handle(request, body)
-        return await unless_gone(request, handled) if self._work else await handled
+    async def _answered(self, request: Request) -> Response | None:
+        """Return the answer, be it that the request failed; None where nobody is left to read it."""
+        try:
+            own = self._place == "command"
+            data = await self._service.read(request, MAX_COMMAND if own else MAX_BODY)
+            handled = self._handle(request, decode(data, self._kind, own=own))
+            return await (unless_gone(request, handled) if self._work else handled)
+        except SynapseError as exc:
+            return failure(exc, self._place)
+        except ClientDisconnect:
+            return None
+        except Exception:  # a bug of ours ends one request, never the host
+            return internal_error(request)
 
 
 def internal_error(request: Request) -> Response:
