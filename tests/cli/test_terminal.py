@@ -13,7 +13,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from tests.cli.test_run import running, until
+from tests.cli.test_serve import running, until
 
 from synapse_host.cli.console import Console
 from tests.cli.conftest import Command

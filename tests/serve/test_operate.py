@@ -65,7 +65,7 @@ def test_garbage_costs_one_answer_and_nothing_else(serve: Any) -> None:
             error = answer.json()["error"]
             assert answer.status_code == 400, body
             assert error["code"] == "invalid_request" and error["class"] == "permanent" and error["message"]
-        for method, route, status in (("GET", "/synapse/none", 404), ("GET", "/synapse/load", 405), ("PUT", "/", 404)):
+        for method, route, status in (("GET", "/synapse/none", 404), ("GET", "/synapse/load", 405), ("PUT", "/", 405)):
             answer = await up.operator.request(method, route)
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, "invalid_request"), route
         assert "lanes" in await up.get("/synapse/lanes")
