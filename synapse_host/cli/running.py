@@ -40,7 +40,7 @@ def find(args: argparse.Namespace, models: Mapping[str, str], console: Console) 
     if getattr(args, "local", True) or find_spec("httpx") is None:
         return None
     try:
-        with connect(runtime_dir(args)) as remote:
+        with connect(runtime_dir(args), args.deadline) as remote:
             told = remote.get("/synapse/models")
     except SynapseError:
         return None

@@ -211,11 +211,11 @@ class _Run:
         host = service.host
         service.stopping = True
         lanes = host.health()["lanes"].values()
-        running = sum(lane["state"] in ("serving", "loading") for lane in lanes)
+        running = max(service.requests, sum(lane["state"] in ("serving", "loading") for lane in lanes))
         if running and self._stop.is_set():
             self._console.note(f"stopping: {running} running, at most {self._args.drain:g} s; a second signal ends now")
         drain = self._args.drain if self._stop.is_set() else 0.0
-        closing = asyncio.ensure_future(host.aclose(drain=drain))
+        closing = asyncio.ensure_future(self._close(service, drain))
         forced = asyncio.ensure_future(self._forced.wait())
         try:
             await asyncio.wait({closing, forced}, return_when=asyncio.FIRST_COMPLETED)
@@ -227,6 +227,15 @@ class _Run:
             forced.cancel()
             await asyncio.gather(forced, return_exceptions=True)
             service.close()
+
+    @staticmethod
+    async def _close(service: Service, drain: float) -> None:
+        """Let the requests of programs end, streams of many exchanges among them, then close the host."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + drain
+        while service.requests and loop.time() < end:
+            await asyncio.sleep(0.05)
+        await service.host.aclose(drain=max(0.0, end - loop.time()))
 
     # --- start -------------------------------------------------------------------------------------------------------
 

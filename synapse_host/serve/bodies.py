@@ -149,10 +149,16 @@ class Part(Struct, forbid_unknown_fields=True):
 
 
 class Message(Struct, forbid_unknown_fields=True):
-    """One message of a chat."""
+    """One message of a chat; what clients send back of an earlier answer may be there, and empty."""
 
     role: str
     content: str | list[Part]
+    name: None = None
+    refusal: None = None
+    tool_calls: None = None
+    function_call: None = None
+    annotations: None = None
+    audio: None = None
 
 
 class Chat(Sampling, kw_only=True):

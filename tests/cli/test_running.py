@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,6 +116,21 @@ def test_a_server_that_would_answer_otherwise_is_left_alone(host: Running, ask: 
     assert used(host) == before
     linked = ask("embed", "a", "--model", str(models.root / "models" / "toy"))
     assert "running server" in linked.err, "the same bundle by its path"
+
+
+def test_a_stream_has_its_end_when_the_server_drains(models: Command, runtime_dir: Path) -> None:
+    slice_of_16 = {"finish_reason": "length", "text": "ab", "n_gen": 16, "generated_token_ids": [4] * 16}
+    slow = [{"sleep": 0.3}, {"reply": {"set": slice_of_16}}]
+    models.bundle("writer", task="generate", max_tokens=64).setup({"rules": [{"on": "GENERATE", "do": slow}]})
+    with running(models, runtime_dir) as host:
+        body = {"model": "writer", "prompt": "a", "max_tokens": 48, "stream": True}
+        url = f"{host.state['host']['url']}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=LIMIT_S, trust_env=False) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            host.process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert host.process.wait(LIMIT_S) == 0
 
 
 def test_a_deadline_and_an_end_in_the_middle(models: Command, runtime_dir: Path, ask: Ask) -> None:

@@ -13,10 +13,10 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from tests.cli.test_serve import running, until
 
 from synapse_host.cli.console import Console
 from tests.cli.conftest import Command
+from tests.cli.test_serve import running, until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no pty")
 

@@ -161,6 +161,7 @@ REFUSED = [
     ("/v1/chat/completions", {**CHAT, "logprobs": True}, 400, "logprobs"),
     ("/v1/chat/completions", {**CHAT, "logit_bias": {"1": 5}}, 400, "logit_bias"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "a", "name": "f"}]}, 400, "messages"),
     ("/v1/chat/completions", {"messages": []}, 400, None),
     ("/v1/chat/completions", CHAT, 400, None),  # its bundle has no chat template
 ]
