@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+from engines.bundle import manifest
 from synapse_host.cli import host_version
 from synapse_host.cli.console import Console
 from synapse_host.cli.remote import ANSWER_S, BASE, checked, connect, gone, late, packed, runtime_dir
@@ -32,10 +33,10 @@ CHARACTERS: Final = 1024 * 1024
 
 
 def find(args: argparse.Namespace, models: Mapping[str, str], console: Console) -> RunningHost | None:
-    """Return the running server where it serves just what the command would: these models, from these bundles.
+    """Return the running server where it serves just what the command would: these models, by the same bundles.
 
     None for --local and for verbs without that option; where none runs, or it ends or is of another version; and where
-    the command names another matrix, or a bundle of that name that lies elsewhere.
+    the command names another matrix, or another bundle of that name.
     """
     if getattr(args, "local", True) or find_spec("httpx") is None:
         return None
@@ -48,11 +49,13 @@ def find(args: argparse.Namespace, models: Mapping[str, str], console: Console) 
     other_matrix = args.matrix is not None and os.path.realpath(args.matrix) != os.path.realpath(host["matrix"])
     if host["stopping"] or host["version"] != host_version() or other_matrix:
         return None
-    for name, source in models.items():
-        bundle = catalogue.locate(source, args.models_dir)
-        served = told["models"].get(name)
-        if served is None or (bundle is not None and os.path.realpath(bundle) != os.path.realpath(served["path"])):
-            return None
+    try:
+        for name, source in models.items():
+            served, bundle = told["models"].get(name), catalogue.locate(source, args.models_dir)
+            if served is None or (bundle is not None and manifest.read(bundle).digest != served["manifest_digest"]):
+                return None
+    except manifest.BundleError:
+        return None  # what is wrong with it is said where it is opened
     console.note(f"using the running server (pid {host['pid']}); --local keeps to this command")
     return RunningHost(Path(host["control"]), told["models"])
 
@@ -95,8 +98,6 @@ class RunningHost:
 
     def lane_of(self, model: str, lane: str | None = None) -> Any:
         """Return what a file of vectors notes of the lane that embeds: bundle, engine, device and artifact."""
-        from engines.bundle import manifest
-
         served = self._models.get(model)
         if served is None:
             raise UnknownModel(f"no model {model!r}", details={"known": sorted(self._models)})

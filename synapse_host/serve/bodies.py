@@ -36,10 +36,6 @@ class Body(Struct, forbid_unknown_fields=True, kw_only=True):
         return None
 
 
-class Nothing(Body, kw_only=True):
-    """A request without parameters."""
-
-
 class Embeddings(Body, kw_only=True):
     """``POST /v1/embeddings``."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from tests.cli.conftest import Command, Done
 from tests.cli.test_serve import LIMIT_S, Running, running, until
+from tests.support.small_bundle import write_bundle
 
 pytestmark = pytest.mark.process
 
@@ -102,20 +104,20 @@ def test_a_file_is_filled_by_the_server(host: Running, ask: Ask, models: Command
 
 
 def test_a_server_that_would_answer_otherwise_is_left_alone(host: Running, ask: Ask, models: Command) -> None:
-    (models.root / "other").mkdir()
-    for name in ("models", "matrix.yaml"):
-        subprocess.run(["cp", "-r", models.root / name, models.root / "other" / name], check=True)
+    other, copy = models.root / "other" / "toy", models.root / "copy" / "toy"
+    write_bundle(other, model_id="toy", max_tokens=32)
+    shutil.copytree(models.root / "models" / "toy", copy)
+    shutil.copy(models.root / "matrix.yaml", other.parent / "matrix.yaml")
     before = used(host)
     for words in (
-        ("--models-dir", str(models.root / "other" / "models"), "--model", "toy"),
-        ("--matrix", str(models.root / "other" / "matrix.yaml"), "--model", "toy"),
-        ("--model", str(models.root / "other" / "models" / "toy")),
+        ("--models-dir", str(other.parent), "--model", "toy"),
+        ("--matrix", str(other.parent / "matrix.yaml"), "--model", "toy"),
+        ("--model", str(other)),
     ):
         done = ask("embed", "a", *words)
         assert done.code == 0 and "running server" not in done.err
     assert used(host) == before
-    linked = ask("embed", "a", "--model", str(models.root / "models" / "toy"))
-    assert "running server" in linked.err, "the same bundle by its path"
+    assert "running server" in ask("embed", "a", "--model", str(copy)).err, "the same bundle elsewhere"
 
 
 def test_a_stream_has_its_end_when_the_server_drains(models: Command, runtime_dir: Path) -> None:
