@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import math
 import time
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime
@@ -27,6 +28,8 @@ from synapse_host.worker.output import LogRing, Stream
 
 MAX_WAIT_S: Final = 60.0
 """Longest wait of one ``logs`` request for something new."""
+LOOK_S: Final = 10.0
+"""How long what was found out about certificates is good."""
 
 
 def routes(service: Service) -> list[BaseRoute]:
@@ -68,6 +71,9 @@ class Operator:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._host = service.host
+        self._looking = asyncio.Lock()
+        self._look_again = -math.inf
+        self._certificates: list[dict[str, Any]] = []
 
     async def lanes(self, request: Request) -> Response:
         """The host, its lanes and their workers; no worker is touched."""
@@ -92,15 +98,19 @@ class Operator:
         return json_response({"host": host, "models": found, "placements": placements})
 
     async def certificates(self, request: Request) -> Response:
-        """What is certified here, each certificate judged now."""
+        """What is certified here, each certificate judged anew."""
 
         def look() -> list[dict[str, Any]]:
             host = self._host
             rows = standing.listed(host.matrix, host.bundles, host.profile, data_dir=host.config.data_dir)
             return [row_of(one, datetime.now(UTC)) for one in rows]
 
-        # In a thread: it reads files, and may ask an engine's program for its version.
-        return json_response({"certificates": await asyncio.to_thread(look)})
+        # In a thread and not more often: it reads files, and asks the engines' programs for their versions.
+        async with self._looking:
+            if time.monotonic() >= self._look_again:
+                self._certificates = await asyncio.to_thread(look)
+                self._look_again = time.monotonic() + LOOK_S
+        return json_response({"certificates": self._certificates})
 
     async def health(self, request: Request) -> Response:
         """Whether the server lives, with the cached state of every lane."""
