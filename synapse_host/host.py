@@ -290,7 +290,9 @@ class Host:
         query_ids, rows = await encoders.encoded(documents, until, compose, query=query)
         logits = await reranking.score(self._lanes, assignment, query_ids, rows, until)
         scores = reranking.scaled(assignment.bundle.manifest, logits, raw=raw)
-        return RerankResult(scores, rows.truncated, *assignment.served_by())
+        # Without owned pairs the worker puts the query and its special ids to each document.
+        more = 0 if query_ids is None else (len(query_ids) + (len(tokenizer.pair) or 3)) * len(documents)
+        return RerankResult(scores, rows.truncated, *assignment.served_by(), len(rows.ids) + more)
 
     @memory.typed
     async def rerank_ids(

@@ -36,6 +36,8 @@ class RerankResult:
     lane: str
     engine: str
     device: str
+    tokens: int = 0
+    """Token ids of all pairs, special ones included."""
 
     @property
     def order(self) -> list[int]:

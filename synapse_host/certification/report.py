@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from synapse_host.certificates.document import EmbedInputs, Evidence, GenerateInputs, RerankInputs
 from synapse_host.certificates.figures import cost_share_of, cpu_operations, first_of, share_of
+from synapse_host.certificates.standing import Listed
 from synapse_host.certificates.verdict import GROUPS, rule_of
 
 SIGNS: Final = {">=": "≥", "<=": "≤", "==": "="}
@@ -39,6 +41,35 @@ vertical-align:top;border-bottom:1px solid var(--line);overflow-wrap:anywhere}td
 figure{margin:0;background:var(--card);border-radius:10px;padding:14px}figcaption{font-weight:600;margin-bottom:6px}
 svg{width:100%;display:block;font-size:11px;fill:var(--soft)}circle{fill:var(--dot);fill-opacity:.6}
 """
+
+
+def row_of(one: Listed, now: datetime) -> dict[str, Any]:
+    """Return what lists say of a stored certificate: whose it is, whether it is valid and why not, how old."""
+    found, evidence = one.certificate, one.certificate.evidence
+    fixture = None if evidence is None else evidence.fixture
+    # What can't be read helps nobody. What this matrix has no use for may be another matrix's, so it stays.
+    fix = f"rm {found.path}" if evidence is None else one.fix
+    return {
+        "lane": one.lane or None,
+        "model": one.model or None,
+        "engine": one.engine,
+        "valid": found.valid,
+        "why": "; ".join(found.why) or None,
+        "at": None if evidence is None else evidence.created,
+        "age_s": None if evidence is None else round(_age(evidence.created, now)),
+        "precision": None if evidence is None else evidence.precision,
+        "reference": None if fixture is None else f"{ORIGINS[fixture.origin]}: {fixture.computed_by}",
+        "path": str(found.path),
+        "fix": None if found.valid else fix,
+    }
+
+
+def _age(created: str, now: datetime) -> float:
+    try:
+        at = datetime.fromisoformat(created)
+    except ValueError:
+        return 0.0
+    return (now - (at if at.tzinfo else at.replace(tzinfo=UTC))).total_seconds()
 
 
 class Html(str):

@@ -42,7 +42,7 @@ VERBS: Final[dict[str, Verb]] = {
     "rerank": Verb("score documents against a query", "work"),
     "search": Verb("the nearest texts of an embedded corpus", "work"),
     "generate": Verb("continue a prompt, or answer a chat message", "work"),
-    "run": Verb("hold a host until SIGTERM, for the verbs below", "host"),
+    "serve": Verb("hold a host until SIGTERM: an HTTP API, a page, and the verbs below", "host"),
     "ps": Verb("lanes and workers of the running host", "host"),
     "ping": Verb("do its workers answer?", "host"),
     "logs": Verb("what its workers wrote; -f follows", "host"),
@@ -59,6 +59,9 @@ VERBS: Final[dict[str, Verb]] = {
     "demo": Verb("embed, rerank, generate, and kill a worker on purpose", "machine"),
 }
 """A verb is listed here when it works."""
+
+ALIASES: Final = {"run": "serve"}
+"""Former names, which go on working."""
 
 _LIMITED: Final = {"build", "models", "matrix", "doctor", "certify", "certificates", "demo"}
 """Verbs whose --deadline bounds the whole command; the others hand it to the requests they make."""
@@ -235,7 +238,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"synapse {host_version()}")
         return EXIT_OK
-    name = arguments[0]
+    name = ALIASES.get(arguments[0], arguments[0])
     verb = VERBS.get(name)
     if verb is None:
         raise UsageError(f"no verb {name!r}{nearest(name, VERBS)}. See them all: synapse --help")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from datetime import UTC, datetime
-from typing import Any
 
 from synapse_host.certificates import standing
 from synapse_host.certificates.standing import Listed
-from synapse_host.certification.report import ORIGINS
+from synapse_host.certification.report import row_of
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.ps import duration
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         profile = hardware.detect(hardware.floor_keys(matrix, matrix.engines))
         found = list(standing.listed(matrix, readable(args.models_dir), profile))
     now = datetime.now(UTC)
-    console.document({"certificates": [_row(one, now) for one in found]})
+    console.document({"certificates": [row_of(one, now) for one in found]})
     for one in found:
         _line(one, now, console)
     if not found:
@@ -45,36 +44,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return EXIT_OK
 
 
-def _row(one: Listed, now: datetime) -> dict[str, Any]:
-    found, evidence = one.certificate, one.certificate.evidence
-    fixture = None if evidence is None else evidence.fixture
-    # What can't be read helps nobody. What this matrix has no use for may be another matrix's, so it stays.
-    fix = f"rm {found.path}" if evidence is None else one.fix
-    return {
-        "lane": one.lane or None,
-        "model": one.model or None,
-        "engine": one.engine,
-        "valid": found.valid,
-        "why": "; ".join(found.why) or None,
-        "at": None if evidence is None else evidence.created,
-        "age_s": None if evidence is None else round(_age(evidence.created, now)),
-        "precision": None if evidence is None else evidence.precision,
-        "reference": None if fixture is None else f"{ORIGINS[fixture.origin]}: {fixture.computed_by}",
-        "path": str(found.path),
-        "fix": None if found.valid else fix,
-    }
-
-
-def _age(created: str, now: datetime) -> float:
-    try:
-        at = datetime.fromisoformat(created)
-    except ValueError:
-        return 0.0
-    return (now - (at if at.tzinfo else at.replace(tzinfo=UTC))).total_seconds()
-
-
 def _line(one: Listed, now: datetime, console: Console) -> None:
-    row = _row(one, now)
+    row = row_of(one, now)
     mark = console.style("valid", "green") if row["valid"] else console.style("void ", "yellow", "bold")
     if row["at"] is None:
         console.hang(f"{mark}  ", f"{one.engine} · {row['why']}", 7)

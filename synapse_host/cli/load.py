@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import select
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Final
 
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.ps import loading_line
 from synapse_host.cli.remote import connect, runtime_dir
-from synapse_host.errors import EXIT_OK
+from synapse_host.errors import EXIT_OK, SynapseError
 
 REFRESH_S: Final = 0.2
 
@@ -33,17 +36,34 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     directory = runtime_dir(args)
-    with connect(directory, args.deadline) as remote:
-        remote.send("load", model=args.model, lane=args.lane, deadline=args.deadline)
-        if console.bars:
-            # The answer comes when the model is loaded; meanwhile another connection asks how far it is.
-            with connect(directory) as watch, console.status() as show:
-                while not select.select([remote], [], [], REFRESH_S)[0]:
-                    lanes = watch.ask("ps")["lanes"].items()
-                    show(loading_line({lane_id: lane for lane_id, lane in lanes if lane["model"] == args.model}))
-        state = remote.answer()
+    with connect(directory, args.deadline) as remote, _watched(directory, args.model, console):
+        state = remote.post("/synapse/load", model=args.model, lane=args.lane, timeout=args.deadline)
     console.document(state)
     for lane_id, lane in state["lanes"].items():
         took = "" if lane["load_s"] is None else f" (LOAD took {lane['load_s']:.1f} s)"
         console.line(f"{args.model} is loaded on lane {lane_id}, {lane['engine']}, pid {lane['worker_pid']}{took}")
     return EXIT_OK
+
+
+@contextmanager
+def _watched(directory: Path, model: str, console: Console) -> Iterator[None]:
+    """Show on a terminal how far the load is: a thread asks meanwhile, for the answer comes at its end."""
+    if not console.bars:
+        yield
+        return
+    done = threading.Event()
+
+    def watch() -> None:
+        # What is wrong with the host is said by the load itself.
+        with suppress(SynapseError), connect(directory) as remote, console.status() as show:
+            while not done.wait(REFRESH_S):
+                lanes = remote.get("/synapse/lanes")["lanes"].items()
+                show(loading_line({lane_id: lane for lane_id, lane in lanes if lane["model"] == model}))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(REFRESH_S * 2)

@@ -33,10 +33,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.follow and console.json:
         raise InvalidRequest("--json prints one document, --follow never ends: choose one")
     with connect(runtime_dir(args), args.deadline) as remote:
-        logs = remote.ask("logs", lane=args.lane)["logs"]
+        logs = remote.post("/synapse/logs", lane=args.lane)["logs"]
         tails = {lane_id: Tail(lane_id) for lane_id in logs}
         if console.json:
-            state = remote.ask("ps")
+            state = remote.get("/synapse/lanes")
             lanes = {lane_id: lane for lane_id, lane in state["lanes"].items() if lane_id in logs}
             workers = [worker for worker in state["workers"] if worker["lane"] in logs]
             lines = {lane_id: tails[lane_id].lines(log) for lane_id, log in logs.items()}
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             sys.stdout.flush()
             if not args.follow:
                 return EXIT_OK
-            logs = remote.ask("logs", lane=args.lane, after=after, wait=WAIT_S)["logs"]
+            logs = remote.post("/synapse/logs", lane=args.lane, after=after, wait=WAIT_S)["logs"]
 
 
 class Tail:

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def common_options(parser: Parser, *, running: bool = False) -> None:
-    """Add the options every verb takes (interfaces.md, Commands). *running*: a verb about ``synapse run``'s host."""
+    """Add the options every verb takes (interfaces.md, Commands). *running*: a verb about ``synapse serve``'s host."""
     group = parser.add_argument_group("everywhere")
     group.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else")
     group.add_argument("--quiet", action="store_true", help="no progress bars and no remarks")
@@ -93,8 +93,8 @@ def count(text: str) -> int:
 
 def port(text: str) -> int:
     """Parse the number of a TCP port."""
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port (1 to 65535)")
+    if not text.isascii() or not text.isdigit() or not 0 <= int(text[:9]) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
     return int(text)
 
 

@@ -30,7 +30,7 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     with connect(runtime_dir(args), args.deadline) as remote:
-        document = remote.ask("ping", lane=args.lane, deadline=args.deadline or WAIT_S)
+        document = remote.post("/synapse/ping", lane=args.lane, timeout=args.deadline or WAIT_S)
     console.document(document)
     pings, code = document["pings"], EXIT_OK
     for lane_id, lane in document["lanes"].items():

@@ -27,7 +27,7 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     with connect(runtime_dir(args), args.deadline) as remote:
-        state = remote.ask("probe", lane=args.lane, deadline=args.deadline)
+        state = remote.post("/synapse/probe", lane=args.lane, timeout=args.deadline)
     console.document(state)
     for lane_id, lane in state["lanes"].items():
         console.line(f"{lane_id} is proven and open: pid {lane['worker_pid']}, generation {lane['generation']}")

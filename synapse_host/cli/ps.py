@@ -27,11 +27,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     with connect(runtime_dir(args), args.deadline) as remote:
         if args.metrics:
-            document = remote.ask("metrics")
-            console.document(document)
-            console.line(document["text"].rstrip("\n"))
+            text = remote.text("/metrics")
+            console.document({"text": text})
+            console.line(text.rstrip("\n"))
             return EXIT_OK
-        state = remote.ask("ps")
+        state = remote.get("/synapse/lanes")
     console.document(state)
     page(state, console)
     return EXIT_OK
@@ -45,8 +45,7 @@ def page(state: dict[str, Any], console: Console) -> None:
         f"synapse {host['version']} · pid {host['pid']} · up {duration(host['uptime_s'])} · "
         f"{host['runtime_dir']}{stopping}"
     )
-    if "metrics" in host:
-        console.line(f"metrics {host['metrics']}")
+    console.line(host["url"])
     console.line()
     lanes_page(state, console)
 

@@ -13,13 +13,18 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from synapse_host import errors
 from synapse_host.errors import DeadlineExceeded, InvalidRequest, SynapseError
+from synapse_host.serve import require
 from synapse_host.worker.listener import SUN_PATH, RuntimeDirectory, peer_of
 
-MAX_ANSWER: Final = 16 * 1024 * 1024
+if TYPE_CHECKING:
+    import httpx
+
+BASE: Final = "http://localhost"
+"""What a request over the Unix socket calls the server; only its path matters."""
 CONNECT_S: Final = 5.0
 ANSWER_S: Final = 10.0
 """Seconds that a living host may take for an answer that it has at hand."""
@@ -28,7 +33,7 @@ LONGEST: Final = len("/synapse/workers/generate-1000.sock")
 
 
 def runtime_dir(args: argparse.Namespace) -> Path:
-    """Return the directory of ``synapse run`` and of the verbs that talk to it: --runtime-dir, or the user's."""
+    """Return the directory of ``synapse serve`` and of the verbs that talk to it: --runtime-dir, or the user's."""
     given: Path | None = args.runtime_dir
     return default_directory() if given is None else given
 
@@ -64,108 +69,123 @@ def _private(path: Path) -> bool:
 
 
 class Remote:
-    """One connection to a running host. Make it with :func:`connect`."""
+    """A running host, asked by HTTP over its Unix socket. Make it with :func:`connect`."""
 
-    def __init__(self, connection: socket.socket, path: Path, deadline: float | None = None) -> None:
-        self._socket = connection
+    def __init__(self, client: httpx.Client, path: Path, deadline: float | None = None) -> None:
+        self._client = client
         self._end = None if deadline is None else time.monotonic() + deadline
         self._path = path
-        self._rest = b""
 
-    def fileno(self) -> int:
-        """Return the descriptor, for selecting on an answer."""
-        return self._socket.fileno()
+    def get(self, route: str) -> dict[str, Any]:
+        """Return the document of a route."""
+        document: dict[str, Any] = self._ask("GET", route, {}).json()
+        return document
 
-    def send(self, op: str, **fields: Any) -> None:
-        """Send one request; fields that are None are left out."""
-        request = {"op": op, **{name: value for name, value in fields.items() if value is not None}}
-        limit = _patience(op, fields)
-        if self._end is not None and fields.get("deadline") is None:
+    def text(self, route: str) -> str:
+        """Return the text of a route."""
+        return self._ask("GET", route, {}).text
+
+    def post(self, route: str, **fields: Any) -> dict[str, Any]:
+        """Send one request and return its answer; fields that are None are left out. A failure there is raised here.
+
+        *timeout*: the deadline that the host itself keeps.
+        """
+        document: dict[str, Any] = self._ask("POST", route, fields).json()
+        return document
+
+    def _ask(self, method: str, route: str, fields: dict[str, Any]) -> httpx.Response:
+        import httpx
+
+        limit = patience(route, fields)
+        if self._end is not None and fields.get("timeout") is None:
             # The host isn't told: it is this end that gives up.
             left = max(0.001, self._end - time.monotonic())
             limit = left if limit is None else min(left, limit)
-        self._socket.settimeout(limit)
+        body = {name: value for name, value in fields.items() if value is not None}
         try:
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
-        except OSError as exc:
-            raise self._gone() from exc
+            answer = self._client.request(method, route, content=packed(body), timeout=limit)
+        except httpx.TimeoutException as exc:
+            raise late(self._path, passed=self._end is not None and time.monotonic() >= self._end) from exc
+        except httpx.HTTPError as exc:
+            raise gone(self._path) from exc
+        return checked(answer, self._path)
 
-    def answer(self) -> dict[str, Any]:
-        """Wait for the answer; a failure there is raised here as the same error."""
-        parts = [self._rest]
-        size = len(self._rest)
-        while b"\n" not in parts[-1]:
-            try:
-                part = self._socket.recv(65536)
-            except TimeoutError as exc:
-                late = self._end is not None and time.monotonic() >= self._end
-                raise DeadlineExceeded(
-                    f"the deadline passed before the host on {self._path} had answered"
-                    if late
-                    else f"the host on {self._path} doesn't answer: it is stopped or hangs",
-                    details={"stage": "control", "path": str(self._path)},
-                ) from exc
-            except OSError as exc:
-                raise self._gone() from exc
-            size += len(part)
-            if not part or size > MAX_ANSWER:
-                raise self._gone()
-            parts.append(part)
-        line, _, self._rest = b"".join(parts).partition(b"\n")
-        try:
-            document: dict[str, Any] = json.loads(line)
-        except ValueError as exc:
-            raise self._gone() from exc
-        if "error" in document:
-            raise revive(document["error"])
-        return document
 
-    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
-        """Send one request and wait for its answer."""
-        self.send(op, **fields)
-        return self.answer()
+def packed(body: dict[str, Any]) -> bytes:
+    """Return a request's body in ASCII: what a user types may hold half a surrogate pair, which UTF-8 can't."""
+    return json.dumps(body).encode()
 
-    def _gone(self) -> SynapseError:
-        return errors.EngineCrashed(
-            f"the host on {self._path} went away before it answered",
-            details={"stage": "control", "cause": "eof", "path": str(self._path), "quarantined": False},
-        )
+
+def checked(answer: httpx.Response, path: Path) -> httpx.Response:
+    """Return an answer that is good; raise the error that another one holds."""
+    if answer.is_success:
+        return answer
+    try:
+        raise revive(answer.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        raise gone(path) from None
+
+
+def late(path: Path, *, passed: bool) -> SynapseError:
+    """Return the error of an answer that didn't come in time; *passed*: the command's own deadline did."""
+    return DeadlineExceeded(
+        f"the deadline passed before the host on {path} had answered"
+        if passed
+        else f"the host on {path} doesn't answer: it is stopped or hangs",
+        details={"stage": "control", "path": str(path)},
+    )
+
+
+def gone(path: Path) -> SynapseError:
+    """Return the error of a host that ended before it answered."""
+    return errors.EngineCrashed(
+        f"the host on {path} went away before it answered",
+        details={"stage": "control", "cause": "eof", "path": str(path), "quarantined": False},
+    )
 
 
 @contextmanager
 def connect(directory: Path, deadline: float | None = None) -> Iterator[Remote]:
-    """Connect to the host that holds *directory*; InvalidRequest where none runs, or it is another user's.
+    """Reach the host that holds *directory*; InvalidRequest where none runs, or it is another user's.
 
     *deadline*: seconds from now after which no answer is waited for, unless a request takes its own to the host.
     """
+    path = reachable(directory)
+    require("httpx")
+    import httpx
+
+    transport = httpx.HTTPTransport(uds=os.fspath(path))
+    with httpx.Client(transport=transport, base_url=BASE, trust_env=False) as client:
+        yield Remote(client, path, deadline)
+
+
+def reachable(directory: Path) -> Path:
+    """Return the socket of the host that holds *directory*; InvalidRequest where none takes connections there."""
     path = RuntimeDirectory(directory.absolute(), temporary=False).control_path
     if sys.platform == "win32":
         raise InvalidRequest("a running host is reached by a Unix socket; Windows is not supported yet")
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(CONNECT_S)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(CONNECT_S)
         try:
-            connection.connect(os.fspath(path))
+            probe.connect(os.fspath(path))
         except OSError as exc:
             raise InvalidRequest(
-                f"no host runs on {directory}: start it with synapse run"
+                f"no host runs on {directory}: start it with synapse serve"
                 + ("" if isinstance(exc, FileNotFoundError | ConnectionRefusedError) else f" ({exc.strerror or exc})"),
                 details={"reason": "no_host", "path": str(path)},
             ) from exc
-        if peer_of(connection).uid != os.getuid():
+        if peer_of(probe).uid != os.getuid():
             raise InvalidRequest(
                 f"the host on {directory} belongs to another user; pass --runtime-dir",
                 details={"reason": "foreign_host", "path": str(path)},
             )
-        yield Remote(connection, path, deadline)
-    finally:
-        connection.close()
+    return path
 
 
-def _patience(op: str, fields: dict[str, Any]) -> float | None:
+def patience(route: str, fields: dict[str, Any]) -> float | None:
     """Return how long an answer may take: what the host may take itself, and then what a living one never needs."""
-    limit: float | None = fields.get("deadline")
-    if op in ("load", "unload", "probe") and limit is None:
+    limit: float | None = fields.get("timeout")
+    if route.rpartition("/")[2] in ("load", "unload", "probe") and limit is None:
         # As long as a model takes to load, or a worker to end; Ctrl-C ends the wait.
         return None
     return (limit or 0.0) + (fields.get("wait") or 0.0) + ANSWER_S

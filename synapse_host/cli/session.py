@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
+from synapse_host.cli.running import find
 from synapse_host.config import HostConfig
 from synapse_host.errors import DeadlineExceeded
 from synapse_host.models import catalogue
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 DEFAULT_MODELS: Final = {"embed": "minilm", "rerank": "ms-marco", "generate": "smollm2"}
 
 OWN_HOST: Final = (
-    "The command starts a host and a worker of its own and stops them at the end, beside a running synapse run too;\n"
-    "a program that asks often keeps them: Host or SyncHost in Python."
+    "The running server of this user (synapse serve) is used where it has the model. Otherwise, and with --local, the\n"
+    "command starts a host and a worker of its own and stops them at the end."
 )
 """What the help of a one-shot verb says about where it runs."""
 
@@ -48,6 +49,7 @@ def serving_options(parser: Parser, task: str) -> None:
     model = DEFAULT_MODELS[task]
     parser.add_argument("--model", default=model, metavar="M", help=f"bundle name or folder (default: {model})")
     parser.add_argument("--lane", metavar="L", help=f"lane of the matrix (default: {task})")
+    parser.add_argument("--local", action="store_true", help="use a host of the command's own, not the running server")
 
 
 def served_by(result: EmbedResult | RerankResult | Generation) -> dict[str, Any]:
@@ -72,10 +74,18 @@ def bundle_of(name: str, args: argparse.Namespace, console: Console) -> Path:
 def run_host(
     args: argparse.Namespace, console: Console, models: dict[str, str], work: Callable[[Host], Awaitable[T]]
 ) -> T:
-    """Open a host on *models* (name to bundle name or path), run *work* with it, close it again.
+    """Run *work* with the running server where it has *models* (name to bundle name or path), else with a host of ours.
 
     Everything that can be refused without a worker is refused first: the matrix, then the bundles.
     """
+    running = find(args, models, console)
+    if running is not None:
+
+        async def ask() -> T:
+            async with running.open() as host:
+                return await work(cast("Host", host))  # it has what the one-shot verbs call
+
+        return run_orderly(ask())
     matrix: HardwareMatrix = load_matrix(args.matrix)
     paths = {name: bundle_of(source, args, console) for name, source in models.items()}
 

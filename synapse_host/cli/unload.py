@@ -27,7 +27,7 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     with connect(runtime_dir(args), args.deadline) as remote:
-        state = remote.ask("unload", model=args.model, lane=args.lane)
+        state = remote.post("/synapse/unload", model=args.model, lane=args.lane)
     console.document(state)
     for lane_id in state["lanes"]:
         console.line(f"{args.model} is unloaded from lane {lane_id}")

@@ -1,20 +1,17 @@
-"""A host's counters and gauges as Prometheus metrics, ``synapse_worker_*``; needs the extra ``metrics``.
+"""A host's counters and gauges as Prometheus metrics, ``synapse_worker_*``; needs the extra ``serve``.
 
 Everything is read when somebody asks: serving requests costs integer additions only
-(:mod:`synapse_host.worker.counters`). :func:`text` renders once; :class:`MetricsServer` answers ``GET /metrics`` on the
-loopback interface. Whoever asks, on whatever thread, the values are read on the host's loop, which alone writes them.
+(:mod:`synapse_host.worker.counters`). :func:`text` renders once, for ``GET /metrics``. Whoever asks, on whatever
+thread, the values are read on the host's loop, which alone writes them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from synapse_host.errors import InvalidRequest
-from synapse_host.serve.clients import Clients
+from synapse_host.serve import require
 
 if TYPE_CHECKING:
     from synapse_host.host import Host
@@ -22,27 +19,12 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "synapse_worker_"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-LOOPBACK: Final = "127.0.0.1"
-MAX_HEAD: Final = 8 * 1024
-READ_S: Final = 5.0
-MAX_CLIENTS: Final = 16
 MIB: Final = 1024 * 1024
-
-
-def require() -> None:
-    """Raise InvalidRequest where the extra is missing."""
-    try:
-        import prometheus_client  # noqa: F401
-    except ImportError as exc:
-        raise InvalidRequest(
-            "metrics need prometheus-client: pip install 'synapse-workers[metrics]'",
-            details={"missing": "prometheus_client"},
-        ) from exc
 
 
 def text(host: Host) -> str:
     """Return the metrics of *host* in Prometheus' text format; from any thread."""
-    require()
+    require("prometheus_client")
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
@@ -81,7 +63,7 @@ def _traffic(counters: dict[str, LaneCounters]) -> Iterator[Any]:
         [],
     )
     loads = _histogram("load_duration_seconds", "LOAD exchanges, from sending to LOADED.", [])
-    shared = _histogram("exchange_calls", "Calls that one inference exchange served.", [])
+    shared = _histogram("calls_per_exchange", "Calls that shared one exchange with the worker.", [])
     transferred = _counter("bytes", "Bytes on the worker's connection, framing included.", ["direction"])
     for lane, counts in counters.items():
         for (op, outcome), number in counts.requests.items():
@@ -177,61 +159,3 @@ def _cumulative(bounds: Iterable[float], counts: Sequence[int]) -> Iterator[tupl
     for bound, number in zip((*bounds, math.inf), counts, strict=True):
         total += number
         yield ("+Inf" if bound == math.inf else repr(bound), total)
-
-
-class MetricsServer:
-    """``GET /metrics`` for one host on 127.0.0.1, nothing else. Make it with :meth:`open`."""
-
-    def __init__(self, host: Host, port: int) -> None:
-        self._host = host
-        self.port = port
-        self._clients = Clients()
-
-    @classmethod
-    @asynccontextmanager
-    async def open(cls, host: Host, port: int) -> AsyncIterator[MetricsServer]:
-        """Serve until the end of the block; port 0 takes a free one. InvalidRequest: port taken, or no extra."""
-        require()
-        metrics = cls(host, port)
-        try:
-            server = await asyncio.start_server(metrics._accept, LOOPBACK, port, limit=MAX_HEAD)
-        except (OSError, OverflowError) as exc:  # the latter: no number of a port at all
-            reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
-            raise InvalidRequest(
-                f"metrics can't be served on {LOOPBACK}:{port}: {reason}; choose another port",
-                details={"reason": "metrics_port", "port": port},
-            ) from exc
-        metrics.port = server.sockets[0].getsockname()[1]
-        try:
-            yield metrics
-        finally:
-            server.close()
-            await metrics._clients.end()
-
-    @property
-    def url(self) -> str:
-        """Where a scraper finds the metrics."""
-        return f"http://{LOOPBACK}:{self.port}/metrics"
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with self._clients.connected(writer):
-            if len(self._clients) <= MAX_CLIENTS:
-                async with asyncio.timeout(READ_S):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._answer(head))
-                    await writer.drain()
-
-    def _answer(self, head: bytes) -> bytes:
-        words = head.split(b"\r\n", 1)[0].split(b" ")
-        if len(words) != 3 or words[0] not in (b"GET", b"HEAD"):
-            return _response("405 Method Not Allowed", b"only GET\n", b"GET")
-        if words[1].partition(b"?")[0] != b"/metrics":
-            return _response("404 Not Found", b"see /metrics\n", words[0])
-        return _response("200 OK", text(self._host).encode(), words[0])
-
-
-def _response(status: str, body: bytes, method: bytes) -> bytes:
-    head = (
-        f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode() + (b"" if method == b"HEAD" else body)

@@ -89,8 +89,7 @@ ONE_LINE: list[tuple[tuple[str, ...], int, str]] = [
     (("generate", "--model", "writer", "--chat", "a"), 2, "no chat template"),
     (("matrix", "chek"), 2, "invalid choice: 'chek'"),
     (("matrix", "explain", "embedd"), 2, "no lane 'embedd'"),
-    (("run", "--metrics", "99999"), 2, "'99999' is not a port (1 to 65535)"),
-    (("run", "--metrics", "0"), 2, "'0' is not a port"),
+    (("serve", "--port", "99999"), 2, "'99999' is not a port (0 to 65535)"),
 ]
 
 

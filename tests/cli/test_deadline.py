@@ -34,7 +34,7 @@ TO_A_WORKER = {
     "embed": (("embed", "a"), "EMBED_BATCH", "embed"),
     "rerank": (("rerank", "a", "b"), "RERANK", "rerank"),
     "generate": (("generate", "a", "--max-tokens", "2"), "GENERATE", "generate"),
-    "run": (("run", "--load", "toy"), "LOAD", "embed"),
+    "serve": (("serve", "--port", "0", "--load", "toy"), "LOAD", "embed"),
 }
 TO_A_HOST = {
     "ps": ("ps",), "ps --metrics": ("ps", "--metrics"), "ping": ("ping",), "logs": ("logs",),
@@ -57,7 +57,7 @@ def test_no_verb_is_forgotten() -> None:
 def test_of_a_request(cli: Command, verb: str) -> None:
     words, message, task = TO_A_WORKER[verb]
     cli.setup({"rules": [{"on": message, "do": [{"sleep": 60}]}]}).bundle("toy", task=task)
-    more = ("--runtime-dir", str(cli.root / "rt")) if verb == "run" else ("--model", "toy")
+    more = ("--runtime-dir", str(cli.root / "rt")) if verb == "serve" else ("--model", "toy")
     done = cli(*words, *more, "--json", "--deadline", "1.5")
     assert done.code == 5, done
     assert json.loads(done.out)["error"]["code"] == "deadline_exceeded"

@@ -71,7 +71,7 @@ def test_help_fits_the_terminal(verb: str, capsys: pytest.CaptureFixture[str], m
     page, _, examples = capsys.readouterr().out.partition("examples:\n")
     for option in ("--json", "--quiet", "--matrix", "--models-dir", "--runtime-dir", "--deadline"):
         assert option in page
-    own = "starts a host and a worker of its own and stops them at the end, beside a running synapse run too"
+    own = "starts a host and a worker of its own and stops them at the end"
     assert (own in " ".join(page.split())) is (verb in ("embed", "rerank", "generate"))
     assert max(map(len, page.splitlines())) <= 60
     # To be copied as they are.

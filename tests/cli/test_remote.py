@@ -10,7 +10,8 @@ import platformdirs
 import pytest
 
 from synapse_host.cli import remote
-from synapse_host.errors import DeadlineExceeded
+from synapse_host.errors import DeadlineExceeded, InvalidRequest
+from synapse_host.worker.handshake import Peer
 from synapse_host.worker.listener import RuntimeDirectory
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="Unix sockets")
@@ -69,21 +70,31 @@ def test_no_warning_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     assert remote.default_directory().is_absolute()  # warnings are errors in tests
 
 
-@pytest.mark.parametrize("op", ["ps", "metrics", "logs", "ping"])
-def test_a_host_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+@pytest.mark.parametrize("route", ["lanes", "logs", "ping"])
+def test_a_host_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, route: str) -> None:
     monkeypatch.setattr(remote, "ANSWER_S", 0.2)
-    fields = {"ping": {"deadline": 0.1}, "logs": {"wait": 0.1}}.get(op, {})
+    fields = {"ping": {"timeout": 0.1}, "logs": {"wait": 0.1}}.get(route, {})
     runtime = RuntimeDirectory.open(None)
     listener = runtime.listen_control()
     try:
         with remote.connect(runtime.path) as there, pytest.raises(DeadlineExceeded, match="doesn't answer") as caught:
-            there.ask(op, **fields)
+            there.post(f"/synapse/{route}", **fields)
     finally:
         listener.close()
         runtime.close()
     assert caught.value.exit_code == 5
 
 
+def test_another_user_s_host_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "peer_of", lambda connection: Peer(os.getuid() + 1, 1))
+    runtime = RuntimeDirectory.open(None)
+    listener = runtime.listen_control()
+    with pytest.raises(InvalidRequest, match="another user"), remote.connect(runtime.path):
+        pass
+    listener.close()
+    runtime.close()
+
+
 def test_a_model_may_take_its_time_to_load() -> None:
-    assert remote._patience("load", {"deadline": None}) is None and remote._patience("unload", {}) is None
-    assert remote._patience("load", {"deadline": 60.0}) == 60.0 + remote.ANSWER_S
+    assert remote.patience("/synapse/load", {"timeout": None}) is None and remote.patience("/synapse/probe", {}) is None
+    assert remote.patience("/synapse/load", {"timeout": 60.0}) == 60.0 + remote.ANSWER_S

@@ -12,7 +12,7 @@ import pytest
 
 from synapse_host.cli.console import Console
 from tests.cli.conftest import Command
-from tests.cli.test_run import running, until
+from tests.cli.test_serve import running, until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no pty")
 

@@ -9,7 +9,7 @@ import pytest
 
 LIBRARIES = (
     "numpy", "yaml", "tokenizers", "rich", "psutil", "jinja2", "platformdirs", "llama_cpp", "onnxruntime", "onnx",
-    "coremltools", "gguf",
+    "coremltools", "gguf", "starlette", "uvicorn", "httpx", "prometheus_client", "pyarrow", "ray",
 )  # fmt: skip
 UNWANTED = {
     "import synapse_host": (*LIBRARIES, "asyncio", "msgspec", "engines.runtime"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from synapse_host.config import HostConfig
 from synapse_host.errors import EngineCrashed, InvalidRequest
 from synapse_host.host import Host
 from synapse_host.serve import metrics
-from synapse_host.serve.metrics import MetricsServer
 from tests.support.small_bundle import write_bundle, write_matrix
 
 pytestmark = pytest.mark.process
@@ -37,7 +35,7 @@ NAMES = {
     "rss_bytes": "gauge",
     "placement_share": "gauge",
     "load_duration_seconds": "histogram",
-    "exchange_calls": "histogram",
+    "calls_per_exchange": "histogram",
     "bytes_total": "counter",
     "frames_rejected_total": "counter",
     "abandoned_replies_total": "counter",
@@ -182,87 +180,6 @@ def test_odd_names_are_escaped(on_host: Any) -> None:
         return metrics.text(host)
 
     assert ("bytes_total", (("direction", "sent"), ("lane", 'em"bed\n\\'))) in samples(on_host(work))
-
-
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("prometheus_client"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(InvalidRequest, match=r"synapse-workers\[metrics\]"):
-        metrics.require()
-
-
-# --- the server ------------------------------------------------------------------------------------------------------
-
-
-async def fetch(port: int, request: bytes) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(request)
-        writer.write_eof()
-        async with asyncio.timeout(60):
-            return await reader.read()
-    finally:
-        writer.close()
-
-
-@pytest.mark.parametrize(
-    ("request_", "status"),
-    [
-        (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 200 OK"),
-        (b"GET /metrics?name[]=x HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK"),
-        (b"GET / HTTP/1.1\r\n\r\n", b"HTTP/1.1 404 Not Found"),
-        (b"GET /../metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 404 Not Found"),
-        (b"POST /metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 405 Method Not Allowed"),
-        (b"nonsense\r\n\r\n", b"HTTP/1.1 405 Method Not Allowed"),
-        (b"GET /metrics HTTP/1.1\r\n", b""),
-        (b"\x00" * 20000, b""),
-        (b"", b""),
-    ],
-)
-def test_requests(on_host: Any, request_: bytes, status: bytes) -> None:
-    async def work(host: Host) -> None:
-        async with MetricsServer.open(host, 0) as server:
-            try:
-                answer = await fetch(server.port, request_)
-            except ConnectionError:
-                answer = b""
-            assert answer.partition(b"\r\n")[0] == status
-            good = await fetch(server.port, b"GET /metrics HTTP/1.1\r\n\r\n")
-            head, _, body = good.partition(b"\r\n\r\n")
-            assert f"Content-Length: {len(body)}".encode() in head and b"synapse_worker_info" in body
-            empty = await fetch(server.port, b"HEAD /metrics HTTP/1.1\r\n\r\n")
-            assert empty.endswith(b"\r\n\r\n")
-
-    on_host(work)
-
-
-def test_a_connection_that_says_nothing_ends_with_the_server(on_host: Any) -> None:
-    async def work(host: Host) -> None:
-        async with MetricsServer.open(host, 0) as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            await fetch(server.port, b"GET /metrics HTTP/1.1\r\n\r\n")
-        async with asyncio.timeout(60):
-            assert await reader.read() == b""
-        writer.close()
-
-    on_host(work)
-
-
-def test_a_port_that_is_taken_or_none(on_host: Any) -> None:
-    async def work(host: Host) -> None:
-        async with MetricsServer.open(host, 0) as server:
-            for port in (server.port, 99_999, -1):
-                with pytest.raises(InvalidRequest, match="another port"):
-                    async with MetricsServer.open(host, port):
-                        pass
-
-    on_host(work)
 
 
 def test_the_documented_metrics_are_these() -> None:

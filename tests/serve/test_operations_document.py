@@ -66,7 +66,7 @@ def test_no_row_is_about_a_code_that_does_not_exist():
     known = {error.code for error in host_errors()} | {code.value for code in ErrorCode}
     extra = {"engine_crashed with quarantined", "invalid_request (from a worker)", "internal_error"}
     assert set(CODES) == known | extra
-    assert '"internal_error"' in (ROOT / "synapse_host" / "serve" / "control.py").read_text()
+    assert '"internal_error"' in (ROOT / "synapse_host" / "serve" / "service.py").read_text()
 
 
 def test_the_exit_codes():

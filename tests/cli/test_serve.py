@@ -1,4 +1,4 @@
-"""`synapse run` and the verbs that talk to it, as real processes over a scripted worker."""
+"""`synapse serve` and the verbs that talk to it, as real processes over a scripted worker."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import os
 import pty
 import select
 import signal
-import socket
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +37,7 @@ def until(true: Callable[[], Any]) -> Any:
 
 
 class Running:
-    """One `synapse run --json` that is up."""
+    """One `synapse serve --json` that is up."""
 
     def __init__(self, cli: Command, directory: Path, process: subprocess.Popen[str]) -> None:
         self.cli, self.directory, self.process = cli, directory, process
@@ -76,7 +74,7 @@ class Running:
 def running(cli: Command, directory: Path, *words: str, wait: bool = True) -> Iterator[Running]:
     environment, mark = cli.env()
     process = subprocess.Popen(
-        cli.arguments("run", "--runtime-dir", str(directory), "--json", *words),
+        cli.arguments("serve", "--port", "0", "--runtime-dir", str(directory), "--json", *words),
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
@@ -161,7 +159,7 @@ def test_a_broken_bundle_is_left_out_unless_it_is_named(cli: Command, runtime_di
     (broken / "manifest.json").write_text("{}")
     with running(cli, runtime_dir) as host:
         assert list(host.state["lanes"]) == ["embed"]
-    done = cli("run", "--runtime-dir", str(runtime_dir), "--load", "broken")
+    done = cli("serve", "--port", "0", "--runtime-dir", str(runtime_dir), "--load", "broken")
     assert done.code == 2 and "broken" in done.err
 
 
@@ -227,7 +225,7 @@ def test_a_shut_legacy_lane_is_opened_by_a_probe_alone(cli: Command, runtime_dir
 
 def test_a_load_at_start_that_fails_ends_the_command(cli: Command, runtime_dir: Path) -> None:
     cli.setup({"rules": [{"on": "LOAD", "do": [{"err": {"code": "oom", "msg": "no room"}}]}]})
-    done = cli("run", "--runtime-dir", str(runtime_dir), "--load", "toy")
+    done = cli("serve", "--port", "0", "--runtime-dir", str(runtime_dir), "--load", "toy")
     assert done.code == 1 and "no room" in done.err and done.out == ""
     assert not (runtime_dir / "synapse" / "control.sock").exists()
 
@@ -243,7 +241,7 @@ def test_a_load_at_start_that_fails_ends_the_command(cli: Command, runtime_dir: 
 def test_no_host(here: Here, runtime_dir: Path, words: tuple[str, ...]) -> None:
     done = here(*words, "--runtime-dir", str(runtime_dir))
     assert done.code == 2 and done.out == ""
-    assert done.err == f"synapse: no host runs on {runtime_dir}: start it with synapse run\n"
+    assert done.err == f"synapse: no host runs on {runtime_dir}: start it with synapse serve\n"
     error = here(*words, "--runtime-dir", str(runtime_dir / "none"), "--json").document["error"]
     assert error["details"]["reason"] == "no_host"
     assert not (runtime_dir / "none").exists()
@@ -251,7 +249,7 @@ def test_no_host(here: Here, runtime_dir: Path, words: tuple[str, ...]) -> None:
 
 def test_a_second_host_is_refused_and_told_by_whom(cli: Command, runtime_dir: Path) -> None:
     with running(cli, runtime_dir) as host:
-        second = host("run")
+        second = host("serve", "--port", "0")
         started = time.strftime("%H:%M", time.localtime(psutil.Process(host.process.pid).create_time()))
         assert second.code == 2 and second.out == ""
         assert second.err == (
@@ -264,7 +262,7 @@ def test_a_second_host_is_refused_and_told_by_whom(cli: Command, runtime_dir: Pa
 def test_a_killed_host_leaves_a_socket_that_the_next_one_replaces(cli: Command, runtime_dir: Path) -> None:
     environment, _ = cli.env()
     first = subprocess.Popen(
-        cli.arguments("run", "--runtime-dir", str(runtime_dir), "--json", "--load", "toy"),
+        cli.arguments("serve", "--port", "0", "--runtime-dir", str(runtime_dir), "--json", "--load", "toy"),
         env=environment, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     with first:
@@ -368,7 +366,7 @@ def test_a_host_that_goes_away_in_the_middle_of_an_answer(cli: Command, runtime_
     cli.setup(script(cli))
     environment, _ = cli.env()
     process = subprocess.Popen(
-        cli.arguments("run", "--runtime-dir", str(runtime_dir), "--json"),
+        cli.arguments("serve", "--port", "0", "--runtime-dir", str(runtime_dir), "--json"),
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
@@ -414,23 +412,16 @@ def test_following_ends_with_the_host(cli: Command, runtime_dir: Path) -> None:
         assert follow.returncode == 1 and "went away" in err
 
 
-# --- metrics ---------------------------------------------------------------------------------------------------------
+# --- the port --------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_over_http_and_over_the_socket(cli: Command, runtime_dir: Path) -> None:
-    pytest.importorskip("prometheus_client")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with running(cli, runtime_dir, "--load", "toy", "--metrics", str(port)) as host:
-        url = host.state["host"]["metrics"]
-        assert url == f"http://127.0.0.1:{port}/metrics"
-        with urllib.request.urlopen(url, timeout=LIMIT_S) as reply:
+def test_the_port_of_this_machine_alone(cli: Command, runtime_dir: Path) -> None:
+    with running(cli, runtime_dir, "--load", "toy") as host:
+        url = host.state["host"]["url"]
+        with urllib.request.urlopen(f"{url}/metrics", timeout=LIMIT_S) as reply:
             assert reply.headers["Content-Type"].startswith("text/plain")
             text = reply.read().decode()
         assert 'synapse_worker_requests_total{lane="embed",op="load",outcome="ok"} 1.0' in text
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=LIMIT_S)
         assert url in host("ps").out
         printed = host("ps", "--metrics")
         assert printed.code == 0 and printed.out.startswith("# HELP synapse_worker_")
@@ -439,24 +430,35 @@ def test_metrics_over_http_and_over_the_socket(cli: Command, runtime_dir: Path) 
             c.laddr.ip for c in psutil.Process(host.process.pid).net_connections("inet") if c.status == "LISTEN"
         ]
         assert listening == ["127.0.0.1"]
-        taken = cli.env()[0]
-        second = subprocess.run(
-            cli.arguments("run", "--runtime-dir", str(runtime_dir / "other"), "--metrics", str(port)),
-            env=taken, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-        )  # fmt: skip
-        assert second.returncode == 2 and f"127.0.0.1:{port}" in second.stderr and "another port" in second.stderr
+        port = url.rpartition(":")[2]
+        taken = cli("serve", "--port", port, "--runtime-dir", str(runtime_dir / "other"), bare=True)
+        assert taken.code == 2 and f"127.0.0.1:{port}" in taken.err and "another --host or --port" in taken.err
 
 
-def test_without_the_extra_it_says_what_to_install(cli: Command, runtime_dir: Path) -> None:
-    blocked = cli.root / "blocked" / "prometheus_client"
-    blocked.mkdir(parents=True)
-    (blocked / "__init__.py").write_text("raise ImportError('not here')")
-    cli.environment["PYTHONPATH"] = f"{blocked.parent}{os.pathsep}{Path(__file__).parents[2]}"
-    done = cli("run", "--runtime-dir", str(runtime_dir), "--metrics", "19999")
-    assert done.code == 2 and "pip install 'synapse-workers[metrics]'" in done.err
-    with running(cli, runtime_dir) as host:
-        printed = host("ps", "--metrics")
-        assert printed.code == 2 and "synapse-workers[metrics]" in printed.err
+@pytest.mark.parametrize("verb", ["serve", "ps"])
+def test_without_the_extra_it_says_what_to_install(here: Here, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setattr("synapse_host.serve.find_spec", lambda name: None)
+    monkeypatch.setattr("synapse_host.cli.remote.reachable", lambda directory: directory)
+    done = here(verb, "--json")
+    assert done.code == 4 and done.document["error"]["code"] == "backend_missing"
+    assert "pip install 'synapse-workers[serve]'" in done.document["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--host", "0.0.0.0"), "needs an API key"),
+        (("--host", "no.such.name.invalid"), "can't serve on no.such.name.invalid:0"),
+        (("--api-key-file", "none"), "the API key can't be read"),
+        (("--api-key-file", "short"), "16 to 1024 printable characters"),
+        (("--cors", "*"), "is no origin"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else None,
+)
+def test_what_would_be_unsafe_is_refused(cli: Command, runtime_dir: Path, words: tuple[str, ...], said: str) -> None:
+    (cli.root / "short").write_text("secret\n")
+    done = cli("serve", "--port", "0", "--runtime-dir", str(runtime_dir), *words)
+    assert done.code == 2 and said in done.err and "secret" not in done.err
 
 
 # --- a person's terminal ---------------------------------------------------------------------------------------------
@@ -468,7 +470,7 @@ def test_on_a_terminal_it_shows_what_is_up(cli: Command, runtime_dir: Path) -> N
     environment.pop("NO_COLOR", None)
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        cli.arguments("run", "--runtime-dir", str(runtime_dir), "--load", "toy"),
+        cli.arguments("run", "--port", "0", "--runtime-dir", str(runtime_dir), "--load", "toy"),
         env=environment, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
     )  # fmt: skip
     os.close(slave)

@@ -1,0 +1,29 @@
+"""The application: every route, and what a request to none of them gets."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from synapse_host.errors import SynapseError
+from synapse_host.serve import api, operate, page
+from synapse_host.serve.service import Refused, Service, failure, internal_error
+
+
+def application(service: Service) -> Starlette:
+    """Return the routes of a host as one ASGI application, without the checks of :mod:`synapse_host.serve.security`."""
+
+    async def refuse(request: Request, exc: Exception) -> Response:
+        assert isinstance(exc, HTTPException)
+        response = failure(Refused(exc.status_code, f"{request.method} {request.url.path[:200]}: {exc.detail}"))
+        response.headers.update(exc.headers or {})
+        return response
+
+    async def fail(request: Request, exc: Exception) -> Response:
+        return failure(exc, "operator") if isinstance(exc, SynapseError) else internal_error(request)
+
+    handlers = {HTTPException: refuse, SynapseError: fail, Exception: fail}
+    routes = [*page.routes(), *api.routes(service), *operate.routes(service)]
+    return Starlette(routes=routes, exception_handlers=handlers)

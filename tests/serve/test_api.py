@@ -1,0 +1,460 @@
+"""The routes of OpenAI's, Cohere's, Jina's and TEI's clients: what they answer, what they refuse, what they survive."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from synapse_host.serve import service as service_module
+from tests.serve.conftest import Served
+from tests.support.lanes import until
+
+pytestmark = pytest.mark.process
+
+ALL = ("toy", "judge", "writer")
+TEXTS = ["a b", "c", "query d e f"]
+
+
+def floats(data: str) -> list[float]:
+    raw = base64.b64decode(data)
+    return list(struct.unpack(f"<{len(raw) // 4}f", raw))
+
+
+def events(text: str) -> list[Any]:
+    """The data of server-sent events."""
+    assert text.endswith("\n\n")
+    found = [block.removeprefix("data: ") for block in text.split("\n\n") if block]
+    return [one if one == "[DONE]" else json.loads(one) for one in found]
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_vectors_are_the_host_s_to_the_bit(serve: Any) -> None:
+    async def work(up: Served) -> None:
+        expected = (await up.host.embed("toy", TEXTS)).tolist()
+        ids = [[2, 4, 5, 3], [2, 6, 3]]
+        by_ids = (await up.host.embed_ids("toy", ids)).tolist()
+        answer = (await up.call("/v1/embeddings", model="toy", input=TEXTS, user="me")).json()
+        assert [row["embedding"] for row in answer["data"]] == expected
+        assert [row["index"] for row in answer["data"]] == [0, 1, 2] and answer["model"] == "toy"
+        assert answer["usage"] == {"prompt_tokens": 13, "total_tokens": 13}, "special tokens count"
+        short = (await up.call("/v1/embeddings", input=TEXTS[0], encoding_format="base64", dimensions=8)).json()
+        assert floats(short["data"][0]["embedding"]) == expected[0]
+        rows = (await up.call("/v1/embeddings", model="toy", input=ids)).json()
+        assert [row["embedding"] for row in rows["data"]] == by_ids and rows["usage"]["total_tokens"] == 7
+        one = (await up.call("/v1/embeddings", model="toy", input=ids[1])).json()
+        assert one["data"][0]["embedding"] == by_ids[1]
+        assert (await up.call("/embed", inputs=TEXTS, truncate=True)).json() == expected
+        assert (await up.call("/embed", inputs=TEXTS[1])).json() == [expected[1]]
+
+    serve(work)
+
+
+def test_scores_are_the_host_s_to_the_bit(serve: Any) -> None:
+    async def work(up: Served) -> None:
+        result = await up.host.rerank_result("judge", "query", TEXTS)
+        expected = [(index, float(result.scores[index])) for index in result.order]
+        for route in ("/v1/rerank", "/v2/rerank", "/rerank"):
+            answer = (await up.call(route, model="judge", query="query", documents=TEXTS)).json()
+            assert [(one["index"], one["relevance_score"]) for one in answer["results"]] == expected
+            assert answer["usage"]["total_tokens"] == (1 + 3) * 3 + 7, "the worker puts the query to every document"
+            assert not any("document" in one for one in answer["results"])
+        objects = [{"text": text} for text in TEXTS]
+        best = (await up.call("/v1/rerank", query="query", documents=objects, top_n=2, return_documents=True)).json()
+        assert [(one["index"], one["relevance_score"]) for one in best["results"]] == expected[:2]
+        assert best["results"][0]["document"] == objects[expected[0][0]]
+        tei = (await up.call("/rerank", query="query", texts=TEXTS, return_text=True)).json()
+        assert [(one["index"], one["score"], one["text"]) for one in tei] == [(i, s, TEXTS[i]) for i, s in expected]
+        raw = (await up.call("/rerank", query="query", texts=TEXTS, raw_scores=True)).json()
+        logits = await up.host.rerank("judge", "query", TEXTS, raw=True)
+        assert {one["index"]: one["score"] for one in raw} == dict(enumerate(logits.tolist()))
+
+    serve(work, models=("judge",))
+
+
+def test_generation_whole_and_as_events(serve: Any) -> None:
+    async def work(up: Served) -> None:
+        expected = await up.host.generate("writer", "a b", max_tokens=8)
+        answer = (await up.call("/v1/completions", model="writer", prompt="a b", max_tokens=8, temperature=0)).json()
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
+        assert answer["usage"] == {
+            "prompt_tokens": expected.n_prompt,
+            "completion_tokens": expected.n_gen,
+            "total_tokens": expected.n_prompt + expected.n_gen,
+        }
+        ids = (await up.call("/v1/completions", prompt=[2, 4, 5, 3], max_tokens=8)).json()
+        assert ids["choices"][0]["text"] == (await up.host.generate_ids("writer", [2, 4, 5, 3], 8)).text
+        stop = expected.text[2:4]
+        cut = (await up.call("/v1/completions", prompt="a b", max_tokens=8, stop=[stop])).json()["choices"][0]
+        assert (cut["text"], cut["finish_reason"]) == (expected.text.partition(stop)[0], "stop")
+        options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8}
+        streamed = await up.call("/v1/completions", model="writer", prompt="a b", **options)
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        *parts, usage, done = events(streamed.text)
+        assert "".join(part["choices"][0]["text"] for part in parts) == expected.text
+        assert [part["choices"][0]["finish_reason"] for part in parts][-1] == expected.finish_reason
+        assert usage["choices"] == [] and usage["usage"] == answer["usage"] and done == "[DONE]"
+
+    serve(work, models=("writer",))
+
+
+def test_models_and_the_only_model_of_a_task(serve: Any) -> None:
+    async def work(up: Served) -> None:
+        listed = (await up.web.get("/v1/models")).json()
+        assert {one["id"]: one["task"] for one in listed["data"]} == {
+            "toy": "embed", "judge": "rerank", "writer": "generate",
+        }  # fmt: skip
+        assert (await up.web.get("/v1/models/toy")).json()["id"] == "toy"
+        missing = await up.web.get("/v1/models/gone")
+        assert missing.status_code == 404 and missing.json()["error"]["code"] == "unknown_model"
+
+    serve(work, models=ALL)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+EMBED: dict[str, Any] = {"input": "a"}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+PROMPT: dict[str, Any] = {"prompt": "a"}
+RERANK: dict[str, Any] = {"query": "a", "documents": ["b"]}
+REFUSED = [
+    ("/v1/embeddings", {}, 400, "input"),
+    ("/v1/embeddings", {"input": []}, 400, "input"),
+    ("/v1/embeddings", {"input": ["a", 1]}, 400, "input"),
+    ("/v1/embeddings", {"input": [""]}, 400, None),
+    ("/v1/embeddings", {"input": ["a"] * 2049}, 413, "input"),
+    ("/v1/embeddings", {**EMBED, "model": "nope"}, 404, None),
+    ("/v1/embeddings", {**EMBED, "model": "judge"}, 400, None),
+    ("/v1/embeddings", {"input": "a " * 100}, 422, None),
+    ("/v1/embeddings", {**EMBED, "dimensions": 4}, 400, "dimensions"),
+    ("/v1/embeddings", {**EMBED, "encoding_format": "int8"}, 400, "encoding_format"),
+    ("/v1/embeddings", {**EMBED, "input_kind": "x"}, 400, "input_kind"),
+    ("/v1/embeddings", {**EMBED, "timeout": 0}, 400, "timeout"),
+    ("/embed", {"inputs": "a", "normalize": False}, 400, "normalize"),
+    ("/embed", {"inputs": "a", "prompt_name": "query"}, 400, "prompt_name"),
+    ("/embed", {"inputs": "a", "truncation_direction": "left"}, 400, "truncation_direction"),
+    ("/v1/rerank", {"query": "a"}, 400, "documents"),
+    ("/v1/rerank", {**RERANK, "texts": ["c"]}, 400, "documents"),
+    ("/v1/rerank", {**RERANK, "top_n": 0}, 400, "top_n"),
+    ("/v1/rerank", {**RERANK, "max_tokens_per_doc": 10}, 400, "max_tokens_per_doc"),
+    ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt"),
+    ("/v1/completions", {**PROMPT, "temperature": 0.7}, 400, "temperature"),
+    ("/v1/completions", {**PROMPT, "n": 2}, 400, "n"),
+    ("/v1/completions", {**PROMPT, "best_of": 2}, 400, "best_of"),
+    ("/v1/completions", {**PROMPT, "logprobs": 0}, 400, "logprobs"),
+    ("/v1/completions", {**PROMPT, "echo": True}, 400, "echo"),
+    ("/v1/completions", {**PROMPT, "stop": [""]}, 400, None),
+    ("/v1/completions", {**PROMPT, "grammar": "x"}, 400, "grammar"),
+    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools"),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("/v1/chat/completions", {**CHAT, "logprobs": True}, 400, "logprobs"),
+    ("/v1/chat/completions", {**CHAT, "logit_bias": {"1": 5}}, 400, "logit_bias"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "a", "name": "f"}]}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": []}, 400, None),
+    ("/v1/chat/completions", CHAT, 400, None),  # its bundle has no chat template
+]
+
+
+def test_what_is_not_honoured_is_refused_by_name(serve: Any) -> None:
+    async def work(up: Served) -> None:
+        for route, body, status, param in REFUSED:
+            answer = await up.call(route, **body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (status, param), (route, body, error)
+            assert error["type"] == "invalid_request_error" and error["code"] and error["message"]
+            assert param is None or f"{param}" in error["message"]
+        harmless = {"seed": 1, "user": "me", "n": 1, "top_p": 1, "presence_penalty": 0, "logit_bias": {}, "suffix": ""}
+        assert (await up.call("/v1/completions", **PROMPT, **harmless)).status_code == 200
+        assert up.host.health()["lanes"]["embed"]["strikes"] == 0
+
+    serve(work, models=ALL)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "retry"),
+    [("oom", 503, "true"), ("inference_failed", 500, "false"), ("invalid_request", 400, "false"),
+     ("operation_mismatch", 422, "false"), ("backend_missing", 503, "false")],
+)  # fmt: skip
+def test_each_error_has_its_status(serve: Any, code: str, status: int, retry: str) -> None:
+    async def work(up: Served) -> None:
+        answer = await up.call("/v1/embeddings", input="a")
+        assert answer.json()["error"]["code"] == code
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (status, retry)
+
+    serve(work, {"rules": [{"on": "EMBED_BATCH", "do": [{"err": {"code": code, "msg": "no"}}]}]})
+
+
+def test_a_crash_and_the_quarantine_after_it(serve: Any) -> None:
+    async def work(up: Served) -> None:
+        first = await up.call("/v1/embeddings", input="a")
+        assert (first.status_code, first.headers["retry-after"]) == (503, "1")
+        assert first.json()["error"]["code"] == "engine_crashed"
+        second = await up.call("/v1/embeddings", input="a")
+        assert second.status_code == 503 and 500 < int(second.headers["retry-after"]) <= 600
+
+    serve(work, {"rules": [{"on": "EMBED_BATCH", "do": [{"signal": "SIGKILL"}]}]})
+
+
+def test_an_error_in_the_middle_of_a_stream_is_an_event(serve: Any) -> None:
+    async def work(up: Served) -> None:
+        answer = await up.call("/v1/completions", prompt="a", stream=True, max_tokens=4)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "oom"
+        answer = await up.call("/v1/completions", prompt="a", stream=True, max_tokens=40)
+        *_, last = events(answer.text)
+        assert answer.status_code == 200 and last["error"]["code"] == "oom", "and no [DONE]"
+
+    rules = [{"on": "GENERATE", "nth": [1, 3], "do": [{"err": {"code": "oom", "msg": "no room"}}]}]
+    # The first slice has its 16 tokens and is not the end: another one follows.
+    more = {"on": "GENERATE", "do": [{"reply": {"set": {"finish_reason": "length", **LONG}}}]}
+    serve(work, {"rules": [*rules, more]}, models=("writer",))
+
+
+LONG = {"text": "ab", "n_gen": 16, "generated_token_ids": [4] * 16}
+
+
+# --- leaving, waiting, limits ----------------------------------------------------------------------------------------
+
+
+def busy(go: Path, started: Path) -> dict[str, Any]:
+    return {"rules": [{"on": "EMBED_BATCH", "nth": 1, "do": [{"touch": str(started)}, {"wait_for": str(go)}]}]}
+
+
+def test_a_deadline_of_the_header_and_of_the_body(serve: Any, tmp_path: Path) -> None:
+    go, started = tmp_path / "go", tmp_path / "started"
+
+    async def work(up: Served) -> None:
+        late = await up.web.post("/v1/embeddings", json=EMBED, headers={"x-synapse-deadline": "0.2"})
+        assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
+        assert (await up.call("/v1/embeddings", input="b", timeout=0.1)).status_code == 504
+        for wrong in ("soon", "-1", "nan"):
+            refused = await up.web.post("/v1/embeddings", json=EMBED, headers={"x-synapse-deadline": wrong})
+            assert refused.status_code == 400
+        go.touch()
+        assert (await up.call("/v1/embeddings", input="c")).status_code == 200
+
+    serve(work, busy(go, started))
+
+
+def test_a_client_that_leaves_is_a_caller_that_left(serve: Any, tmp_path: Path) -> None:
+    go, started = tmp_path / "go", tmp_path / "started"
+
+    async def work(up: Served) -> None:
+        counters = up.host.counters["embed"]
+        leaving = asyncio.ensure_future(up.call("/v1/embeddings", input="a"))
+        await until(started.exists)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await until(lambda: counters.requests.get(("embed", "cancelled")))
+        go.touch()
+        expected = (await up.host.embed("toy", ["b"])).tolist()
+        answer = (await up.call("/v1/embeddings", input="b")).json()
+        assert answer["data"][0]["embedding"] == expected[0], "and the reply that came too late is nobody's"
+        lane = up.host.health()["lanes"]["embed"]
+        assert (lane["strikes"], lane["generation"], counters.abandoned) == (0, 1, 1)
+
+    serve(work, busy(go, started))
+
+
+def test_a_client_that_leaves_a_stream_ends_it(serve: Any) -> None:
+    async def work(up: Served) -> None:
+        body = {"prompt": "a", "stream": True, "max_tokens": 48}
+        async with up.web.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                assert line.startswith("data: ")
+                break
+        await until(lambda: up.host.health()["lanes"]["generate"]["state"] == "idle")
+        asked = up.host.counters["generate"].requests
+        await asyncio.sleep(0.3)
+        assert up.host.counters["generate"].requests == asked, "no slice is asked for any more"
+
+    slow = [{"sleep": 0.05}, {"reply": {"set": {"finish_reason": "length", **LONG}}}]
+    serve(work, {"rules": [{"on": "GENERATE", "do": slow}]}, models=("writer",))
+
+
+def test_how_much_is_taken_in(serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    go, started = tmp_path / "go", tmp_path / "started"
+
+    async def work(up: Served) -> None:
+        monkeypatch.setattr(service_module, "MAX_BODY", 1000)
+        announced = await up.call("/v1/embeddings", input="x" * 2000)
+
+        async def chunks() -> Any:
+            for _ in range(20):
+                yield b" " * 100
+
+        chunked = await up.web.post("/v1/embeddings", content=chunks())
+        monkeypatch.setattr(service_module, "MAX_BODY", 10_000_000)
+        many = await up.call("/v1/embeddings", input=[1] * (service_module.MAX_ELEMENTS + 2))
+        for answer in (announced, chunked, many):
+            assert answer.status_code == 413 and answer.json()["error"]["details"]["limit"]
+        monkeypatch.setattr(service_module, "MAX_REQUESTS", 1)
+        first = asyncio.ensure_future(up.call("/v1/embeddings", input="a"))
+        await until(started.exists)
+        full = await up.call("/v1/embeddings", input="b")
+        assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+        assert (await up.get("/synapse/lanes"))["workers"], "operators are not shut out"
+        go.touch()
+        assert (await first).status_code == 200 == (await up.call("/v1/embeddings", input="b")).status_code
+
+    serve(work, busy(go, started))
+
+
+def test_a_full_lane_is_429(serve: Any, tmp_path: Path) -> None:
+    go, started = tmp_path / "go", tmp_path / "started"
+
+    async def work(up: Served) -> None:
+        running = [asyncio.ensure_future(up.call("/v1/embeddings", input="a"))]
+        await until(started.exists)
+        running += [asyncio.ensure_future(up.call("/v1/embeddings", input="a")) for _ in range(4)]
+        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        assert {one.result().status_code for one in done} == {429}
+        go.touch()
+        assert {answer.status_code for answer in await asyncio.gather(*running)} == {200, 429}
+
+    serve(work, busy(go, started), queue_limit=1)
+
+
+def test_nothing_blocks_the_loop_for_long(serve: Any) -> None:
+    """The worst bodies at the limits, by the processor time of the loop's longest step: others use this machine too."""
+
+    async def work(up: Served) -> None:
+        await up.call("/v1/embeddings", input="a")
+        elements = service_module.MAX_ELEMENTS
+        bodies = {
+            "rows": b'{"input":[' + b",".join([b"[1]"] * elements) + b"]}",
+            "ids": b'{"input":[' + b",".join([b"12345"] * elements) + b"]}",
+            "text": b'{"input":"' + b"\\u00e9" * ((service_module.MAX_BODY - 20) // 6) + b'"}',
+            "many": json.dumps({"input": ["a b c"] * 2048}).encode(),
+        }
+        steps: dict[str, float] = {}
+
+        async def watch(name: str) -> None:
+            while True:
+                before = time.thread_time()
+                await asyncio.sleep(0)
+                steps[name] = max(steps.get(name, 0.0), time.thread_time() - before)
+
+        for name, body in bodies.items():
+            client = asyncio.to_thread(httpx.post, f"{up.url}/v1/embeddings", content=body, timeout=60, trust_env=False)
+            watching = asyncio.ensure_future(watch(name))
+            await client
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        print({name: f"{seconds * 1000:.0f} ms" for name, seconds in steps.items()})
+        assert max(steps.values()) < 0.1
+
+    serve(work)
+
+
+async def raw(up: Served, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = httpx.URL(up.url).host, httpx.URL(up.url).port
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(data)
+    await writer.drain()
+    return reader, writer
+
+
+@pytest.mark.parametrize("slow", ["silent", "head", "body", "rest of a refused body"])
+def test_a_slow_client_is_let_go(serve: Any, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    monkeypatch.setattr("synapse_host.serve.listening.HEAD_S", 0.3)
+    monkeypatch.setattr(service_module, "BODY_S", 0.3)
+    head = b"POST /embed HTTP/1.1\r\nHost: %s\r\nContent-Length: 1000000\r\n\r\n{"
+    start = {
+        "silent": b"",
+        "head": b"GET /health HTTP/1.1\r\n",
+        "body": head % b"localhost",
+        "rest of a refused body": head % b"evil.example",
+    }
+
+    async def work(up: Served) -> None:
+        reader, writer = await raw(up, start[slow])
+
+        async def dripping() -> None:
+            while True:
+                writer.write(b"" if slow == "silent" else b"X: y\r\n" if slow == "head" else b" ")
+                await asyncio.sleep(0.05)
+
+        drip = asyncio.ensure_future(dripping())
+        said = b""
+        try:
+            async with asyncio.timeout(10):
+                said = await reader.read(12)
+                await reader.read()
+        except ConnectionError:
+            pass  # it is closed while the client still sends
+        drip.cancel()
+        await asyncio.gather(drip, return_exceptions=True)
+        assert said.split(b" ")[1:2] == {"body": [b"408"], "rest of a refused body": [b"403"]}.get(slow, [])
+        writer.close()
+        assert (await up.web.get("/health")).status_code == 200
+
+    serve(work)
+
+
+def test_a_client_that_does_not_read_is_let_go(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("synapse_host.serve.listening.SEND_S", 0.2)
+
+    async def work(up: Served) -> None:
+        body = json.dumps({"input": ["a"] * 2048}).encode()
+        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.setblocking(False)
+        loop = asyncio.get_running_loop()
+        with deaf:
+            await loop.sock_connect(deaf, ("127.0.0.1", httpx.URL(up.url).port))
+            await loop.sock_sendall(deaf, head + body)
+            await until(lambda: up.service.requests)
+            await until(lambda: not up.service.requests)
+            assert (await up.web.get("/health")).status_code == 200
+
+    monkeypatch.setattr(asyncio.selector_events._SelectorSocketTransport, "max_size", 4096)  # type: ignore[attr-defined]
+    serve(work)
+
+
+def test_too_many_connections_are_closed(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("synapse_host.serve.listening.MAX_CONNECTIONS", 16)
+
+    async def work(up: Served) -> None:
+        many = [await raw(up, b"") for _ in range(40)]
+        open_ones = [writer for reader, writer in many if not await _ended(reader)]
+        assert len(open_ones) == 16
+        assert "lanes" in await up.get("/synapse/lanes"), "the operator's socket has its own count"
+        for _, writer in many:
+            writer.close()
+        await asyncio.sleep(0.1)
+        assert (await up.web.get("/health")).status_code == 200
+
+    serve(work)
+
+
+async def _ended(reader: asyncio.StreamReader) -> bool:
+    try:
+        async with asyncio.timeout(0.3):
+            return await reader.read(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_a_thousand_connections_at_once(serve: Any) -> None:
+    async def work(up: Served) -> None:
+        many = [await raw(up, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(1000)]
+        for reader, writer in many:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    serve(work)
