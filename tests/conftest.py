@@ -91,6 +91,13 @@ def leaked(before: tuple[dict[int, str], set[threading.Thread], set[int]]) -> di
     return {kind: value for kind, value in found.items() if value}
 
 
+if importlib.util.find_spec("uvloop") is not None:
+    import uvloop
+
+    # libuv opens one pair of pipes for the whole process with its first loop: no test's leak.
+    uvloop.new_event_loop().close()
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves descriptors, threads or children behind. What is ending gets a moment to end."""

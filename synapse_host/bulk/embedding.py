@@ -220,6 +220,7 @@ class Job:
         self._lane = lane
         self._until = until
         self._policy = policy
+        self._dims = host.lane_of(model, lane).bundle.manifest.dims
 
     async def blocks(self, texts: Iterator[Text]) -> AsyncGenerator[Block, None]:
         """Yield the texts' results in their order; the next block is under way meanwhile."""
@@ -267,8 +268,7 @@ class Job:
         import numpy as np
 
         sent = _sent(texts)
-        dims = self._host.bundles[self._model].manifest.dims
-        vectors: FloatArray = np.zeros((len(texts), dims), np.float32)
+        vectors: FloatArray = np.zeros((len(texts), self._dims), np.float32)
         if sent:
             left = None if self._until is None else max(0.001, self._until - asyncio.get_running_loop().time())
             result = await self._host.embed_result(

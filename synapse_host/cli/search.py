@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
     parser.description = (
-        "Find the texts nearest to a query, by cosine, in what synapse embed --out wrote. The query is embedded by\n"
+        "Find the texts nearest to a query, by cosine, in what synapse embed --out wrote. The query is embedded by "
         "the model that made the index. --rerank reads the texts again and lets a reranker order them."
     )
     parser.examples("""
-        synapse embed --file notes/ --chunk 200:20 --out notes.parquet
         synapse search notes.parquet 'when does the contract end?' --top 5 --rerank
+        synapse embed --file notes/ --chunk 200:20 --out notes.parquet   (makes it)
     """)
     parser.add_argument("index", type=Path, metavar="INDEX", help="the .npy or .parquet file of vectors")
     parser.add_argument("queries", nargs="+", metavar="QUERY", help="what to look for")
@@ -66,7 +66,7 @@ async def _search(
     host: Host, index: Index, model: str, reranker: str, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return, for each query, its hits as the document has them; reranked ones have the reranker's ``score``."""
-    bundle = host.bundles[model]
+    bundle = host.lane_of(model, args.lane).bundle
     index.check_model(bundle, model)
     vectors = await host.embed(model, args.queries, lane=args.lane, deadline=left(args))
     found = index.nearest(vectors, 5 * args.top if args.rerank else args.top)

@@ -80,11 +80,13 @@ class Command:
             common += ["--matrix", str(self.matrix)]
         return [sys.executable, "-m", "synapse_host", words[0], *common, *words[1:]]
 
-    def __call__(self, *words: str, stdin: str = "", prefix: Sequence[str] = (), **environment: str) -> Done:
-        """Run a command to its end; *prefix*: the program that runs it."""
+    def __call__(
+        self, *words: str, stdin: str = "", prefix: Sequence[str] = (), bare: bool = False, **environment: str
+    ) -> Done:
+        """Run a command to its end; *prefix*: the program that runs it; *bare*: without matrix and models folder."""
         inherited, mark = self.env()
         done = subprocess.run(
-            [*prefix, *self.arguments(*words)],
+            [*prefix, *([sys.executable, "-m", "synapse_host", *words] if bare else self.arguments(*words))],
             input=stdin,
             capture_output=True,
             text=True,

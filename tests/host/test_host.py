@@ -395,8 +395,8 @@ def test_the_sync_host_makes_the_same_calls(bench: Bench) -> None:
 
 def test_the_sync_host_has_every_call_of_the_host() -> None:
     calls = {name for name, value in vars(Host).items() if callable(value) and not name.startswith("_")}
-    # Its block closes it, which lane a call uses is told with the result, and its loop is its own business.
-    assert calls - set(dir(SyncHost)) == {"aclose", "lane_of", "on_loop"}
+    # Its block closes it, and its loop is its own business.
+    assert calls - set(dir(SyncHost)) == {"aclose", "on_loop"}
 
 
 def test_health_is_read_on_the_loop_from_any_thread_and_after_its_end(
