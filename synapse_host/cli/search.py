@@ -24,7 +24,7 @@ def configure(parser: Parser) -> None:
     )
     parser.examples("""
         synapse search notes.parquet 'when does the contract end?' --top 5 --rerank
-        synapse embed --file notes/ --chunk 200:20 --out notes.parquet   (makes it)
+        synapse embed --file notes/ --chunk 200:20 --out notes.parquet
     """)
     parser.add_argument("index", type=Path, metavar="INDEX", help="the .npy or .parquet file of vectors")
     parser.add_argument("queries", nargs="+", metavar="QUERY", help="what to look for")

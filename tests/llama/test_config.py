@@ -19,7 +19,7 @@ def test_every_key_is_read_and_unknown_ones_are_not() -> None:
     assert parse(given, backend="cpu", cores=8) == LlamaConfig(**values)  # type: ignore[arg-type]
     assert parse({"contexts": "auto"}, backend="cpu", cores=8).contexts == 0
     default = parse({}, backend="cpu", cores=8)
-    assert (default.ctx_size, default.microllm_max_tokens, default.encode_chunk_tokens) == (512, 512, 512)
+    assert (default.ctx_size, default.microllm_max_tokens, default.encode_chunk_tokens) == (512, 2**32 - 1, 512)
     edges = {"ctx_size": "1", "contexts": "1", "batch_size": str(2**20), "microllm_max_tokens": str(2**32 - 1)}
     assert parse(edges, backend="cpu", cores=8).ctx_size == 1
 
