@@ -3,6 +3,7 @@
 #   make demo      set up, build the default models, embed, rerank, generate, kill a worker on purpose
 #   make test      set up and pass every test that this machine can run
 #   make clients   clients of other people (openai, cohere, …) and a browser against `synapse serve`
+#   make ray       bulk embedding on Ray, on this machine
 #   make lint      ruff, mypy --strict, import contracts
 #   make lock      resolve the newest versions for every supported Python and write constraints.txt
 #   make wheel     an sdist and a wheel in dist/
@@ -36,7 +37,7 @@ GOLDENS := $(wildcard tests/*/make_goldens.py)
 POLICY := errors placement.matrix placement.select residency.core supervision.quarantine supervision.queueing \
   text.limits worker.handshake worker.output worker.watchdog
 
-.PHONY: setup demo test clients lint lock wheel doctor certify faults faults-nightly coverage mutants bench bench-rivals goldens \
+.PHONY: setup demo test clients ray lint lock wheel doctor certify faults faults-nightly coverage mutants bench bench-rivals goldens \
   hw-cuda hw-ane hw-metal rehearse-cuda hw-mac-cpu
 
 setup:
@@ -51,6 +52,10 @@ test: setup
 clients: setup
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[clients,browser]'
 	@$(BIN)/python -m pytest tests/serve/clients tests/serve/test_page.py
+
+ray: setup
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
+	@$(BIN)/python -m pytest -m ray tests/bulk
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -22,7 +22,8 @@ def configure(parser: Parser) -> None:
         "Model bundles in the models folder. minilm, ms-marco and smollm2 are made on first use from pinned packages."
     )
     parser.add_argument(
-        "action", nargs="?", metavar="ACTION", choices=("list", "show", "path", "verify", "install", "remove"), default="list",
+        "action", nargs="?", metavar="ACTION", default="list",
+        choices=("list", "show", "path", "verify", "install", "remove"),
         help="list what there is (default); show: what a model is; path: print a folder; verify: check digests; "
         "install: make a default one; remove: delete an installed one",
     )  # fmt: skip
