@@ -282,7 +282,7 @@ class Host:
         def compose() -> tuple[IntArray | None, Rows]:
             if owned:
                 return None, tokenizer.pairs(query, documents, truncate=truncate)
-            return tokenizer.segments(query, documents, truncate=truncate)
+            return tokenizer.segments(query, documents, truncate=truncate, special=len(tokenizer.pair) or 3)
 
         query_ids, rows = await encoders.encoded(documents, until, compose, query=query)
         logits = await reranking.score(self._lanes, assignment, query_ids, rows, until)

@@ -185,12 +185,13 @@ def _keys(artifact: Artifact, only: tuple[str, ...] | None) -> dict[Key, str]:
 def _rules(described: Manifest, artifact: Artifact) -> tuple[InputRules, int, int]:
     """Return what rows must look like, the hidden size, and the layer count, from the manifest."""
     from engines.ane.inputs import InputRules
-    from engines.checkpoint.read import CheckpointError, complete_config, restore_numbers
+    from engines.checkpoint.read import CheckpointError, complete_config
 
     if described.config is UNSET:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, "manifest.json: config is missing")
     try:
-        c = complete_config(restore_numbers(described.config), described.family, where="manifest.json: config")
+        where = "manifest.json: config"
+        c = complete_config(described.config, described.family, where=where, from_manifest=True)
     except CheckpointError as exc:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
     special = described.special_ids if described.special_ids is not UNSET else {}

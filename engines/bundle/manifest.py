@@ -1,7 +1,17 @@
 """``manifest.json``: types, canonical bytes, digest, and validation that names the key.
 
-Canonical form and digest: protocol-v3 section 2. Keys: interfaces.md, "A bundle's manifest.json". No floats occur in a
-manifest: a non-integer number is a string such as ``"1e-12"``.
+Theory of operation. A bundle is a folder that host and workers both read, so what it says must mean the same at both
+ends. The manifest is parsed strictly (:func:`parse_strict`: one object, no key twice, no floats), since its digest is
+taken over canonical bytes: an owned worker says the digest in HELLO, and the host compares it with its own. No floats
+occur in it: a non-integer number is a string such as ``"1e-12"`` (protocol-v3, 2; interfaces.md, "A bundle's
+manifest.json"). Then msgspec turns the object into a :class:`Manifest` and refuses unknown keys, and ``_validate``
+checks what types can't say: which keys a task needs, and that every path stays inside the folder.
+
+Reading opens the manifest alone. A file it names is opened, as a plain file and never a pipe (:func:`open_plain`), and
+compared with its digest by whoever uses it: ``digest`` hashes files and Core ML's folders, ``fixtures`` reads reference
+fixtures, ``preparation`` finds what a machine compiled from an artifact, ``tight`` plans packed passes by the same
+rules at both ends. All of it is pure or reads files; nothing keeps state, so any thread may use it. Everything that
+can't be used raises :class:`BundleError`, whose sentence names file, key and what to do.
 """
 
 from __future__ import annotations
@@ -22,6 +32,7 @@ from engines.protocol.messages import Pooling
 FILE_NAME: Final = "manifest.json"
 MAX_BYTES: Final = 4 * 1024 * 1024
 
+Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "llama"]
 Task: TypeAlias = Literal["embed", "rerank", "generate"]
 Score: TypeAlias = Literal["sigmoid", "identity"]
 Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -67,7 +78,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     manifest_version: Literal[1]
     model_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    family: Literal["bert", "modernbert", "qwen3", "llama"]
+    family: Family
     task: Task
     dims: Positive
     max_tokens: Positive

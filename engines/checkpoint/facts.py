@@ -6,8 +6,7 @@ the tokenizers package.
 Shapes of what goes into a manifest:
 
 ``special_ids``
-    any of ``cls, sep, bos, eos, pad, unk, mask`` -> id; for BERT and ModernBERT ``bos`` is ``cls`` and ``eos`` is
-    ``sep``.
+    any of ``cls, sep, bos, eos, pad, unk, mask`` -> id; for encoders ``bos`` is ``cls`` and ``eos`` is ``sep``.
 ``head`` (rerank only)
     bert: ``{"kind": "pooler"}``, tanh pooler on the first token, then classifier;
     modernbert: ``{"kind": "dense", "pooling": "cls" | "mean"}``, dense, gelu, norm, classifier;
@@ -26,12 +25,6 @@ from engines.checkpoint.read import Checkpoint, CheckpointError, read_optional
 from engines.protocol.messages import Pooling
 
 _ROLES: Final = ("cls", "sep", "bos", "eos", "pad", "unk", "mask")
-_POOLING_BY_FAMILY: Final[dict[str, Pooling]] = {
-    "bert": Pooling.MEAN,
-    "modernbert": Pooling.CLS,
-    "qwen3": Pooling.LAST,
-    "llama": Pooling.LAST,
-}
 
 
 @dataclass(frozen=True)
@@ -46,6 +39,8 @@ class Facts:
     head: dict[str, Any] | None = None
     token_types: bool | None = None
     chat_template: str | None = None
+    pair_separators: int = 1
+    """Special tokens between query and document, of a reranker."""
     score: str | None = None
     """``sigmoid`` or ``identity``, of a reranker."""
     end_ids: tuple[int, ...] = ()
@@ -56,7 +51,7 @@ class Facts:
 
 def of_checkpoint(checkpoint: Checkpoint) -> Facts:
     """Read the facts of an opened checkpoint. Raises CheckpointError for what would silently change its numbers."""
-    config, family, task, folder = checkpoint.config, checkpoint.family, checkpoint.task, checkpoint.folder
+    config, known, task, folder = checkpoint.config, checkpoint.known, checkpoint.task, checkpoint.folder
     # A package has no folder of its own: its config stands in the manifest, checked when it was built.
     raw = read_optional(folder / "config.json") or config
     pipeline.check_config(raw, folder / "config.json")
@@ -64,16 +59,17 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
     steps = pipeline.read_pipeline(folder)
     embed, generate = task == "embed", task == "generate"
     notes = pipeline.check_prompts(folder) if embed else pipeline.check_generation(folder) if generate else []
-    limits = [config["max_position_embeddings"], pipeline.read_limit(folder, tokenizer_lowers=lowers)]
+    limits = [known.positions, pipeline.read_limit(folder, tokenizer_lowers=lowers)]
     limits.append(None if generate else pipeline.tokenizer_limit(folder))
     return Facts(
         dims=1 if task == "rerank" else config["hidden_size"],
         max_tokens=min(limit for limit in limits if limit),
-        pooling=(steps and steps.pooling) or _POOLING_BY_FAMILY[family] if embed else None,
+        pooling=(steps and steps.pooling) or known.pooling if embed else None,
         normalize=(steps is None or steps.normalize) if embed else None,
         special_ids=special_ids(checkpoint),
         head=head(checkpoint, steps) if task == "rerank" else None,
-        token_types=True if family == "bert" and task == "rerank" and config["type_vocab_size"] > 1 else None,
+        token_types=True if task == "rerank" and known.token_types else None,
+        pair_separators=pipeline.pair_separators(folder) if task == "rerank" and not known.causal else 1,
         chat_template=pipeline.chat_template(folder) if generate else None,
         score=pipeline.read_score(raw, folder / "config.json") if task == "rerank" else None,
         end_ids=tuple(pipeline.end_ids(folder, raw, config["vocab_size"])) if generate else (),
@@ -94,12 +90,12 @@ def special_ids(checkpoint: Checkpoint) -> dict[str, int]:
                 names[role] = token
     vocabulary = _vocabulary(folder)
     ids = {role: vocabulary[token] for role, token in names.items() if token in vocabulary}
-    decoder = checkpoint.family in ("qwen3", "llama")
+    causal = checkpoint.known.causal
     for role in _ROLES:
         # A decoder's config.json says how the model was trained; its tokenizer may name the chat's end instead.
-        if (decoder or role not in ids) and type(config.get(f"{role}_token_id")) is int:
+        if (causal or role not in ids) and type(config.get(f"{role}_token_id")) is int:
             ids[role] = config[f"{role}_token_id"]
-    if checkpoint.family in ("bert", "modernbert"):
+    if not causal:
         for role, token in {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "unk": "[UNK]", "mask": "[MASK]"}.items():
             if role not in ids and token in vocabulary:
                 ids[role] = vocabulary[token]
@@ -117,10 +113,8 @@ def special_ids(checkpoint: Checkpoint) -> dict[str, int]:
 
 def head(checkpoint: Checkpoint, steps: pipeline.Pipeline | None) -> dict[str, Any]:
     """Return what the manifest says about a reranker's head."""
-    if checkpoint.family == "bert":
-        return {"kind": "pooler"}
-    if checkpoint.family == "modernbert":
-        return {"kind": "dense", "pooling": checkpoint.config["classifier_pooling"]}
+    if (own := checkpoint.known.head) is not None:
+        return own
     # Without a pipeline the folder's usual name counts: older exports have the module's settings and no modules.json.
     module = steps.score_folder if steps is not None and steps.score_folder else checkpoint.folder / "1_LogitScore"
     file = module / "config.json"

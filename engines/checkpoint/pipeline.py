@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from engines.checkpoint.families import FAMILIES
 from engines.checkpoint.read import CheckpointError, read_bytes, read_json, read_json_list, read_optional
 from engines.protocol.messages import Pooling
 
@@ -152,18 +153,16 @@ def read_score(config: Mapping[str, Any], file: Path) -> str:
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 _USED: Final = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings head_dim "
-    "hidden_act layer_norm_eps type_vocab_size position_embedding_type norm_eps norm_bias attention_bias mlp_bias "
-    "classifier_bias classifier_pooling classifier_activation hidden_activation local_attention global_rope_theta "
-    "local_rope_theta global_attn_every_n_layers layer_types num_key_value_heads rms_norm_eps rope_theta rope_scaling "
-    "rope_parameters use_sliding_window tie_word_embeddings model_type architectures bos_token_id eos_token_id "
+    "rope_scaling rope_parameters use_sliding_window layer_types model_type architectures bos_token_id eos_token_id "
     "pad_token_id cls_token_id sep_token_id mask_token_id unk_token_id yes_token_id no_token_id num_labels id2label "
-    "label2id sbert_ce_default_activation_function sentence_transformers"
+    "label2id sbert_ce_default_activation_function sentence_transformers dim hidden_dim n_layers n_heads activation"
 )
+"""Followed beside the fields of the families' classes."""
 _TRAINING: Final = (
     "attention_probs_dropout_prob attention_dropout classifier_dropout embedding_dropout hidden_dropout_prob "
     "mlp_dropout initializer_range initializer_cutoff_factor gradient_checkpointing problem_type finetuning_task "
-    "repad_logits_with_grad sparse_pred_ignore_index decoder_bias use_bfloat16"
+    "repad_logits_with_grad sparse_pred_ignore_index decoder_bias use_bfloat16 dropout attention_dropout qa_dropout "
+    "seq_classif_dropout sinusoidal_pos_embds tie_weights_"
 )
 _RUNNING: Final = (
     "_name_or_path name_or_path transformers_version torch_dtype dtype torchscript return_dict use_cache auto_map "
@@ -183,7 +182,9 @@ _POOLER: Final = (
     "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type"
 )
 """Left over from the first BERT conversions; no class of transformers reads them."""
-_KNOWN: Final = frozenset(" ".join((_USED, _TRAINING, _RUNNING, _GENERATING, _POOLER)).split())
+_KNOWN: Final = frozenset(" ".join((_USED, _TRAINING, _RUNNING, _GENERATING, _POOLER)).split()).union(
+    *(kind.__struct_fields__ for kind in FAMILIES.values())
+)
 _ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "is_decoder": (False, None),
     "is_encoder_decoder": (False, None),
@@ -210,9 +211,6 @@ def check_config(raw: Mapping[str, Any], file: Path) -> None:
                 f"{file}: {key!r} isn't known here and may change what the model computes. If it doesn't, remove it "
                 "from the file"
             )
-    kinds = raw.get("layer_types")
-    if raw.get("model_type") in ("qwen3", "llama") and isinstance(kinds, list) and set(kinds) != {"full_attention"}:
-        raise CheckpointError(f"{file}: layer_types: only full_attention is served for {raw['model_type']}")
 
 
 # --- tokenizer files and generation -----------------------------------------------------------------------------------
@@ -232,7 +230,30 @@ _HELD: Final[dict[str, tuple[Any, ...]]] = {
     "num_beams": (None, 1),
     "stop_strings": (None, []),
 }
+_PAIR_POST: Final = {"RobertaProcessing": 2, "BertProcessing": 1}
 _SAMPLING: Final = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+
+
+def pair_separators(folder: Path) -> int:
+    """Return how many special tokens the tokenizer puts between query and document: BERT's one, or RoBERTa's two.
+
+    One where tokenizer.json doesn't say it, as BERT was trained. CheckpointError for other numbers.
+    """
+    file = folder / "tokenizer.json"
+    post = read_optional(file).get("post_processor")
+    steps = post.get("processors", [post]) if isinstance(post, dict) else []
+    for step in steps if isinstance(steps, list) else []:
+        kind = step.get("type") if isinstance(step, dict) else None
+        if kind in _PAIR_POST:
+            return _PAIR_POST[kind]
+        pair = step.get("pair") if kind == "TemplateProcessing" else None
+        if isinstance(pair, list):
+            texts = [at for at, part in enumerate(pair) if isinstance(part, dict) and "Sequence" in part]
+            between = texts[1] - texts[0] - 1 if len(texts) == 2 else 0
+            if between not in (1, 2):
+                raise CheckpointError(f"{file}: its template puts {between} tokens between the texts of a pair")
+            return between
+    return 1
 
 
 def check_tokenizer_files(folder: Path) -> bool | None:

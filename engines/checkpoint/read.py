@@ -1,23 +1,41 @@
 """A Hugging Face style checkpoint: ``config.json`` and safetensors files, mapped; never pickled, never copied whole.
 
-``Checkpoint.open(folder)`` reads a folder, ``Checkpoint.from_package(file, ...)`` the single file of a bundle's
-``safetensors-package`` artifact. Canonical tensor names and shapes: ``engines.checkpoint.layout``.
+Theory of operation. ``Checkpoint.open(folder)`` reads a folder, ``Checkpoint.from_package(file, ...)`` the single file
+of a bundle's ``safetensors-package`` artifact. Both go the same way:
+
+1. ``model_type`` names the family; its class (:mod:`engines.checkpoint.families`) fills in defaults and refuses by key
+   what a forward pass here would not follow.
+2. The safetensors headers are read and checked against the bytes of their files; a pickle is never opened.
+3. Stored names become canonical ones (:mod:`engines.checkpoint.layout`). Every tensor that family and task need must be
+   there with its shape and a float dtype; one that is left over is refused unless it can't change a number.
+
+Weights are touched only when somebody asks for a tensor, as a view of the mapped file: an opened checkpoint owns its
+maps and nothing else, and any number of threads may read it. What the files beside the weights say (pooling, prompts,
+special ids, limits) is read by ``pipeline`` and gathered in ``facts``. At build time ``package`` writes a package,
+``quantize`` makes its int8 form, ``dequantize`` recovers weights from a quantised ONNX file and ``reference`` computes
+fixtures with transformers; the workers use the reading half alone.
+
+A new family is one file in ``families`` and a row in its table; a model that computes what BERT computes under other
+names is a class and a row in ``families.relatives``, and nothing else.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from msgspec import Meta, Struct
 
-from engines.bundle.manifest import BundleError, Task, read_plain, unique_keys
-from engines.checkpoint import layout
-from engines.checkpoint.layout import Family
+from engines.bundle.manifest import Family, Task, read_plain, unique_keys
+from engines.checkpoint import families, layout
+from engines.checkpoint.families import FAMILIES
+from engines.checkpoint.families.base import CheckpointError as CheckpointError
+from engines.checkpoint.families.base import Config, need
+from engines.checkpoint.families.relatives import RELATIVES
 from engines.checkpoint.safetensors import MappedTensors, SafetensorsFile
 
 if TYPE_CHECKING:
@@ -27,10 +45,8 @@ MAX_JSON: Final = 64 * 1024 * 1024
 FLOAT_DTYPES: Final = ("F32", "F16", "BF16")
 SHARD_INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-
-
-class CheckpointError(BundleError):
-    """A checkpoint can't be used. The message names the file and the key or tensor."""
+POSITIONS: Final = "embeddings.position_embeddings.weight"
+TOKEN_TYPES: Final = "embeddings.token_type_embeddings.weight"  # noqa: S105
 
 
 @dataclass(frozen=True)
@@ -55,12 +71,27 @@ class Checkpoint:
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; a checkpoint is a folder with config.json and {SINGLE}")
-        raw = read_json(folder / "config.json")
-        family = family_of(raw, folder / "config.json")
-        config = complete_config(raw, family, where=str(folder / "config.json"))
+        file = folder / "config.json"
+        raw = read_json(file)
+        relative = RELATIVES.get(str(raw.get("model_type")))
+        if relative is None:
+            family = family_of(raw, file)
+            config = complete_config(raw, family, where=str(file))
+            task = task or guess_task(raw, family, folder)
+            return cls(folder, config, family, task, _select(_stored_tensors(folder), family, task, config))
+        task = task or guess_task(raw, "bert", folder)
+        try:
+            relative.check(task, raw["model_type"])
+            config = complete_config(relative.config(raw), "bert", where=str(file))
+            skipped = relative.skipped(raw)
+        except CheckpointError as exc:
+            raise CheckpointError(f"{file}: {exc}" if str(file) not in str(exc) else str(exc)) from exc
+        # Positions without their first rows; zeros for token types that aren't there.
+        made = () if relative.token_types else (TOKEN_TYPES,)
+        rows = {POSITIONS: skipped}
         stored = _stored_tensors(folder)
-        task = task or guess_task(raw, family, folder)
-        return cls(folder, config, family, task, _select(stored, family, task, config))
+        tensors = _select(stored, "bert", task, config, canonical=relative.canonical, skipped=rows, made=made)
+        return cls(folder, config, "bert", task, tensors)
 
     @classmethod
     def from_package(
@@ -80,9 +111,14 @@ class Checkpoint:
         the columns apart too (``engines.checkpoint.quantize``).
         """
         package = SafetensorsFile.open(file, fd=fd)
-        full = complete_config(restore_numbers(config), family, where="manifest.json: config")
+        full = complete_config(config, family, where="manifest.json: config", from_manifest=True)
         stored = dict.fromkeys(package.header.tensors, package)
         return cls(Path(file).parent, full, family, task, _select(stored, family, task, full, int8=int8))
+
+    @property
+    def known(self) -> Config:
+        """The config as its family's class."""
+        return families.known(self.family, self.config)
 
     def f32(self, name: str) -> FloatArray:
         """Return one tensor as float32 (a view if it is stored so)."""
@@ -147,11 +183,12 @@ def _read_json(file: Path) -> Any:
 
 def family_of(raw: Mapping[str, Any], where: Path | str) -> Family:
     """Return the family that config.json names by ``model_type``."""
-    for family in layout.FAMILIES:
+    for family in FAMILIES:
         if raw.get("model_type") == family:
             return family
     raise CheckpointError(
-        f"{where}: model_type {raw.get('model_type')!r} is not supported (supported: {', '.join(layout.FAMILIES)})"
+        f"{where}: model_type {raw.get('model_type')!r} is not supported "
+        f"(supported: {', '.join((*FAMILIES, *RELATIVES))})"
     )
 
 
@@ -161,7 +198,7 @@ def guess_task(raw: Mapping[str, Any], family: Family, folder: Path) -> Task:
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     if "ForSequenceClassification" in name:
         return "rerank"
-    if family in ("bert", "modernbert"):
+    if not FAMILIES[family].causal:
         return "embed"
     if (folder / "1_LogitScore" / "config.json").exists() or "yes_token_id" in raw:
         return "rerank"
@@ -170,104 +207,30 @@ def guess_task(raw: Mapping[str, Any], family: Family, folder: Path) -> Task:
     return "generate"
 
 
-Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Number: TypeAlias = Annotated[float, Meta(gt=0, lt=2.0**63)]
-
-
-class _Config(Struct, kw_only=True):
-    """The keys of config.json that a forward pass reads in every family, and what they may be."""
-
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count
-    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)]
-    num_attention_heads: Count
-    max_position_embeddings: Count
-    head_dim: Count = 0
-
-
-class _Bert(_Config, kw_only=True):
-    type_vocab_size: Count = 2
-    layer_norm_eps: Number = 1e-12
-    hidden_act: Literal["gelu"] = "gelu"
-    position_embedding_type: Literal["absolute"] = "absolute"
-
-
-class _ModernBert(_Config, kw_only=True):
-    norm_eps: Number = 1e-5
-    norm_bias: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    classifier_bias: bool = False
-    classifier_pooling: Literal["cls", "mean"] = "cls"
-    classifier_activation: Literal["gelu"] = "gelu"
-    hidden_activation: Literal["gelu"] = "gelu"
-    local_attention: Count | Number = 128
-    global_rope_theta: Number = 160000.0
-    local_rope_theta: Number = 10000.0
-    global_attn_every_n_layers: Count = 3
-    layer_types: list[Literal["full_attention", "sliding_attention"]] = []
-
-
-class _Decoder(_Config, kw_only=True):
-    num_key_value_heads: Count = 0
-    rms_norm_eps: Number = 1e-6
-    hidden_act: Literal["silu"] = "silu"
-    rope_theta: Number = 10000.0
-    attention_bias: bool = False
-    tie_word_embeddings: bool = False
-
-
-_CONFIGS: Final[dict[Family, type[_Config]]] = {
-    "bert": _Bert,
-    "modernbert": _ModernBert,
-    "qwen3": _Decoder,
-    "llama": _Decoder,
-}
-
-
-def complete_config(raw: Mapping[str, Any], family: Family, *, where: str) -> dict[str, Any]:
+def complete_config(
+    raw: Mapping[str, Any], family: Family, *, where: str, from_manifest: bool = False
+) -> dict[str, Any]:
     """Return config.json with the family's defaults, rope settings in one spelling, and everything unsupported refused.
 
-    Always present afterwards: the keys of the family's ``Struct`` above. ``local_attention`` is the whole window in
-    tokens. Raises CheckpointError naming the key.
+    Always present afterwards: the fields of the family's class (:mod:`engines.checkpoint.families`). *from_manifest*:
+    numbers may be strings, as :func:`plain_numbers` writes them. Raises CheckpointError naming the key.
     """
     config = {key: value for key, value in raw.items() if value is not None}
-
-    def need(ok: bool, key: str, why: str) -> None:
-        if not ok:
-            raise CheckpointError(f"{where}: {key}: {why}")
-
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    need(isinstance(rope, dict), "rope_parameters", "must be an object")
-    for kind, part in (("", rope), *((f"{k}.", v) for k, v in rope.items() if isinstance(v, dict))):
-        named = part.get("rope_type", part.get("type", "default"))
-        need(named == "default", f"rope_parameters.{kind}rope_type", f"{named!r} is not supported, only 'default'")
-    defaults: dict[str, Any] = {"tie_word_embeddings": family == "qwen3"}
-    thetas = {"rope_theta": rope}
-    if family == "modernbert":
-        thetas = {"global_rope_theta": rope.get("full_attention"), "local_rope_theta": rope.get("sliding_attention")}
-    for key, part in thetas.items():
-        need(isinstance(part, dict | None), "rope_parameters", "must hold objects")
-        defaults |= {key: part["rope_theta"]} if part and "rope_theta" in part else {}
+    kind = FAMILIES[family]
     try:
-        known = msgspec.convert(defaults | config, _CONFIGS[family])
-    except msgspec.ValidationError as exc:
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        need(isinstance(rope, dict), "rope_parameters", "must be an object")
+        for prefix, part in (("", rope), *((f"{k}.", v) for k, v in rope.items() if isinstance(v, dict))):
+            named = part.get("rope_type", part.get("type", "default"))
+            need(named == "default", f"rope_parameters.{prefix}rope_type", f"{named!r}: only 'default' is supported")
+        thetas: dict[str, Any] = {}
+        for key, part in kind.thetas(rope).items():
+            need(isinstance(part, dict | None), "rope_parameters", "must hold objects")
+            thetas |= {key: part["rope_theta"]} if part and "rope_theta" in part else {}
+        known = msgspec.convert(thetas | config, kind, strict=not from_manifest)
+        known.complete(config)
+    except (msgspec.ValidationError, CheckpointError) as exc:
         raise CheckpointError(f"{where}: {exc}") from exc
-    heads = known.num_attention_heads
-    known.head_dim = known.head_dim or known.hidden_size // heads
-    need(known.head_dim > 0, "head_dim", "must be positive: num_attention_heads exceeds hidden_size")
-    if isinstance(known, _Decoder):
-        known.num_key_value_heads = known.num_key_value_heads or heads
-        need(not config.get("use_sliding_window"), "use_sliding_window", "sliding windows are not supported")
-        need(heads % known.num_key_value_heads == 0, "num_key_value_heads", "must divide num_attention_heads")
-    else:
-        need(known.hidden_size % heads == 0, "num_attention_heads", "must divide hidden_size")
-    if isinstance(known, _ModernBert):
-        layers, every = known.num_hidden_layers, known.global_attn_every_n_layers
-        if "layer_types" not in config:
-            known.layer_types = ["sliding_attention" if n % every else "full_attention" for n in range(layers)]
-        need(len(known.layer_types) == layers, "layer_types", "must name full_attention or sliding_attention each")
     return config | msgspec.structs.asdict(known)
 
 
@@ -280,28 +243,6 @@ def plain_numbers(config: Any) -> Any:
     if isinstance(config, (list, tuple)):
         return [plain_numbers(value) for value in config]
     return config
-
-
-_FLOAT_KEYS: Final = frozenset(
-    {"layer_norm_eps", "norm_eps", "rms_norm_eps", "rope_theta", "global_rope_theta", "local_rope_theta"}
-    | {"local_attention"}
-)
-
-
-def restore_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo ``plain_numbers`` for the keys that are read as numbers here; others keep their string."""
-    restored: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            restored[key] = restore_numbers(value)
-        elif key in _FLOAT_KEYS and isinstance(value, str):
-            try:
-                restored[key] = float(value)
-            except ValueError:
-                raise CheckpointError(f"manifest.json: config.{key}: {value!r} is not a number") from None
-        else:
-            restored[key] = value
-    return restored
 
 
 def _stored_tensors(folder: Path) -> dict[str, SafetensorsFile]:
@@ -331,25 +272,38 @@ def _stored_tensors(folder: Path) -> dict[str, SafetensorsFile]:
 
 
 def _select(
-    stored: Mapping[str, SafetensorsFile], family: Family, task: Task, config: dict[str, Any], *, int8: bool = False
+    stored: Mapping[str, SafetensorsFile],
+    family: Family,
+    task: Task,
+    config: dict[str, Any],
+    *,
+    int8: bool = False,
+    canonical: Callable[[str], str] = layout.canonical,
+    skipped: Mapping[str, int] = MappingProxyType({}),
+    made: Sequence[str] = (),
 ) -> MappedTensors:
-    """Pick the required tensors under their canonical names and check dtype and shape of each."""
+    """Pick the required tensors under their *canonical* names and check dtype and shape of each.
+
+    *skipped*: rows that a stored tensor has before the first one needed; *made*: tensors of zeros that aren't stored.
+    """
     places: dict[str, tuple[SafetensorsFile, str]] = {}
     for name, file in stored.items():
-        key = layout.canonical(name)
+        key = layout.canonical(canonical(name))
         if key in places:
             raise CheckpointError(f"{file.path}: {places[key][1]!r} and {name!r} are the same tensor {key!r}")
         places[key] = (file, name)
     paths = sorted({str(file.path) for file in stored.values()})
     shapes = (layout.required_int8 if int8 else layout.required)(family, task, config)
+    zeros = {key: shapes.pop(key) for key in made}
     for key, shape in shapes.items():
         if key not in places:
             raise CheckpointError(f"{', '.join(paths)}: tensor {key!r} is missing (a {family} {task} model needs it)")
         file, name = places[key]
         info = file.header.tensors[name]
         at = f"{file.path}: tensor {name!r}"
-        if info.shape != shape:
-            raise CheckpointError(f"{at} has shape {list(info.shape)}, config.json says {list(shape)}")
+        whole = (shape[0] + skipped.get(key, 0), *shape[1:])
+        if info.shape != whole:
+            raise CheckpointError(f"{at} has shape {list(info.shape)}, config.json says {list(whole)}")
         if int8:
             wanted = layout.stored_int8(key, shape)
             if info.dtype != wanted:
@@ -361,4 +315,4 @@ def _select(
             raise CheckpointError(
                 f"{file.path}: tensor {name!r} is not part of a {family} {task} model and can't be left out"
             )
-    return MappedTensors({key: places[key] for key in shapes})
+    return MappedTensors({key: places[key] for key in shapes}, skipped=skipped, zeros=zeros)

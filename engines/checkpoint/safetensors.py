@@ -13,9 +13,12 @@ import os
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
 
 from engines.bundle.manifest import BundleError, open_plain, unique_keys
 
@@ -28,12 +31,22 @@ if TYPE_CHECKING:
 
 METADATA_KEY: Final = "__metadata__"
 MAX_HEADER: Final = 16 * 1024 * 1024
-MAX_RANK: Final = 8
 ITEM_SIZES: Final = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
     "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 NUMPY_NAMES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"}
+
+
+Size: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class _Entry(Struct):
+    """What a header says about one tensor."""
+
+    dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"]
+    shape: Annotated[list[Size], Meta(max_length=8)]
+    data_offsets: tuple[Size, Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +111,16 @@ def parse_header(data: mmap.mmap, *, where: str) -> Header:
 
 def _tensor(name: str, entry: Any, base: int, refuse: Callable[[str], BundleError]) -> TensorInfo:
     try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    except (TypeError, KeyError, ValueError):
-        raise refuse(f"tensor {name[:80]!r} lacks dtype, shape or data_offsets") from None
-    numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
-    if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or len(shape) > MAX_RANK:
-        raise refuse(f"tensor {name!r} has a shape or offsets that can't be")
-    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        raise refuse(f"tensor {name!r} has unknown dtype {str(dtype)[:40]!r}")
-    size = math.prod(shape) * ITEM_SIZES[dtype]
+        found = msgspec.convert(entry, _Entry)
+    except msgspec.ValidationError as exc:
+        raise refuse(f"tensor {name[:80]!r}: {exc}") from None
+    begin, end = found.data_offsets
+    size = math.prod(found.shape) * ITEM_SIZES[found.dtype]
     if end - begin != size:
-        raise refuse(f"tensor {name!r} of {dtype}{shape} needs {size} bytes, its offsets give {end - begin}")
-    return TensorInfo(name, dtype, tuple(shape), base + begin, base + end)
+        raise refuse(
+            f"tensor {name!r} of {found.dtype}{found.shape} needs {size} bytes, its offsets give {end - begin}"
+        )
+    return TensorInfo(name, found.dtype, tuple(found.shape), base + begin, base + end)
 
 
 class SafetensorsFile:
@@ -235,23 +246,39 @@ def _encode(name: str, array: Array, kind: str) -> memoryview:
 
 
 class MappedTensors(Mapping[str, "Array"]):
-    """Tensors of one or several files under canonical names, each read only when asked for."""
+    """Tensors of one or several files under canonical names, each read only when asked for.
 
-    def __init__(self, places: Mapping[str, tuple[SafetensorsFile, str]]) -> None:
+    ``skipped``: how many first rows of a tensor are left out. ``zeros``: shapes of float32 tensors that no file holds.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[str, tuple[SafetensorsFile, str]],
+        *,
+        skipped: Mapping[str, int] | None = None,
+        zeros: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         self._places = dict(places)
+        self._skipped = dict(skipped or {})
+        self._zeros = dict(zeros or {})
 
     def __getitem__(self, name: str) -> Array:
+        import numpy as np
+
+        if name in self._zeros:
+            return np.zeros(self._zeros[name], np.float32)
         file, stored = self._places[name]
-        return file.array(stored)
+        return file.array(stored)[self._skipped.get(name, 0) :]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        yield from self._places
+        yield from self._zeros
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._places) + len(self._zeros)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._places or name in self._zeros
 
     @property
     def files(self) -> list[SafetensorsFile]:
@@ -259,6 +286,12 @@ class MappedTensors(Mapping[str, "Array"]):
         return sorted({id(file): file for file, _ in self._places.values()}.values(), key=lambda file: str(file.path))
 
     def info(self, name: str) -> TensorInfo:
-        """Return dtype, shape and place without touching the data."""
+        """Return dtype, shape and place without touching the data; zeros have the dtype of their neighbours."""
+        if name in self._zeros:
+            return TensorInfo(name, self.info(next(iter(self._places))).dtype, self._zeros[name], 0, 0)
         file, stored = self._places[name]
-        return file.header.tensors[stored]
+        info = file.header.tensors[stored]
+        if not (rows := self._skipped.get(name, 0)):
+            return info
+        begin = info.begin + rows * (info.nbytes // info.shape[0])
+        return replace(info, shape=(info.shape[0] - rows, *info.shape[1:]), begin=begin)

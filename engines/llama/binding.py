@@ -2,7 +2,7 @@
 
 The high-level ``Llama`` class takes text only and truncates silently, so it is not used. Every foreign call releases
 the GIL (``ctypes.CDLL``). Callbacks are kept referenced as long as native code may call them. A status becomes an
-EngineError; an abort inside ggml stays fatal by design and leaves one line on stderr.
+EngineError; an abort inside ggml stays fatal by design and leaves ggml's own line with the reason on stderr.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from engines.machine import free_memory
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ POOLING_MEAN: Final = 1
 POOLING_CLS: Final = 2
 POOLING_LAST: Final = 3
 POOLING_RANK: Final = 4
-LAST_WORDS_BYTES: Final = 512
 PIECE_BYTES: Final = 64
 LAYER_NODE: Final = b"ffn_out-"
 """Graph node that ends a layer's work in the BERT and llama families (llama-cuda.md, 3)."""
@@ -52,25 +52,12 @@ class Library:
         self._level = 0
         self._on_log = api.llama_log_callback(self._log)
         api.llama_log_set(self._on_log, ctypes.c_void_p(0))
-        self._base = _mapped_ggml_base(Path(api._lib._name).parent)
-        self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_last_words)
-        if self._base is not None:
-            self._base.ggml_set_abort_callback.argtypes = [ctypes.c_void_p]
-            self._base.ggml_set_abort_callback.restype = ctypes.c_void_p
-            self._base.ggml_set_abort_callback(ctypes.cast(self._on_abort, ctypes.c_void_p))
-            self._base.ggml_get_name.argtypes = [ctypes.c_void_p]
-            self._base.ggml_get_name.restype = ctypes.c_char_p
+        # A symbol of libggml-base, which a POSIX loader finds through the library that needs it. Opening the wheel's
+        # libggml-base.so would map a second copy with globals of its own.
+        base = ctypes.CDLL(str(Path(api._lib._name).parent / "ggml-base.dll")) if sys.platform == "win32" else api._lib
+        self.node_name = base.ggml_get_name
+        self.node_name.argtypes, self.node_name.restype = [ctypes.c_void_p], ctypes.c_char_p
         api.llama_backend_init()
-
-    @property
-    def names_nodes(self) -> bool:
-        """Whether graph nodes can be told apart, so that a finished layer can be reported."""
-        return self._base is not None
-
-    def node_name(self, tensor: int) -> bytes:
-        """Return the name of a graph node."""
-        assert self._base is not None
-        return self._base.ggml_get_name(tensor) or b""
 
     def _log(self, level: int, text: bytes | None, _user: object) -> None:
         # ggml.h: debug 1, info 2, warn 3, error 4, continuation 5. Lower ones would only push reasons out of the ring.
@@ -92,7 +79,8 @@ def library() -> Library:
     global _library
     with _lock:
         if _library is None:
-            # Its backtrace printer may start gdb and would push the one-line reason out of the host's log tail.
+            # An abort then leaves ggml's own line with the reason on stderr and nothing else: its backtrace printer may
+            # start gdb and would push that line out of the host's log tail.
             os.environ.setdefault("GGML_NO_BACKTRACE", "1")
             # ggml's barriers are OpenMP's, which spin for milliseconds by default: beside a busy neighbour two threads
             # then wait up to ten times as long. This many turns cost nothing on a quiet machine (docs/performance.md).
@@ -240,7 +228,7 @@ class NativeContext:
         if shape.causal is not None:
             params.attention_type = 0 if shape.causal else 1
         self._seen: set[bytes] = set()
-        if shape.watched and lib.names_nodes:
+        if shape.watched:
             self._on_node = api.ggml_backend_sched_eval_callback(self._node)
             params.cb_eval = self._on_node
         lib.last_error = ""
@@ -290,13 +278,39 @@ class NativeContext:
         if self._memory:
             self.api.llama_memory_clear(self._memory, data)
 
+    def cut(self, length: int) -> bool:
+        """Forget what sequence 0 holds from position *length* on; False where the cache can't, and then forget it all.
+
+        A recurrent state has no earlier positions to go back to, and a sliding window may have lost them.
+        """
+        api = self.api
+        removed = api.llama_memory_seq_rm(self._memory, 0, length, -1)
+        if removed and api.llama_memory_seq_pos_min(self._memory, 0) == 0:
+            return True
+        self.clear()
+        return False
+
+    def copy(self, other: NativeContext) -> bool:
+        """Take over sequence 0 of another context of the same model, to the bit; False, and empty, where it can't be.
+
+        The cells pass through memory of their own size, so that much must be free.
+        """
+        api = self.api
+        size = int(api.llama_state_seq_get_size(other._context, 0))
+        free = free_memory()
+        if free is not None and size > free:
+            return False
+        state = (ctypes.c_uint8 * size)()
+        read = api.llama_state_seq_get_data(other._context, state, size, 0)
+        if read == size and api.llama_state_seq_set_data(self._context, state, size, 0) == size:
+            return True
+        self.clear()
+        return False
+
     def run_rows(self, ids: IntArray, bounds: IntArray) -> None:
         """Compute whole rows, one sequence each; every token is an output. At most n_ubatch tokens (U1)."""
         n, rows = len(ids), len(bounds) - 1
-        if n > self.shape.n_ubatch or rows > self.shape.n_seq_max:
-            raise EngineError(
-                ErrorCode.INFERENCE_FAILED, f"{rows} rows of {n} tokens do not fit a context of {self.shape}"
-            )
+        assert n <= self.shape.n_ubatch and rows <= self.shape.n_seq_max, f"{rows} rows of {n} tokens in {self.shape}"
         lengths = bounds[1:] - bounds[:-1]
         self._tokens[:n] = ids
         self._positions[:n] = np.arange(n, dtype=np.int32) - np.repeat(bounds[:-1], lengths)
@@ -307,8 +321,6 @@ class NativeContext:
     def run_slice(self, ids: IntArray | Sequence[int], *, position: int, output: bool) -> None:
         """Append *ids* to sequence 0 at *position*; *output* asks for the logits of the last one."""
         n = len(ids)
-        if n > self.shape.n_ubatch:
-            raise EngineError(ErrorCode.INFERENCE_FAILED, f"a slice of {n} tokens exceeds {self.shape.n_ubatch}")
         self._tokens[:n] = ids
         self._positions[:n] = np.arange(position, position + n, dtype=np.int32)
         self._sequences[:n] = self._id_addresses[0]
@@ -357,7 +369,7 @@ class NativeContext:
         raise EngineError(code, f"llama.cpp {reason} (status {status}) on {tokens} tokens")
 
     def _node(self, tensor: int, ask: bool, _user: object) -> bool:
-        name = library().node_name(tensor)
+        name = library().node_name(tensor) or b""
         if ask:
             return name.startswith(LAYER_NODE) and name not in self._seen
         self._seen.add(name)
@@ -395,31 +407,3 @@ class _Stream:
 
     def close(self) -> None:
         self._c.fclose(self.pointer)
-
-
-def _last_words(message: bytes | None) -> None:
-    """Write ggml's reason as one line to stderr; ggml aborts right after."""
-    reason = b" ".join((message or b"no reason given").split())
-    os.write(2, b"llama.cpp aborted: " + reason[: LAST_WORDS_BYTES - 20] + b"\n")
-
-
-def _mapped_ggml_base(folder: Path) -> ctypes.CDLL | None:
-    """Return the libggml-base that is already mapped, never a second copy.
-
-    The wheel holds copies, not links: opening ``libggml-base.so`` beside the mapped ``libggml-base.so.0`` would give
-    another set of globals, and a callback set there never fires.
-    """
-    if sys.platform == "win32":
-        names = ["ggml-base.dll"]
-    elif sys.platform == "darwin":
-        names = ["libggml-base.0.dylib", "libggml-base.dylib"]
-    else:
-        names = ["libggml-base.so.0", "libggml-base.so"]
-    mode = getattr(os, "RTLD_NOLOAD", 0) | getattr(os, "RTLD_NOW", 0)
-    for name in names:
-        try:
-            return ctypes.CDLL(str(folder / name), mode=mode or ctypes.DEFAULT_MODE)
-        except OSError:
-            continue
-    log.warning("no mapped libggml-base found in %s: an abort will leave no reason", folder)
-    return None

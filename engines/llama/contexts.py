@@ -24,41 +24,36 @@ class ContextPool:
         self._native = native
         self._header = header
         self._contexts: dict[tuple[ContextShape, int], NativeContext] = {}
-        self._singles: dict[str, NativeContext] = {}
 
-    def get(self, shape: ContextShape, *, slot: int = 0, threads: int = 1, single: str | None = None) -> NativeContext:
-        """Return the context of *shape* and *slot*, set to *threads*.
+    def get(self, shape: ContextShape, *, slot: int = 0, threads: int = 1) -> NativeContext:
+        """Return the context of *shape* and *slot*, set to *threads*. Raises EngineError as :meth:`make` does.
 
-        *single* names a group of large contexts of which only one is kept. Raises EngineError ``oom`` when its cache
-        doesn't fit the free memory, ``config_invalid`` when llama.cpp gives no context for another reason.
+        Contexts for one long row (``n_seq_max`` 1) are large: a new one replaces the last.
         """
         key = (shape, slot)
-        context = self._contexts.get(key)
-        if context is None:
-            if single is not None and (previous := self._singles.pop(single, None)) is not None:
-                self.drop(previous)
-            needed = context_bytes(self._header, shape)
-            free = free_memory()
-            if free is not None and needed > free:
-                raise EngineError(
-                    ErrorCode.OOM, f"a context of {shape.n_ctx} tokens takes {needed} bytes, {free} bytes are free"
-                )
-            context = self._contexts[key] = NativeContext(self._native, shape)
-            if single is not None:
-                self._singles[single] = context
-        context.set_threads(threads)
-        return context
+        if key not in self._contexts:
+            for other in [other for other in self._contexts if other[0].n_seq_max == shape.n_seq_max == 1]:
+                self._contexts.pop(other).close()
+            self._contexts[key] = self.make(shape)
+        self._contexts[key].set_threads(threads)
+        return self._contexts[key]
 
-    def drop(self, context: NativeContext) -> None:
+    def make(self, shape: ContextShape) -> NativeContext:
+        """Return a new context that the caller keeps and closes. Raises EngineError ``oom`` or ``config_invalid``."""
+        needed = context_bytes(self._header, shape)
+        free = free_memory()
+        if free is not None and needed > free:
+            raise EngineError(
+                ErrorCode.OOM, f"a context of {shape.n_ctx} tokens takes {needed} bytes, {free} bytes are free"
+            )
+        return NativeContext(self._native, shape)
+
+    def drop(self, shape: ContextShape, slot: int) -> None:
         """Free one context whose last call failed in a way that leaves it in doubt."""
-        for key, value in list(self._contexts.items()):
-            if value is context:
-                del self._contexts[key]
-        context.close()
+        self._contexts.pop((shape, slot)).close()
 
     def close(self) -> None:
         """Free them all; idempotent."""
-        self._singles.clear()
         while self._contexts:
             self._contexts.popitem()[1].close()
 

@@ -1,7 +1,20 @@
 """The llama worker's engine: who it is, whether it can run here, and LOAD (llama-cuda.md, 4.1).
 
-Nothing here touches the native library before LOAD; HELLO is answered from package metadata and file names alone. What
-only LOAD or the probe needs is imported there: a worker says HELLO some 20 ms earlier for it.
+Theory of operation. Nothing here touches the native library before LOAD; HELLO is answered from package metadata and
+file names alone. What only LOAD or the probe needs is imported there: a worker says HELLO some 20 ms earlier for it.
+
+LOAD opens the file once and does everything through that descriptor: ``gguf`` reads and bounds the header, the digest
+is computed and compared, ``binding`` lets llama.cpp read the tensors, and the file is checked for changes meanwhile.
+What llama.cpp would answer with an abort is refused by the header checks, and weights that don't fit the free memory
+before they are allocated.
+
+A ``LlamaModel`` then serves the requests, one at a time, on the main thread. It checks lengths and ids, lets ``inputs``
+cut rows into chunks, and computes each chunk in a context of ``contexts``, which checks memory before it makes one; a
+small model's chunks run side by side on a thread pool, one context a thread. Generation goes through ``sequences``,
+which keeps the caches of the last prompts. Pooling is done here in float32, since llama.cpp's own goes wrong silently.
+Progress is reported by the code that finished a layer, a block or a token, from any thread.
+
+Contexts are freed before their model, at UNLOAD; one whose call failed is freed at once: what it holds is in doubt.
 """
 
 from __future__ import annotations
@@ -217,12 +230,12 @@ def loses_token_types(descriptor: int, header: gguf.Header) -> bool:
     if not header.has_rank_head or header.token_type_vocab_offset is not None:
         return False
     table = header.tensors.get("token_types.weight")
-    if table is None or len(table.shape) < 2 or table.shape[1] < 2:
+    if table is None or len(table.shape) != 2 or table.shape[1] < 2:
         return False
     from engines.llama import gguf
 
     rows = gguf.read_rows(descriptor, table)
-    return rows is None or rows[0] != rows[1]
+    return rows is None or bool((rows[0] != rows[1]).any())
 
 
 def _require_memory(header: gguf.Header) -> None:

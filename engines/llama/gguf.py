@@ -12,9 +12,12 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias
 
 from engines.protocol.errors import EngineError, ErrorCode
+
+if TYPE_CHECKING:
+    from engines.runtime.batch import FloatArray
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
@@ -186,7 +189,7 @@ def refuse(reason: str) -> NoReturn:
 
 
 def read_header(descriptor: int) -> Header:
-    """Read and check the header of the open file *descriptor*, wherever its offset is (it is not moved).
+    """Read and check the header of the open file *descriptor*, from its first byte.
 
     Raises EngineError ``artifact_invalid`` for anything malformed, truncated or out of bounds.
     """
@@ -234,61 +237,41 @@ def read_header(descriptor: int) -> Header:
     return header
 
 
-def read_rows(descriptor: int, tensor: TensorInfo) -> list[tuple[float, ...]] | None:
+def read_rows(descriptor: int, tensor: TensorInfo) -> FloatArray | None:
     """Return a small F32 or F16 matrix row by row, or None for another type or more than 16 MiB."""
-    letter = {F32: "f", F16: "e"}.get(tensor.type)
-    if letter is None or len(tensor.shape) < 2 or tensor.nbytes > MAX_STRING_BYTES:
+    import numpy as np
+
+    letter = {F32: "<f4", F16: "<f2"}.get(tensor.type)
+    if letter is None or len(tensor.shape) != 2 or tensor.nbytes > MAX_STRING_BYTES:
         return None
-    data = _read_at(descriptor, tensor.nbytes, tensor.offset)
-    if len(data) != tensor.nbytes:
-        refuse(f"truncated inside tensor {tensor.name!r}")
-    values = struct.unpack(f"<{tensor.nbytes // struct.calcsize(letter)}{letter}", data)
-    width = tensor.shape[0]
-    return [values[start : start + width] for start in range(0, len(values), width)]
-
-
-def _read_at(descriptor: int, length: int, offset: int) -> bytes:
-    if hasattr(os, "pread"):
-        return os.pread(descriptor, length, offset)
-    before = os.lseek(descriptor, 0, os.SEEK_CUR)  # Windows has no pread
-    try:
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        return os.read(descriptor, length)
-    finally:
-        os.lseek(descriptor, before, os.SEEK_SET)
+    cursor = _Cursor(descriptor)
+    cursor.skip(tensor.offset, f"tensor {tensor.name!r}")
+    values = np.frombuffer(cursor.take(tensor.nbytes, f"tensor {tensor.name!r}"), letter)
+    return values.reshape(tensor.shape[::-1]).astype(np.float32)
 
 
 class _Cursor:
-    """Reads forward through a bounded window, so that a big file costs no more memory than a small one."""
+    """Reads forward through a buffer of its own, so that a big file costs no more memory than a small one."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
         self.size = os.fstat(descriptor).st_size
-        self._window = b""
-        self._base = 0
-        self._offset = 0
-
-    @property
-    def position(self) -> int:
-        return self._base + self._offset
+        self.position = 0
+        self._file = open(descriptor, "rb", WINDOW_BYTES, closefd=False)  # noqa: SIM115 - it stays open
+        self._file.seek(0)
 
     def take(self, length: int, what: str) -> bytes:
-        end = self._offset + length
-        if end > len(self._window):
-            self._refill(length, what)
-            end = length
-        data = self._window[self._offset : end]
-        self._offset = end
+        # The size is asked first, so that a length that the file claims is never allocated.
+        data = self._file.read(length) if self.position + length <= self.size else b""
+        if len(data) < length:
+            refuse(f"truncated in {what}")
+        self.position += length
         return data
 
     def skip(self, length: int, what: str) -> None:
-        if self.position + length > self.size:
+        self.position += length
+        if self.position > self.size:
             refuse(f"truncated in {what}")
-        end = self._offset + length
-        if end <= len(self._window):
-            self._offset = end
-            return
-        self._base, self._offset, self._window = self.position + length, 0, b""
+        self._file.seek(self.position)
 
     def u32(self, what: str) -> int:
         return int.from_bytes(self.take(4, what), "little")
@@ -310,15 +293,6 @@ class _Cursor:
             return self.take(length, what).decode("utf-8")
         except UnicodeDecodeError:
             refuse(f"{what} is not UTF-8")
-
-    def _refill(self, length: int, what: str) -> None:
-        start = self.position
-        if start + length > self.size:
-            refuse(f"truncated in {what}")
-        self._window = _read_at(self._descriptor, max(length, WINDOW_BYTES), start)
-        self._base, self._offset = start, 0
-        if len(self._window) < length:
-            refuse(f"truncated in {what}")
 
 
 def _value(cursor: _Cursor, key: str) -> Value:

@@ -88,9 +88,12 @@ def check_lengths(lengths: Sequence[int], *, limit: int, what: str) -> None:
 def pair_separators(header: Header) -> int:
     """Return how many separators stand between query and document: 1 as BERT was trained, 2 as RoBERTa was.
 
-    llama.cpp calls RoBERTa and XLM-RoBERTa `bert`; what tells them apart is the kind of vocabulary. A score under the
-    wrong template looks plausible and is wrong, so ``model_unsupported`` is raised for an architecture we don't know.
+    `synapse build` writes it down. In other files the kind of vocabulary tells, since llama.cpp calls RoBERTa and
+    XLM-RoBERTa `bert` too. A score under the wrong template looks plausible and is wrong, so ``model_unsupported`` is
+    raised for an architecture we don't know.
     """
+    if (said := header.integer("synapse.pair_separators")) in (1, 2):
+        return said
     kind = header.metadata.get("tokenizer.ggml.model")
     separators = _PAIR_SEPARATORS.get((header.architecture, str(kind)))
     if separators is None:
@@ -174,10 +177,3 @@ def normalize_rows(vectors: FloatArray) -> FloatArray:
     norms = np.sqrt(np.einsum("ij,ij->i", vectors, vectors, dtype=np.float32)) + np.float32(EPSILON)
     scaled: FloatArray = vectors / norms[:, None]
     return scaled
-
-
-def require_finite(values: FloatArray, what: str) -> None:
-    """Raise ``nonfinite_output`` for NaN or infinity."""
-    if not np.isfinite(values).all():
-        rows = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(axis=1))
-        raise EngineError(ErrorCode.NONFINITE_OUTPUT, f"{what} {int(rows[0])} came out as NaN or infinity")

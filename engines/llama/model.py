@@ -6,9 +6,9 @@ llama.cpp becomes a typed ERR here or is computed another way.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -25,6 +25,7 @@ from engines.llama.binding import (
     NativeModel,
 )
 from engines.llama.contexts import ContextPool, logits_bytes
+from engines.llama.sequences import SequenceCache
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import FinishReason, Pooling
 from engines.runtime.batch import Generation
@@ -43,10 +44,10 @@ SLOW_CALL_S: Final = 5.0
 """A call predicted to take longer also reports each finished layer (4.5)."""
 FLOPS_PER_THREAD: Final = 20e9
 """A cautious rate for that prediction; measured here: about 100e9 for MiniLM."""
-SLICE_S: Final = 10.0
-"""A slice of a prompt is cut so that it is predicted to take no longer: each finished one is reported, and the host
+BLOCK_S: Final = 10.0
+"""A block of a prompt is cut so that it is predicted to take no longer: each finished one is reported, and the host
 ends a worker after 120 s without a report."""
-MIN_SLICE_TOKENS: Final = 16
+MIN_BLOCK_TOKENS: Final = 16
 GRANULE: Final = 64
 """n_ubatch is a multiple of this, as pooling inside llama.cpp needs it to be one of n_seq_max (U4)."""
 LOGITS_BUDGET_BYTES: Final = 256 * 2**20
@@ -80,6 +81,8 @@ class LlamaModel(Model):
         self.limit = min(limit for limit in limits if limit)
         sizes = [header.vocab_size, header.token_type_vocab_offset or native.n_vocab]
         self.vocab_size = min(size for size in sizes if size)
+        self._prompt_block = self._block_tokens(min(config.ubatch_size, config.batch_size))
+        self._sequences = SequenceCache(self._generation_context, self._prompt_block)
         if native.is_encoder_decoder:
             raise EngineError(
                 ErrorCode.MODEL_UNSUPPORTED, f"{header.architecture!r} is an encoder-decoder, which no request serves"
@@ -117,7 +120,6 @@ class LlamaModel(Model):
 
         chunks = inputs.plan_chunks(batch.lengths.tolist(), cap=self._chunk_tokens, by_length=self.has_memory)
         self._run(chunks, compute, native_pooling=POOLING_NONE, progress=progress)
-        inputs.require_finite(vectors, "item")
         return inputs.normalize_rows(vectors) if normalize else vectors
 
     def rerank(self, pairs: RerankPairs, *, progress: ProgressReporter) -> FloatArray:
@@ -160,37 +162,36 @@ class LlamaModel(Model):
         # By length, so that which pairs meet in a call depends on the request alone and rows of a call are alike.
         chunks = inputs.plan_chunks(batch.lengths.tolist(), cap=self._chunk_tokens, by_length=True)
         self._run(chunks, compute, native_pooling=POOLING_RANK, progress=progress)
-        inputs.require_finite(scores, "candidate")
         return scores
 
     def generate(self, input_ids: IntArray, *, max_tokens: int, progress: ProgressReporter) -> Generation:
-        """Generate greedily, the first of equal logits wins. Unit of progress: a prompt slice, a token decoded."""
+        """Generate greedily, the first of equal logits wins. Unit of progress: a prompt block, a token decoded.
+
+        The tokens are the same whether asked for in one call or in slices (:mod:`engines.llama.sequences`).
+        """
         n_prompt = len(input_ids)
         self._check_generate(input_ids, max_tokens)
         if max_tokens == 0:
             return Generation("", n_prompt, 0, FinishReason.LENGTH)
-        context = self._generation_context(n_prompt + max_tokens)
+        sequence = self._sequences.take(input_ids.tolist(), room=n_prompt + max_tokens)
         tokens: list[int] = []
         reason = FinishReason.LENGTH
         try:
-            context.clear()
-            size = self._slice_tokens(context.shape.n_ubatch)
-            for start in range(0, n_prompt, size):
-                piece = input_ids[start : start + size]
-                context.run_slice(piece, position=start, output=start + len(piece) == n_prompt)
-                progress.advance()
             while True:
-                token = self._choose(context)
+                for start, end in sequence.calls(self._prompt_block):
+                    sequence.compute(start, end)
+                    progress.advance()
+                assert sequence.context is not None
+                token = self._choose(sequence.context)
                 if token in self._ends or self._native.is_end(token):
                     reason = FinishReason.STOP
                     break
+                sequence.ids.append(token)
                 tokens.append(token)
                 if len(tokens) == max_tokens:  # nobody would read the logits behind the last token
                     break
-                context.run_slice([token], position=n_prompt + len(tokens) - 1, output=True)
-                progress.advance()
-        except EngineError as exc:
-            self._after_failure(context, exc)
+        except BaseException:
+            self._sequences.forget(sequence)
             raise
         # Decoded once at the end: a character may be spread over several tokens.
         text = b"".join(map(self._native.piece, tokens)).decode("utf-8", "replace")
@@ -201,6 +202,7 @@ class LlamaModel(Model):
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=True)
+        self._sequences.close()
         self._contexts.close()
         self._native.close()
 
@@ -263,34 +265,30 @@ class LlamaModel(Model):
         self, chunks: Sequence[Chunk], shape: ContextShape, slots: int, compute: Compute, progress: ProgressReporter
     ) -> None:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(max_workers=self._slots() - 1, thread_name_prefix="llama-slot")
+            self._pool = ThreadPoolExecutor(max_workers=self._slots(), thread_name_prefix="llama-slot")
         # Every thread of the budget computes: the first slots take the rest of the division.
         each, rest = divmod(self._config.threads, slots)
-        threads = [each + (number < rest) for number in range(slots)]
-        queue = iter(range(len(chunks)))
-        lock = threading.Lock()
-        failures: dict[int, BaseException] = {}
-
-        def slot(number: int) -> None:
-            while not failures:
-                with lock:
-                    index = next(queue, None)
-                if index is None:
-                    return
-                try:
-                    self._one(chunks[index], shape, number, threads[number], compute, progress)
-                except BaseException as exc:
-                    failures[index] = exc
-                    return
-
+        free: SimpleQueue[tuple[int, int]] = SimpleQueue()
         for number in range(slots):  # made here, one after the other: the pool isn't for several threads
-            self._contexts.get(shape, slot=number, threads=threads[number])
-        others = [self._pool.submit(slot, number) for number in range(1, slots)]
-        slot(0)
-        for other in others:
-            other.result()
-        if failures:
-            raise failures[min(failures)]
+            threads = each + (number < rest)
+            self._contexts.get(shape, slot=number, threads=threads)
+            free.put((number, threads))
+
+        def run(chunk: Chunk) -> None:
+            number, threads = free.get()
+            try:
+                self._one(chunk, shape, number, threads, compute, progress)
+            finally:
+                free.put((number, threads))
+
+        computing = [self._pool.submit(run, chunk) for chunk in chunks]
+        wait(computing, return_when=FIRST_EXCEPTION)
+        for future in computing:
+            future.cancel()
+        wait(computing)  # those that had begun still use the contexts
+        for future in computing:
+            if not future.cancelled():
+                future.result()
 
     def _one(
         self,
@@ -301,8 +299,7 @@ class LlamaModel(Model):
         compute: Compute,
         progress: ProgressReporter,
     ) -> None:
-        single = "long rows" if shape.n_seq_max == 1 else None
-        context = self._contexts.get(shape, slot=slot, threads=threads, single=single)
+        context = self._contexts.get(shape, slot=slot, threads=threads)
         layers = max(1, self._native.n_layer)
         reported = 0
 
@@ -316,16 +313,12 @@ class LlamaModel(Model):
         try:
             compute(context, chunk)
         except EngineError as exc:
-            self._after_failure(context, exc)
+            if exc.code is not ErrorCode.INVALID_REQUEST:  # a refused batch leaves the context as it was
+                self._contexts.drop(shape, slot)
             raise
         finally:
             context.on_layer = None
         progress.advance(layers - reported)
-
-    def _after_failure(self, context: NativeContext, exc: EngineError) -> None:
-        # A refused batch leaves the context as it was; anything else leaves it in doubt.
-        if exc.code is not ErrorCode.INVALID_REQUEST:
-            self._contexts.drop(context)
 
     # --- shapes ------------------------------------------------------------------------------------------------------
 
@@ -354,10 +347,10 @@ class LlamaModel(Model):
         """
         return not self._config.gpu_layers and self._seconds(tokens) > SLOW_CALL_S
 
-    def _slice_tokens(self, most: int) -> int:
-        """Return how many prompt tokens go into one call: a power of two at most, *most* on an accelerator."""
+    def _block_tokens(self, most: int) -> int:
+        """Return how many prompt tokens go into one call; fewer than *most* where it is predicted to take long."""
         size = most
-        while size > MIN_SLICE_TOKENS and not self._config.gpu_layers and self._seconds(size) > SLICE_S:
+        while size > MIN_BLOCK_TOKENS and not self._config.gpu_layers and self._seconds(size) > BLOCK_S:
             size //= 2
         return size
 
@@ -373,17 +366,19 @@ class LlamaModel(Model):
         return max(0, self._native.n_params - looked_up)
 
     def _generation_context(self, tokens: int) -> NativeContext:
-        """Return the kept generation context, grown where *tokens* don't fit it."""
+        """Return a new context in which one answer has room for so many tokens."""
         n_ctx = min(max(self._config.ctx_size, _power_of_two(tokens)), _round_up(self.limit, 256))
         n_ctx = _round_up(max(n_ctx, tokens), 256)
         shape = ContextShape(
             n_ctx=n_ctx,
-            n_ubatch=min(self._config.ubatch_size, self._config.batch_size, n_ctx),
+            n_ubatch=min(self._prompt_block, n_ctx),
             embeddings=False,
             causal=True,
             flash=self._config.flash_attention,
         )
-        return self._contexts.get(shape, threads=self._config.threads, single="generation")
+        context = self._contexts.make(shape)
+        context.set_threads(self._config.threads)
+        return context
 
 
 def _round_up(value: int, granule: int) -> int:

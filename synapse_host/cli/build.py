@@ -27,7 +27,7 @@ def configure(parser: Parser) -> None:
     parser.description = (
         "Make a model bundle from a checkpoint: a folder (config.json and safetensors; never pickles), or a name on "
         "the Hugging Face hub, owner/name or owner/name@revision, which is fetched into the hub's cache. "
-        "Families: bert, modernbert, qwen3, llama."
+        "Families: bert (also as roberta, xlm-roberta, camembert, distilbert), modernbert, qwen3, llama."
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder with config.json, or owner/name on the hub")
     parser.add_argument("out", type=Path, metavar="OUT", help="bundle folder to make; must not exist yet, or be empty")

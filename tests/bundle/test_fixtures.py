@@ -14,14 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from engines.bundle import fixtures
-from engines.bundle.digest import PREFIX, file_digest
+from engines.bundle.digest import PREFIX
 from engines.bundle.fixtures import Reference
 from engines.bundle.manifest import BundleError
 from engines.checkpoint import probes
-from engines.checkpoint.read import Checkpoint
-from engines.checkpoint.reference import weights_of
 from synapse_host.models.recipes import DEFAULTS
-from tests.support.toy_models import write_bert
 
 BY = Reference("a test", "1", "float64", "sha256:" + "a" * 64, "f32")
 SHIPPED = Path(__file__).parents[2] / "synapse_host" / "fixtures"
@@ -43,11 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (found.task, found.computed_by, found.texts, len(found)) == ("embed", BY, ["a", "b"], 2)
     assert [row.tolist() for row in found.rows()] == [[1, 2], [3]]
     np.testing.assert_allclose(found.vectors, np.eye(2, 4), atol=1e-7)
-
-
-def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    one, two = put(tmp_path / "1.npz", sample()), put(tmp_path / "2.npz", sample())
-    assert one.read_bytes() == two.read_bytes()
+    assert put(tmp_path / "2.npz", sample()).read_bytes() == (tmp_path / "f.npz").read_bytes()
 
 
 @given(arrays(np.float64, (3, 24), elements=st.floats(-1, 1)))
@@ -105,11 +98,6 @@ def test_a_reference_without_programme_version_or_weights_is_refused(
         fixtures.read(tmp_path / "g.npz")
 
 
-def test_the_weights_of_a_plain_checkpoint_are_its_file(tmp_path: Path) -> None:
-    folder = write_bert(tmp_path)
-    assert weights_of(Checkpoint.open(folder)) == (PREFIX + file_digest(folder / "model.safetensors"), "f32")
-
-
 def test_the_shipped_references_say_from_which_weights_they_come() -> None:
     """Where the published file is quantised, its rounding is part of the reference, and that is said."""
     found = {name: fixtures.read(SHIPPED / f"{name}.npz").computed_by for name in ("minilm", "ms-marco", "smollm2")}
@@ -130,13 +118,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             fixtures.read(tmp_path / name)
     with pytest.raises(BundleError, match="hold"):
         put(tmp_path / "f.npz", {"input_ids": np.zeros(1, np.int32)})
-
-
-def test_there_are_enough_different_probes() -> None:
-    for found in (probes.texts(), probes.pairs(), probes.prompts()):
-        assert len(found) >= 256
-        assert len(set(found)) == len(found)
-    assert all(text.strip() for text in probes.texts())
 
 
 @pytest.mark.parametrize(("name", "task"), [("minilm", "embed"), ("ms-marco", "rerank"), ("smollm2", "generate")])

@@ -41,14 +41,14 @@ def encode(obj: Any) -> bytes:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO")
-@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "nothing"])
 def test_a_manifest_that_is_no_plain_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
     place = tmp_path / "manifest.json"
     if kind == "fifo":
         os.mkfifo(place)
     elif kind == "device":
         place.symlink_to("/dev/zero")
-    else:
+    elif kind == "folder":
         place.mkdir()
     with pytest.raises(BundleError, match=r"is not a model bundle: manifest\.json: "):
         manifest.read(tmp_path)
@@ -59,12 +59,6 @@ def test_a_manifest_without_end_is_not_read_to_the_end(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(BundleError, match="at most 4194304"):
         manifest.read(tmp_path)
-
-
-def test_the_shortest_manifest_of_the_interface_page_is_valid() -> None:
-    parsed = manifest.parse(encode(toy()))
-    assert parsed.model_id == "toy"
-    assert parsed.artifacts[0].bytes == 123
 
 
 def test_canonical_bytes_are_sorted_tight_utf8_without_a_newline() -> None:
@@ -141,8 +135,10 @@ def test_anything_but_one_strict_object_is_refused(data: bytes, part: str) -> No
         ({"model_id": "../x"}, "model_id"),
         ({"extra": 1}, "extra"),
         ({"model_id": None}, "model_id"),
+        *(({"tokenizer": {"path": "t", "digest": digest}}, "digest")
+          for digest in ("", "ab" * 32, "sha256:" + "AB" * 32, "sha256:ab", "md5:" + "ab" * 32)),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_key_is_named(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(BundleError, match=key):
         manifest.parse(encode(toy(**changes)))
@@ -157,12 +153,6 @@ def test_no_file_reference_leaves_the_bundle(path: str, place: str) -> None:
     changes = {place: [{**ref, "format": "gguf", "dtype": "f32"}] if place == "artifacts" else ref}
     with pytest.raises(BundleError, match=rf"{place}.*relative path inside the bundle"):
         manifest.parse(encode(toy(**changes)))
-
-
-@pytest.mark.parametrize("digest", ["", "ab" * 32, "sha256:" + "AB" * 32, "sha256:ab", "md5:" + "ab" * 32])
-def test_a_digest_has_one_spelling(digest: str) -> None:
-    with pytest.raises(BundleError, match="digest"):
-        manifest.parse(encode(toy(tokenizer={"path": "t", "digest": digest})))
 
 
 def test_two_artifacts_of_one_format_need_different_dtypes() -> None:
@@ -190,13 +180,6 @@ def test_read_gives_root_digest_and_artifacts_in_order(tmp_path: Path) -> None:
         assert bundle.path("model.gguf") == tmp_path / "model.gguf"
         assert [artifact.path for artifact in bundle.artifacts("gguf")] == ["model.gguf"]
         assert bundle.artifacts("coreml") == []
-
-
-def test_an_alien_folder_is_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="is not a model bundle"):
-        manifest.read(tmp_path)
-    with pytest.raises(BundleError, match="is not a model bundle"):
-        manifest.read(tmp_path / "nowhere")
 
 
 def test_write_refuses_what_read_would_refuse(tmp_path: Path) -> None:

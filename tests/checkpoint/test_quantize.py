@@ -78,7 +78,9 @@ def test_the_channels_apart_are_those_whose_norm_stands_out(checkpoint: Checkpoi
     assert channels.dtype == np.int32 and channels.tolist() == sorted(set(channels.tolist()))
 
 
-def test_a_package_holds_int8_matrices_with_scales_and_floats(checkpoint: Checkpoint, package: Path) -> None:
+def test_a_package_holds_int8_matrices_with_scales_and_floats(
+    checkpoint: Checkpoint, package: Path, tmp_path: Path
+) -> None:
     header = safetensors.SafetensorsFile.open(package).header
     assert header.metadata["dtype"] == "int8"
     kinds = {name: info.dtype for name, info in header.tensors.items()}
@@ -90,9 +92,6 @@ def test_a_package_holds_int8_matrices_with_scales_and_floats(checkpoint: Checkp
     assert kinds["embeddings.word_embeddings.weight"] == kinds["pooler.dense.weight"] == "F32"
     plain = sum(np.prod(shape) * 4 for shape in layout.required("bert", "rerank", checkpoint.config).values())
     assert package.stat().st_size < 0.75 * plain
-
-
-def test_the_same_checkpoint_gives_the_same_package(checkpoint: Checkpoint, package: Path, tmp_path: Path) -> None:
     write_package(checkpoint, tmp_path / "again", profile="toy.owned-cuda", dtype="int8")
     assert (tmp_path / "again").read_bytes() == package.read_bytes()
 
@@ -128,12 +127,9 @@ def test_a_damaged_package_is_refused(
         Checkpoint.from_package(file, config=checkpoint.config, family="bert", task="rerank", int8=True)
 
 
-def test_an_int8_package_is_not_taken_for_a_float_one(checkpoint: Checkpoint, package: Path) -> None:
+def test_other_families_and_other_uses_are_refused(checkpoint: Checkpoint, package: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="dtype I8"):
         Checkpoint.from_package(package, config=checkpoint.config, family="bert", task="rerank")
-
-
-def test_other_families_are_refused(tmp_path: Path) -> None:
     qwen = Checkpoint.open(toy_models.write_qwen3(tmp_path / "m", seed=1))
     with pytest.raises(BundleError, match="bert models only"):
         write_package(qwen, tmp_path / "out", profile="toy.owned-cuda", dtype="int8")

@@ -19,7 +19,6 @@ from engines.checkpoint.read import (
     CheckpointError,
     complete_config,
     plain_numbers,
-    restore_numbers,
 )
 from tests.support import toy_models
 
@@ -51,7 +50,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(toy_models.TOYS))
+@pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_every_toy_opens_under_canonical_names(tmp_path: Path, name: str) -> None:
     checkpoint = Checkpoint.open(toy_models.TOYS[name](tmp_path / name))
     assert (checkpoint.family, checkpoint.task) == EXPECTED[name]
@@ -170,6 +169,7 @@ BERT, QWEN3 = toy_models.write_bert, toy_models.write_qwen3
         (QWEN3, {"use_sliding_window": True}, "use_sliding_window"),
         (QWEN3, {"num_key_value_heads": 3}, "num_key_value_heads"),
         (QWEN3, {"attention_bias": "no"}, "attention_bias"),
+        (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (QWEN3, {"hidden_act": "gelu"}, "hidden_act"),
         (QWEN3, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type"),
     ],
@@ -202,7 +202,7 @@ DECODER = {
             "global_rope_theta": 160000.0, "local_rope_theta": 10000.0,
             "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
         }),
-        ("qwen3", DECODER | {"tie_word_embeddings": True}),
+        ("qwen3", DECODER | {"tie_word_embeddings": False}),
         ("llama", DECODER | {"tie_word_embeddings": False}),
     ],
 )  # fmt: skip
@@ -245,29 +245,27 @@ def test_files_that_are_missing_or_alien(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
-@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""])
-def test_a_shard_index_stays_beside_itself(tmp_path: Path, shard: str) -> None:
+@pytest.mark.parametrize(
+    ("shard", "words"),
+    [
+        *((shard, "must be a file beside it") for shard in ("../x.safetensors", "/etc/passwd", "a/b", "..", "")),
+        ("model-00002-of-00002.safetensors", "the index says it is here"),
+    ],
+)
+def test_a_shard_index_stays_beside_itself_and_says_the_truth(tmp_path: Path, shard: str, words: str) -> None:
     folder = toy_models.write_bert(tmp_path / "m", shards=2)
     edit(
         folder / "model.safetensors.index.json",
         lambda conf: conf["weight_map"].update({"embeddings.LayerNorm.bias": shard}),
     )
-    with pytest.raises(CheckpointError, match="must be a file beside it"):
+    with pytest.raises(CheckpointError, match=words):
         Checkpoint.open(folder)
 
 
-def test_a_shard_that_lacks_its_tensor(tmp_path: Path) -> None:
-    folder = toy_models.write_bert(tmp_path / "m", shards=2)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    name, shard = next(iter(index["weight_map"].items()))
-    other = next(value for value in index["weight_map"].values() if value != shard)
-    edit(folder / "model.safetensors.index.json", lambda conf: conf["weight_map"].update({name: other}))
-    with pytest.raises(CheckpointError, match="the index says it is here"):
-        Checkpoint.open(folder)
-
-
-@pytest.mark.parametrize("name", ["bert", "bert-rerank", "modernbert-rerank", "qwen3", "qwen3-rerank"])
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("bert", "f32"), ("bert-rerank", "f16"), ("modernbert-rerank", "bf16"), ("qwen3", "f16"), ("qwen3-rerank", "f32")],
+)
 def test_a_package_is_the_checkpoint_again(tmp_path: Path, name: str, dtype: str) -> None:
     checkpoint = Checkpoint.open(toy_models.TOYS[name](tmp_path / name))
     out = tmp_path / "p.safetensors"
@@ -303,28 +301,31 @@ def test_a_package_of_another_model_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_a_weight_beyond_f16_is_refused_not_made_infinite(tmp_path: Path) -> None:
+def test_what_cannot_be_packaged_leaves_no_file(tmp_path: Path) -> None:
     folder = toy_models.write_bert(tmp_path / "m")
     rewrite(folder, lambda tensors: tensors["embeddings.word_embeddings.weight"].__setitem__((0, 0), 1e6))
     with pytest.raises(BundleError, match="word_embeddings"):
         write_package(Checkpoint.open(folder), tmp_path / "p", profile="x", dtype="f16")
     assert not list(tmp_path.glob("p*"))
     write_package(Checkpoint.open(folder), tmp_path / "p", profile="x", dtype="bf16")
-
-
-def test_a_generator_is_not_packaged(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(toy_models.write_llama(tmp_path / "m"))
+    generator = Checkpoint.open(toy_models.write_llama(tmp_path / "g"))
     with pytest.raises(BundleError, match="gguf"):
-        write_package(checkpoint, tmp_path / "p", profile="x")
+        write_package(generator, tmp_path / "q", profile="x")
 
 
 def test_numbers_in_a_manifest_and_back() -> None:
     config = {"layer_norm_eps": 1e-12, "rope_theta": 1000000.0, "dropout": 0.1, "x": None, "n": 3, "l": [1.5, True]}
     plain = plain_numbers(config)
     assert plain == {"layer_norm_eps": "1e-12", "rope_theta": "1000000.0", "dropout": "0.1", "n": 3, "l": ["1.5", True]}
-    assert restore_numbers(plain)["layer_norm_eps"] == 1e-12
-    with pytest.raises(CheckpointError, match="rope_theta"):
-        restore_numbers({"rope_theta": "fast"})
+    stored = plain_numbers(complete_config({**BASE, "rope_theta": 5e5, "local_attention": 64}, "qwen3", where="x"))
+    assert stored["rope_theta"] == "500000.0"
+    again = complete_config(stored, "qwen3", where="x", from_manifest=True)
+    assert (again["rms_norm_eps"], again["rope_theta"]) == (1e-6, 5e5)
+    for wrong in ({"rope_theta": "fast"}, {"hidden_size": "64.5"}, {"attention_bias": "perhaps"}):
+        with pytest.raises(CheckpointError, match=next(iter(wrong))):
+            complete_config({**stored, **wrong}, "qwen3", where="x", from_manifest=True)
+    modern = complete_config({**BASE, "local_attention": "128.0"}, "modernbert", where="x", from_manifest=True)
+    assert modern["local_attention"] == 128
 
 
 NAN, INF = float("nan"), float("inf")

@@ -51,34 +51,11 @@ def test_write_then_read_gives_the_same_arrays(tmp_path: Path) -> None:
         np.testing.assert_array_equal(read, array)
 
 
-def test_the_package_of_the_same_name_agrees_both_ways(tmp_path: Path) -> None:
-    st_numpy = pytest.importorskip("safetensors.numpy")
-    tensors = {"w": np.linspace(-2, 2, 24, dtype=np.float32).reshape(4, 6), "h": np.ones(3, np.float16)}
-    safetensors.write(tmp_path / "ours", tensors, metadata={"format": "pt"})
-    theirs = st_numpy.load_file(tmp_path / "ours")
-    assert theirs.keys() == tensors.keys()
-    for name, array in tensors.items():
-        np.testing.assert_array_equal(theirs[name], array)
-    st_numpy.save_file(tensors, tmp_path / "theirs")
-    for name, array in tensors.items():
-        np.testing.assert_array_equal(SafetensorsFile.open(tmp_path / "theirs").array(name), array)
-
-
 def test_the_same_input_gives_the_same_bytes_in_any_order(tmp_path: Path) -> None:
     tensors = {"b": np.ones(3, np.float32), "a": np.zeros(2, np.float32)}
     safetensors.write(tmp_path / "one", tensors, metadata={"y": "2", "x": "1"})
     safetensors.write(tmp_path / "two", dict(reversed(tensors.items())), metadata={"x": "1", "y": "2"})
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-
-
-def test_arrays_are_views_that_outlive_the_file_object_and_cannot_be_written(tmp_path: Path) -> None:
-    safetensors.write(tmp_path / "x", {"w": np.arange(4, dtype=np.float32)})
-    array = SafetensorsFile.open(tmp_path / "x").array("w")
-    (tmp_path / "x").unlink()
-    np.testing.assert_array_equal(array, [0, 1, 2, 3])
-    assert not array.flags.owndata
-    with pytest.raises(ValueError, match="read-only"):
-        array[0] = 1
 
 
 def test_an_open_descriptor_is_what_is_mapped_and_stays_open(tmp_path: Path) -> None:
@@ -88,10 +65,14 @@ def test_an_open_descriptor_is_what_is_mapped_and_stays_open(tmp_path: Path) -> 
     fd = os.open(place, os.O_RDONLY)
     try:
         other.replace(place)
-        np.testing.assert_array_equal(SafetensorsFile.open(place, fd=fd).array("w"), [0, 1, 2, 3])
+        array = SafetensorsFile.open(place, fd=fd).array("w")
         os.fstat(fd)
     finally:
         os.close(fd)
+    np.testing.assert_array_equal(array, [0, 1, 2, 3])
+    assert not array.flags.owndata, "a view, and it outlives file and descriptor"
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
 
 
 def test_bfloat16_keeps_its_values(tmp_path: Path) -> None:
@@ -125,28 +106,26 @@ def test_bfloat16_rounds_to_nearest_even(values: np.ndarray) -> None:
         (raw(b'{"t":1,"t":2}'), "'t' occurs twice"),
         (raw({"__metadata__": {"a": 1}}), "strings to strings"),
         (raw({"__metadata__": []}), "strings to strings"),
-        (raw({"t": 1}), "lacks dtype"),
-        (raw({"t": {"dtype": "F32", "shape": [2]}}), "lacks dtype"),
-        (raw(one(shape=[-2]), bytes(8)), "can't be"),
-        (raw(one(shape=[2.0]), bytes(8)), "can't be"),
-        (raw(one(shape=[True, 2]), bytes(8)), "can't be"),
-        (raw(one(shape=2), bytes(8)), "can't be"),
-        (raw(one(shape=[1] * 9), bytes(8)), "can't be"),
+        (raw({"t": 1}), "'t': Expected `object`"),
+        (raw({"t": {"dtype": "F32", "shape": [2]}}), "missing required field `data_offsets`"),
+        (raw(one(shape=[-2]), bytes(8)), "shape"),
+        (raw(one(shape=[2.0]), bytes(8)), "shape"),
+        (raw(one(shape=[True, 2]), bytes(8)), "shape"),
+        (raw(one(shape=2), bytes(8)), "shape"),
+        (raw(one(shape=[1] * 9), bytes(8)), "shape"),
         (raw(one(shape=[2**62, 2**62, 2**62])), "needs"),
-        (raw(one(dtype="F33"), bytes(8)), "unknown dtype"),
-        (raw(one(dtype=[]), bytes(8)), "unknown dtype"),
-        (raw(one(dtype={}), bytes(8)), "unknown dtype"),
-        (raw(one(dtype=None), bytes(8)), "unknown dtype"),
-        (raw({"t" * 9000: 1}), "tensor 't{80}' lacks"),
+        (raw(one(dtype="F33"), bytes(8)), "dtype"),
+        (raw(one(dtype=[]), bytes(8)), "dtype"),
+        (raw({"t" * 9000: 1}), "tensor 't{80}':"),
         (raw(("{" + "".join(f'"{n}":1,' for n in range(700_000)) + '"699999":2}').encode()), "'699999' occurs twice"),
         (raw(one(shape=[3]), bytes(8)), "needs 12 bytes"),
-        (raw(one(data_offsets=[0, 8, 9]), bytes(8)), "lacks"),
+        (raw(one(data_offsets=[0, 8, 9]), bytes(8)), "data_offsets"),
         (raw(one(data_offsets=[8, 0]), bytes(8)), "needs"),
         (raw(one(), bytes(7)), "end at byte"),
         (raw(one(), bytes(9)), "end at byte"),
         (raw(one(data_offsets=[4, 12]), bytes(12)), "starts at byte"),
         (raw({**one(), **{"u": one()["t"]}}, bytes(8)), "starts at byte"),
-        (raw(b'{"t":' * 3000 + b"1" + b"}" * 3000), "not valid JSON|lacks"),
+        (raw(b'{"t":' * 3000 + b"1" + b"}" * 3000), "not valid JSON|Expected"),
     ],
 )
 def test_a_damaged_header_is_refused_by_name(tmp_path: Path, data: bytes, part: str) -> None:

@@ -47,7 +47,11 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from tests.goldens.texts import PARAGRAPH, QUERIES, TEXTS  # noqa: E402
 
-TOY_LENGTHS = {"bert": [1, 2, 7, 33, 64], "modernbert": [1, 2, 9, 17, 64, 150, 256], "qwen3": [1, 2, 13, 80, 200]}
+SHORT = [1, 2, 7, 33, 64]
+TOY_LENGTHS = dict.fromkeys(("bert", "roberta", "distilbert"), SHORT) | {
+    "modernbert": [1, 2, 9, 17, 64, 150, 256],
+    "qwen3": [1, 2, 13, 80, 200],
+}
 
 
 def bundle(models: Path, name: str) -> tuple[dict, dict[str, torch.Tensor], Tokenizer]:
@@ -167,6 +171,8 @@ def toy(name: str, folder: Path) -> dict[str, np.ndarray]:
     lengths = TOY_LENGTHS.get(family, TOY_LENGTHS["qwen3"])
     generator = np.random.default_rng(7)
     rows = [generator.integers(5, vocab, n).tolist() for n in lengths]
+    if name == "roberta-rerank":  # pairs, as its tokenizer composes them
+        rows = [[0, 5, 6, 7, 2, 2, *row[:56], 2] for row in rows]
     outputs, greedy, all_types = [], [], []
     answers = (0, 0)
     if name == "qwen3-rerank":
@@ -193,7 +199,7 @@ def toy(name: str, folder: Path) -> dict[str, np.ndarray]:
                     greedy.append(made[-8:])
             else:
                 states = model(ids).last_hidden_state[0]
-                pooled = {"bert": states.mean(0), "modernbert": states[0], "qwen3": states[-1]}[family]
+                pooled = {"modernbert": states[0], "qwen3": states[-1]}.get(family, states.mean(0))
                 outputs.append((pooled / pooled.norm()).numpy())
     ids, cu = flat(rows)
     found = {"ids": ids, "cu": cu, "out": np.array(outputs, np.float32)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,20 +21,17 @@ from tests.support.toy_gguf import ToyGguf, build_toy
 Toys = Callable[[str], ToyGguf]
 LoadModel = Callable[..., LlamaModel]
 
-_RECIPES: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
-    "bert": (toy_models.write_bert, {}),
-    "bert512": (toy_models.write_bert, {"max_positions": 512}),
-    "bert2048": (toy_models.write_bert, {"max_positions": 2048}),
-    "cross": (toy_models.write_bert, {"cross_encoder": True}),
-    "qwen3": (toy_models.write_qwen3, {}),
-    "qwen3-generate": (toy_models.write_qwen3, {"generate": True}),
-    "llama": (toy_models.write_llama, {}),
+_RECIPES: dict[str, Callable[[Path], Path]] = {
+    **toy_models.TOYS,
+    "bert512": lambda folder: toy_models.write_bert(folder, max_positions=512),
+    "bert2048": lambda folder: toy_models.write_bert(folder, max_positions=2048),
 }
+GOLDENS = Path(__file__).parents[1] / "goldens" / "toys.npz"
 
 
 @pytest.fixture(scope="session")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
-    """Build a toy by name (``bert``, ``bert512``, ``cross``, ``qwen3``, …; ``bert:q8_0`` picks a dtype)."""
+    """Build a toy by its name in TOYS, or ``bert512``, ``bert2048``; ``bert:q8_0`` picks a dtype."""
     pytest.importorskip("llama_cpp")
     folder = tmp_path_factory.mktemp("toys")
     built: dict[str, ToyGguf] = {}
@@ -41,8 +39,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
     def get(name: str) -> ToyGguf:
         if name not in built:
             recipe, _, dtype = name.partition(":")
-            write, config = _RECIPES[recipe]
-            built[name] = build_toy(folder, recipe, write, dtype=dtype or "f32", **config)
+            built[name] = build_toy(folder, recipe, _RECIPES[recipe], dtype=dtype or "f32")
         return built[name]
 
     return get
@@ -82,3 +79,16 @@ def token_batch(rows: Sequence[Sequence[int]]) -> TokenBatch:
 @pytest.fixture(name="token_batch")
 def _token_batch() -> Callable[[Sequence[Sequence[int]]], TokenBatch]:
     return token_batch
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], tuple[list[list[int]], dict[str, np.ndarray]]]:
+    """Return the rows of a toy and what transformers computed for them (tests/goldens)."""
+    stored = dict(np.load(GOLDENS))
+
+    def get(name: str) -> tuple[list[list[int]], dict[str, np.ndarray]]:
+        known = {key.removeprefix(name + "."): value for key, value in stored.items() if key.startswith(name + ".")}
+        cu = known["cu"].tolist()
+        return [known["ids"][start:end].tolist() for start, end in pairwise(cu)], known
+
+    return get

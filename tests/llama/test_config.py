@@ -8,49 +8,27 @@ from engines.llama.config import LlamaConfig, parse
 from engines.protocol.errors import EngineError, ErrorCode
 
 
-def test_defaults_and_unknown_keys() -> None:
-    expected = LlamaConfig(threads=2)
-    assert parse({}, backend="cpu", cores=4) == expected
-    assert parse({"artifact_path": "x", "tokenizer": "y"}, backend="cpu", cores=4) == expected
-    assert parse({}, backend="metal", cores=1).gpu_layers == 99
-    assert (
-        parse({}, backend="metal", cores=1).encode_chunk_tokens > parse({}, backend="cpu", cores=1).encode_chunk_tokens
-    )
-    assert parse({}, backend="cpu", cores=1).threads == 1
-    assert parse({}, backend="cpu", cores=3).threads == 2, "half, rounded up"
+def test_every_key_is_read_and_unknown_ones_are_not() -> None:
+    assert parse({"artifact_path": "x"}, backend="cpu", cores=4) == LlamaConfig(threads=2)
+    values: dict[str, object] = {
+        "threads": 3, "ctx_size": 1024, "batch_size": 64, "ubatch_size": 32, "gpu_layers": 7,
+        "flash_attention": "disabled", "forward_pass": "decode", "microllm_max_tokens": 9, "encode_chunk_tokens": 128,
+        "contexts": 4, "pooling_implementation": "manual",
+    }  # fmt: skip
+    given = {key: str(value) for key, value in values.items()} | {"backend": " cpu "}
+    assert parse(given, backend="cpu", cores=8) == LlamaConfig(**values)  # type: ignore[arg-type]
+    assert parse({"contexts": "auto"}, backend="cpu", cores=8).contexts == 0
 
 
-def test_values_are_read() -> None:
-    values = {
-        "backend": " cpu ",
-        "ctx_size": "1024",
-        "batch_size": "64",
-        "ubatch_size": "32",
-        "gpu_layers": "7",
-        "threads": "3",
-        "pooling_implementation": "manual",
-        "flash_attention": "disabled",
-        "forward_pass": "decode",
-        "microllm_max_tokens": "9",
-        "encode_chunk_tokens": "128",
-        "contexts": "4",
-    }
-    assert parse(values, backend="cpu", cores=8) == LlamaConfig(
-        threads=3,
-        ctx_size=1024,
-        batch_size=64,
-        ubatch_size=32,
-        gpu_layers=7,
-        flash_attention="disabled",
-        forward_pass="decode",
-        microllm_max_tokens=9,
-        encode_chunk_tokens=128,
-        contexts=4,
-    )
+@pytest.mark.parametrize(("cores", "given", "threads"), [(1, {}, 1), (3, {}, 2), (2, {"threads": "64"}, 2)])
+def test_threads_are_half_the_cores_and_never_more_than_all(cores: int, given: dict[str, str], threads: int) -> None:
+    assert parse(given, backend="cpu", cores=cores).threads == threads
 
 
-def test_threads_never_exceed_the_quota() -> None:
-    assert parse({"threads": "64"}, backend="cpu", cores=2).threads == 2
+def test_an_accelerator_takes_all_layers_and_larger_chunks() -> None:
+    metal, cpu = (parse({}, backend=backend, cores=1) for backend in ("metal", "cpu"))
+    assert (metal.gpu_layers, cpu.gpu_layers) == (99, 0)
+    assert metal.encode_chunk_tokens > cpu.encode_chunk_tokens
 
 
 @pytest.mark.parametrize(

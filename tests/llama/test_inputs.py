@@ -72,12 +72,9 @@ def test_the_pair_template_follows_the_vocabulary(
         assert [row.tolist() for row in composed.rows()] == [expected]
 
 
-def test_several_candidates_share_the_query() -> None:
-    assert compose([2, 10, 3], [[20, 3], [30, 31]], BERT) == [[2, 10, 3, 20, 3], [2, 10, 3, 30, 31, 3]]
-
-
 def test_a_split_vocabulary_shifts_the_passage_and_its_end() -> None:
-    assert compose([2, 10, 3], [[20, 21, 3]], BERT, shift=100) == [[2, 10, 3, 120, 121, 103]]
+    composed = compose([2, 10, 3], [[20, 21, 3], [30]], BERT, shift=100)
+    assert composed == [[2, 10, 3, 120, 121, 103], [2, 10, 3, 130, 103]]
 
 
 @pytest.mark.parametrize(
@@ -152,19 +149,11 @@ def test_normalisation_worked_example() -> None:
 
 def test_ids_and_lengths_at_the_edge() -> None:
     inputs.check_ids(np.array([0, 9], dtype=np.int32), vocab_size=10)
-    for bad in (10, 2**31 - 1):
-        with pytest.raises(EngineError, match="outside the vocabulary"):
-            inputs.check_ids(np.array([0, bad], dtype=np.int32), vocab_size=10)
     inputs.check_lengths([1, 5], limit=5, what="item")
-    with pytest.raises(EngineError) as caught:
-        inputs.check_lengths([6], limit=5, what="item")
-    assert caught.value.code is ErrorCode.INVALID_REQUEST
-
-
-def test_nonfinite_output_names_the_row() -> None:
-    values = np.ones((3, 2), dtype=np.float32)
-    inputs.require_finite(values, "item")
-    values[1, 1] = np.inf
-    with pytest.raises(EngineError, match="item 1") as caught:
-        inputs.require_finite(values, "item")
-    assert caught.value.code is ErrorCode.NONFINITE_OUTPUT
+    for check in (
+        lambda: inputs.check_ids(np.array([0, 10], dtype=np.int32), vocab_size=10),
+        lambda: inputs.check_lengths([5, 6], limit=5, what="item"),
+    ):
+        with pytest.raises(EngineError, match=r"10 is outside the vocabulary|item 1 has 6 tokens") as caught:
+            check()
+        assert caught.value.code is ErrorCode.INVALID_REQUEST

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 
 from engines.protocol.messages import Err, Generate, Text
-from tests.support.toy_gguf import ToyGguf, rewrite, sha256
+from tests.support.toy_gguf import ToyGguf, rewrite
 from tests.support.worker_client import (
     ROOT,
     Exchange,
@@ -48,11 +46,11 @@ def generate(
 
 
 def test_every_refusal_leaves_the_same_process_answering(worker: WorkerClient, toys: Toys, tmp_path: Path) -> None:
-    headless = rewrite(toys("cross").path, tmp_path / "headless.gguf", drop=("cls",))
-    lost = rewrite(toys("cross").path, tmp_path / "lost.gguf", synapse__token_type_vocab_offset=-1)
+    headless = rewrite(toys("bert-rerank").path, tmp_path / "headless.gguf", drop=("cls",))
+    lost = rewrite(toys("bert-rerank").path, tmp_path / "lost.gguf", synapse__token_type_vocab_offset=-1)
     bert, bert512 = load(worker, toys("bert")), load(worker, toys("bert512"))
-    qwen, llama = load(worker, toys("qwen3-generate")), load(worker, toys("llama"))
-    cross, bare, typeless = load(worker, toys("cross")), load(worker, headless), load(worker, lost)
+    qwen, llama = load(worker, toys("qwen3-generate")), load(worker, toys("llama-generate"))
+    cross, bare, typeless = load(worker, toys("bert-rerank")), load(worker, headless), load(worker, lost)
     qwen3, pid = load(worker, toys("qwen3")), worker.hello.pid
     expected = worker.embed(bert, [[5, 6, 7]]).raw
 
@@ -108,17 +106,6 @@ def test_every_refusal_leaves_the_same_process_answering(worker: WorkerClient, t
     assert worker.shutdown() == 0
 
 
-def test_a_truncated_or_swapped_file_is_refused_before_native_code(
-    worker: WorkerClient, toys: Toys, tmp_path: Path
-) -> None:
-    data = toys("bert").path.read_bytes()
-    for length in (0, 3, 100, len(data) // 2, len(data) - 1):
-        path = tmp_path / f"{length}.gguf"
-        path.write_bytes(data[:length])
-        assert worker.load(path, sha256(path)).code == "artifact_invalid"
-    assert worker.ping().rss_mb < 40, "the native library was never needed"
-
-
 def test_oom_is_real(toys: Toys, tmp_path: Path) -> None:
     """An address space too small for the cache, then for the weights: the worker says oom and lives."""
     script = (
@@ -127,11 +114,11 @@ def test_oom_is_real(toys: Toys, tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n"
         "sys.exit(main())\n"
     )
-    wide = rewrite(toys("llama").path, tmp_path / "wide.gguf", llama__context_length=2**24)
+    wide = rewrite(toys("llama-generate").path, tmp_path / "wide.gguf", llama__context_length=2**24)
     with WorkerClient([sys.executable, "-c", script]) as client:
         ref = load(client, wide, ctx_size=2**24)
         assert generate(client, ref, [5]).code == "oom", "a cache of 4 GiB in a space of 3"
-        small = load(client, toys("llama"))
+        small = load(client, toys("llama-generate"))
         assert isinstance(generate(client, small, [5]).reply, Text)
         assert client.ping().models_loaded == 2
         assert client.shutdown() == 0
@@ -170,48 +157,12 @@ def test_an_abort_leaves_one_line_and_the_signal(toys: Toys, tmp_path: Path) -> 
         with pytest.raises(WorkerEnded):
             client.embed(ref, [[5] * 300])
         assert client.process.wait(30) == -signal.SIGABRT
-        lines = [line for line in client.stderr().splitlines() if line.startswith("llama.cpp aborted:")]
-        assert len(lines) == 1, client.stderr()
-        assert "GGML_ASSERT" in lines[0] and "n_ubatch" in lines[0]
-        assert len(lines[0].encode()) <= 512
+        (line,) = [line for line in client.stderr().splitlines() if "GGML_ASSERT" in line]
+        assert "n_ubatch" in line
         assert "gdb" not in client.stderr() and len(client.stderr()) < 8192
 
 
-def test_hello_comes_without_numpy_or_the_native_library() -> None:
-    script = (
-        "import sys\n"
-        "from engines.llama.engine import LlamaEngine\n"
-        "from engines.runtime.engine import WorkerOptions\n"
-        "identity = LlamaEngine(WorkerOptions(device='cpu')).identity()\n"
-        "heavy = [m for m in ('numpy', 'llama_cpp', 'gguf', 'psutil', 'importlib.metadata') if m in sys.modules]\n"
-        "print(identity.engine, identity.version, identity.build_flags, heavy)\n"
-    )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True).stdout
-    assert "llama.cpp-worker llama-cpp-python-" in out
-    assert "'risk_class': 'abort_capable'" in out and "'device': 'cpu'" in out and "'compiled_backend': " in out
-    assert "numpy" not in out and "'llama_cpp'" not in out and "gguf" not in out and "psutil" not in out
-
-
-def test_builder_verbs_are_dispatched() -> None:
-    command = [sys.executable, "-m", "engines.llama", "build", "no/such/folder", "out.gguf"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
-
-
-def test_one_backend_library_is_mapped() -> None:
-    if not os.path.exists("/proc/self/maps"):  # noqa: PTH110
-        pytest.skip("needs /proc")
-    script = (
-        "from engines.llama.binding import library\n"
-        "library()\n"
-        "import re\n"
-        "print(sorted(set(re.findall(r'libggml-base\\S*', open('/proc/self/maps').read()))))\n"
-    )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True).stdout
-    assert out.count("libggml-base") == 1, out
-
-
-@pytest.mark.parametrize("toy", ["bert", "cross", "llama"])
+@pytest.mark.parametrize("toy", ["bert", "bert-rerank", "llama-generate"])
 def test_no_single_wrong_number_in_the_metadata_kills_the_worker(
     worker: WorkerClient, toys: Toys, tmp_path: Path, toy: str
 ) -> None:

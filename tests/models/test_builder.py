@@ -209,7 +209,7 @@ def test_a_checkpoint_without_a_tokenizer_makes_a_bundle_without_one(tmp_path: P
 
 def test_what_cannot_be_built_leaves_the_target_untouched(tmp_path: Path) -> None:
     checkpoint = toy_models.write_modernbert(tmp_path / "m")
-    with pytest.raises(BundleInvalid, match="ModernBERT is not converted to GGUF"):
+    with pytest.raises(BundleInvalid, match="modernbert is not converted to GGUF"):
         builder.build(checkpoint, tmp_path / "out", formats=["safetensors-package", "gguf"], dtypes={}, model_id="toy")
     with pytest.raises(InvalidRequest, match="tflite"):
         builder.build(checkpoint, tmp_path / "out", formats=["tflite"], dtypes={}, model_id="toy")

@@ -31,7 +31,6 @@ def build_toy(
     write: Callable[..., Path],
     *,
     dtype: str = "f32",
-    pooling: str | None = None,
     **config: Any,
 ) -> ToyGguf:
     """Write a toy checkpoint with *write* and build ``<name>.gguf`` beside it."""
@@ -40,7 +39,7 @@ def build_toy(
 
     checkpoint = write(folder / name, **config)
     path = folder / f"{name}-{dtype}.gguf"
-    build(Checkpoint.open(checkpoint), path, dtype=dtype, pooling=pooling)
+    build(Checkpoint.open(checkpoint), path, dtype=dtype)
     return ToyGguf(path, checkpoint, sha256(path))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.bundle.manifest import Family, Task
 from engines.checkpoint import layout, safetensors
 from engines.checkpoint.read import complete_config
 
@@ -55,13 +56,153 @@ def write_bert(
         "attention_probs_dropout_prob": 0.0,
         "pad_token_id": 0,
     }
-    task: layout.Task = "rerank" if cross_encoder else "embed"
+    task: Task = "rerank" if cross_encoder else "embed"
     prefix = (lambda name: name if name.startswith("classifier") else "bert." + name) if cross_encoder else None
     _finish(folder, "bert", task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
     if not cross_encoder:
         _sentence_files(folder, hidden, pooling, normalize, max_positions)
     write_wordpiece_tokenizer(folder, vocab)
     return folder
+
+
+def write_relative(
+    folder: Path,
+    kind: str,
+    *,
+    seed: int = 0,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    ffn: int = 128,
+    vocab: int = 128,
+    max_positions: int = 64,
+    cross_encoder: bool = False,
+) -> Path:
+    """Write a model that computes what BERT computes, as transformers stores it: ``roberta`` (and the kinds that are
+    stored like it) or ``distilbert``.
+    """
+    like_roberta = kind != "distilbert"
+    config: dict[str, Any] = {
+        "architectures": ["XForSequenceClassification" if cross_encoder else "XModel"],
+        "model_type": kind,
+        "vocab_size": vocab,
+        "pad_token_id": 1 if like_roberta else 0,
+    }
+    if like_roberta:
+        config |= {
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "intermediate_size": ffn,
+            "max_position_embeddings": max_positions + 2,
+            "type_vocab_size": 1,
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "gelu",
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        }
+    else:
+        config |= {
+            "dim": hidden,
+            "n_layers": layers,
+            "n_heads": heads,
+            "hidden_dim": ffn,
+            "max_position_embeddings": max_positions,
+            "activation": "gelu",
+            "sinusoidal_pos_embds": False,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        }
+    if cross_encoder:
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    folder.mkdir(parents=True, exist_ok=True)
+    _json(folder / "config.json", config)
+    bert = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+        "max_position_embeddings": max_positions + (2 if like_roberta else 0),
+        "type_vocab_size": 1,
+    }
+    task: Task = "rerank" if cross_encoder else "embed"
+    full = complete_config(bert, "bert", where="toy")
+    weights = random_weights(layout.required("bert", task, full), seed)
+    if not like_roberta:
+        weights.pop("embeddings.token_type_embeddings.weight")
+    stored = {_name_of_relative(name, like_roberta, cross_encoder): array for name, array in weights.items()}
+    safetensors.write(folder / "model.safetensors", stored, metadata={"format": "pt"}, dtype="F32")
+    if not cross_encoder:
+        _sentence_files(folder, hidden, "mean", True, max_positions)
+    specials = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4} if like_roberta else BERT_SPECIALS
+    if like_roberta:
+        write_unigram_tokenizer(folder, vocab, specials)
+    else:
+        write_wordpiece_tokenizer(folder, vocab)
+    return folder
+
+
+def _name_of_relative(name: str, like_roberta: bool, cross_encoder: bool) -> str:
+    """Return how transformers stores a tensor of BERT's name."""
+    if like_roberta:
+        if name.startswith("pooler."):
+            return "classifier" + name.removeprefix("pooler")
+        if name.startswith("classifier."):
+            return "classifier.out_proj." + name.removeprefix("classifier.")
+        return "roberta." + name if cross_encoder else name
+    for old, new in (
+        ("encoder.layer.", "transformer.layer."),
+        ("attention.self.query", "attention.q_lin"),
+        ("attention.self.key", "attention.k_lin"),
+        ("attention.self.value", "attention.v_lin"),
+        ("attention.output.dense", "attention.out_lin"),
+        ("attention.output.LayerNorm", "sa_layer_norm"),
+        ("intermediate.dense", "ffn.lin1"),
+        ("output.dense", "ffn.lin2"),
+        ("output.LayerNorm", "output_layer_norm"),
+    ):
+        name = name.replace(old, new)
+    return name
+
+
+def write_unigram_tokenizer(folder: Path, vocab: int, specials: Mapping[str, int]) -> None:
+    """Write a SentencePiece Unigram tokenizer.json as XLM-RoBERTa has it: ``<s> a </s>``, ``<s> a </s></s> b </s>``."""
+    letters = "etaoinshrdlucmfwypvbgkjqxz0123456789.,?!-'"
+    pieces = [*specials, "\u2581", *(f"\u2581{word}" for word in ("the", "cat", "sat", "on", "mat")), *letters]
+    pieces += [f"\u2581w{number}" for number in range(vocab - len(pieces))]
+    sides = [{"SpecialToken": {"id": token, "type_id": 0}} for token in ("<s>", "</s>")]
+    text = [{"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B")]
+    post = {
+        "type": "TemplateProcessing",
+        "single": [sides[0], text[0], sides[1]],
+        "pair": [sides[0], text[0], sides[1], sides[1], text[1], sides[1]],
+        "special_tokens": {t: {"id": t, "ids": [specials[t]], "tokens": [t]} for t in ("<s>", "</s>")},
+    }
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": n, "content": t, **plain, "special": True} for t, n in specials.items()],
+        "normalizer": {"type": "NFKC"},
+        "pre_tokenizer": metaspace,
+        "post_processor": post,
+        "decoder": metaspace,
+        "model": {
+            "type": "Unigram",
+            "unk_id": specials["<unk>"],
+            "vocab": [[piece, -float(number)] for number, piece in enumerate(pieces)],
+            "byte_fallback": False,
+        },
+    }
+    _json(folder / "tokenizer.json", document)
+    roles = {"cls": "<s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>", "mask": "<mask>", "bos": "<s>", "eos": "</s>"}
+    named = {f"{role}_token": token for role, token in roles.items()}
+    _json(folder / "tokenizer_config.json", {"tokenizer_class": "XLMRobertaTokenizerFast", **named})
 
 
 def write_modernbert(
@@ -113,7 +254,7 @@ def write_modernbert(
         "sep_token_id": 3,
         "eos_token_id": 3,
     }
-    task: layout.Task = "rerank" if rerank else "embed"
+    task: Task = "rerank" if rerank else "embed"
     own = ("head.", "classifier.")
     prefix = (lambda name: name if name.startswith(own) else "model." + name) if rerank else None
     _finish(folder, "modernbert", task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
@@ -167,7 +308,7 @@ def write_qwen3(
         "eos_token_id": 2 if causal else 0,
         "pad_token_id": 0,
     }
-    task: layout.Task = "rerank" if rerank else "generate" if generate else "embed"
+    task: Task = "rerank" if rerank else "generate" if generate else "embed"
     prefix = (lambda name: "model." + name) if causal else None
     _finish(folder, "qwen3", task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
     ids = write_bytelevel_tokenizer(folder, vocab, QWEN_SPECIALS, template=None if causal else ("", "<|endoftext|>"))
@@ -375,8 +516,8 @@ def _sentence_files(folder: Path, hidden: int, pooling: str, normalize: bool, ma
 
 def _finish(
     folder: Path,
-    family: layout.Family,
-    task: layout.Task,
+    family: Family,
+    task: Task,
     config: dict[str, Any],
     *,
     seed: int,
@@ -414,6 +555,9 @@ def _json(file: Path, value: dict[str, Any]) -> None:
 TOYS: dict[str, Callable[[Path], Path]] = {
     "bert": write_bert,
     "bert-rerank": lambda folder: write_bert(folder, cross_encoder=True),
+    "roberta": lambda folder: write_relative(folder, "xlm-roberta"),
+    "roberta-rerank": lambda folder: write_relative(folder, "roberta", cross_encoder=True),
+    "distilbert": lambda folder: write_relative(folder, "distilbert"),
     "modernbert": write_modernbert,
     "modernbert-rerank": lambda folder: write_modernbert(folder, rerank=True),
     "modernbert-rerank-cls": lambda folder: write_modernbert(folder, rerank=True, classifier_pooling="cls"),

@@ -88,8 +88,7 @@ def _mentions(part: Any, kind: str) -> bool:
 def write_tokenizer(source: Path, out: Path, *, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
     """Write a tokenizer.json from a GGUF's vocabulary; return what the file says about the model.
 
-    The returned object: architecture, context_length, embedding_length, block_count, vocab_size, special_ids, add_bos,
-    chat_template, license, name, and config (the header's own numbers, as a manifest can hold them).
+    The returned object: architecture, special_ids, chat_template, and config (the header's own numbers).
     Raises BundleError where the vocabulary isn't the kind whose recipe is known.
     """
     import gguf
@@ -135,10 +134,7 @@ def write_tokenizer(source: Path, out: Path, *, progress: Callable[[int, int], N
     config = {name: value(f"{architecture}.{key}") for key, name in hyper.items()}
     return {
         "architecture": architecture,
-        "name": value("general.name"),
-        "license": value("general.license"),
         "special_ids": numbers,
-        "add_bos": bool(value("tokenizer.ggml.add_bos_token", False)),
         "chat_template": value("tokenizer.chat_template"),
         "config": {**config, "vocab_size": len(tokens), "model_type": architecture},
     }

@@ -1,0 +1,71 @@
+"""Llama and Qwen3: causal, rotary positions, grouped queries, SwiGLU; Qwen3 norms each head's query and key.
+
+``lm_head`` is needed only where the output matrix isn't the embedding table and the task is generate or rerank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+from engines.bundle.manifest import Task
+from engines.checkpoint.families.base import Config, Count, Number, Tensor, affine, need
+from engines.protocol.messages import Pooling
+
+
+class Llama(Config, kw_only=True):
+    """``LlamaForCausalLM``."""
+
+    pooling: ClassVar[Pooling] = Pooling.LAST
+    causal: ClassVar[bool] = True
+    head_norms: ClassVar[bool] = False
+    """Whether each head's query and key are normed."""
+
+    num_key_value_heads: Count = 0
+    rms_norm_eps: Number = 1e-6
+    hidden_act: Literal["silu"] = "silu"
+    rope_theta: Number = 10000.0
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+
+    def complete(self, config: Mapping[str, Any]) -> None:
+        """As in every family; no layer may see a window only."""
+        Config.complete(self, config)
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        need(not config.get("use_sliding_window"), "use_sliding_window", "sliding windows are not supported")
+        kinds = config.get("layer_types", [])
+        need(isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds), "layer_types",
+             "only full_attention is served")  # fmt: skip
+        grouped = self.num_attention_heads % self.num_key_value_heads == 0
+        need(grouped, "num_key_value_heads", "must divide num_attention_heads")
+
+    def tensors(self, task: Task) -> Iterator[Tensor]:
+        """Yield the embedding, the layers, and the output matrix where it is one of its own."""
+        hidden, ffn, dim = self.hidden_size, self.intermediate_size, self.head_dim
+        queries, keys = self.num_attention_heads * dim, self.num_key_value_heads * dim
+        bias = self.attention_bias
+        yield "embed_tokens.weight", (self.vocab_size, hidden)
+        for n in range(self.num_hidden_layers):
+            layer = f"layers.{n}"
+            yield f"{layer}.input_layernorm.weight", (hidden,)
+            yield from affine(f"{layer}.self_attn.q_proj", queries, hidden, bias=bias)
+            yield from affine(f"{layer}.self_attn.k_proj", keys, hidden, bias=bias)
+            yield from affine(f"{layer}.self_attn.v_proj", keys, hidden, bias=bias)
+            yield from affine(f"{layer}.self_attn.o_proj", hidden, queries, bias=bias)
+            if self.head_norms:
+                yield f"{layer}.self_attn.q_norm.weight", (dim,)
+                yield f"{layer}.self_attn.k_norm.weight", (dim,)
+            yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+            yield from affine(f"{layer}.mlp.gate_proj", ffn, hidden, bias=self.mlp_bias)
+            yield from affine(f"{layer}.mlp.up_proj", ffn, hidden, bias=self.mlp_bias)
+            yield from affine(f"{layer}.mlp.down_proj", hidden, ffn, bias=self.mlp_bias)
+        yield "norm.weight", (hidden,)
+        if task != "embed" and not self.tie_word_embeddings:
+            yield "lm_head.weight", (self.vocab_size, hidden)
+
+
+class Qwen3(Llama, kw_only=True):
+    """``Qwen3Model`` and ``Qwen3ForCausalLM``; as a reranker it reads off the words yes and no."""
+
+    head_norms: ClassVar[bool] = True

@@ -1,0 +1,85 @@
+"""Models that are read as BERT compute what transformers does (tests/goldens/toys.npz), on every engine here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.checkpoint.read import CheckpointError
+from synapse_host.errors import BundleInvalid
+from synapse_host.host import Host
+from synapse_host.models import builder
+from tests.support import toy_models
+
+pytestmark = pytest.mark.process
+GOLDENS = np.load(Path(__file__).parents[1] / "goldens" / "toys.npz")
+# bf16 dots of llama.cpp; onnxruntime computes in float32.
+ENGINES = {"safetensors-package": ("onnx-cpu", 2e-6), "gguf": ("llama-cpu", 1e-3)}
+
+
+def rows(toy: str) -> list[list[int]]:
+    ids, cu = GOLDENS[f"{toy}.ids"], GOLDENS[f"{toy}.cu"]
+    return [ids[first:last].tolist() for first, last in pairwise(cu)]
+
+
+def serve(bundle: Path, work: Any) -> Any:
+    async def main() -> Any:
+        async with Host.open(None, {"toy": bundle}) as host:
+            return await work(host)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.llama
+@pytest.mark.parametrize("format", sorted(ENGINES))
+@pytest.mark.parametrize("toy", ["roberta", "distilbert"])
+def test_vectors_are_those_of_transformers(tmp_path: Path, toy: str, format: str) -> None:
+    engine, error = ENGINES[format]
+    checkpoint = toy_models.TOYS[toy](tmp_path / "checkpoint")
+    bundle = builder.build(checkpoint, tmp_path / "b", formats=[format], dtypes={format: ["f32"]}, model_id="toy")
+    assert (bundle.manifest.family, bundle.manifest.max_tokens) == ("bert", 64)
+
+    async def work(host: Host) -> None:
+        assert host.lane_of("toy").require().engine_id == engine
+        assert np.abs(await host.embed_ids("toy", rows(toy)) - GOLDENS[f"{toy}.out"]).max() < error
+
+    serve(bundle.root, work)
+
+
+@pytest.mark.llama
+def test_pairs_have_the_template_of_their_kind(tmp_path: Path) -> None:
+    """``<s> query </s></s> document </s>`` on either engine; BERT's template gives other, plausible scores."""
+    checkpoint = toy_models.TOYS["roberta-rerank"](tmp_path / "checkpoint")
+    # Every row of the golden file is <s> 5 6 7 </s></s> document </s>.
+    documents = [row[6:-1] for row in rows("roberta-rerank")]
+    for format, (_, error) in ENGINES.items():
+        dtypes = {format: ["f32"]}
+        bundle = builder.build(checkpoint, tmp_path / format, formats=[format], dtypes=dtypes, model_id="toy")
+        logits = serve(bundle.root, lambda host: host.rerank_ids("toy", [5, 6, 7], documents, raw=True))
+        assert np.abs(logits - GOLDENS["roberta-rerank.out"][:, 0]).max() < 10 * error, format
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("distilbert", {"architectures": ["DistilBertForSequenceClassification"]}, "its head isn't BERT's"),
+        ("roberta", {"architectures": ["RobertaForCausalLM"], "is_decoder": True}, "is_decoder"),
+        ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings"),
+        ("roberta", {"pad_token_id": "one"}, "pad_token_id"),
+        ("distilbert", {"activation": "relu"}, "hidden_act"),
+        ("electra", {}, "model_type 'electra' is not supported"),
+    ],
+)
+def test_what_isn_t_bert_is_refused_by_its_key(tmp_path: Path, kind: str, change: dict[str, Any], says: str) -> None:
+    folder = toy_models.write_relative(tmp_path / "c", "roberta" if kind == "electra" else kind)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": kind, **change}))
+    with pytest.raises((CheckpointError, BundleInvalid), match=says):
+        builder.build(folder, tmp_path / "b", formats=["safetensors-package"], dtypes={}, model_id="toy")
+    assert not (tmp_path / "b").exists()
