@@ -32,6 +32,9 @@ endif
 REFERENCE ?= .venv-reference/bin/python
 GOLDENS := $(wildcard tests/*/make_goldens.py)
 
+POLICY := errors placement.matrix placement.select residency.core supervision.quarantine supervision.queueing \
+  text.limits worker.handshake worker.output worker.watchdog
+
 .PHONY: setup demo test lint lock wheel doctor certify faults faults-nightly coverage mutants bench bench-rivals goldens \
   hw-cuda hw-ane hw-metal rehearse-cuda hw-mac-cpu
 
@@ -65,8 +68,7 @@ certify: setup
 faults: setup
 	@$(BIN)/python -m tests.faults.campaign
 
-faults-nightly: setup
-	@$(BIN)/python -m tests.faults.branches
+faults-nightly: setup coverage
 	@$(BIN)/python -m tests.faults.campaign --size nightly --report reports/faults-nightly.json
 
 mutants: setup
@@ -74,7 +76,9 @@ mutants: setup
 	@$(BIN)/python -m tests.faults.mutants $(if $(SAMPLE),--sample $(SAMPLE))
 
 coverage: setup
-	@$(BIN)/python -m tests.faults.branches
+	@$(BIN)/python -m pytest -q --cov-branch --cov-fail-under=95 --cov=engines.protocol tests/protocol
+	@$(BIN)/python -m pytest -q --cov-branch --cov-fail-under=95 $(POLICY:%=--cov=synapse_host.%) \
+	  tests/host/test_errors.py tests/placement tests/residency tests/supervision tests/text/test_limits.py tests/worker
 
 bench: setup
 	@$(BIN)/python -m synapse_host bench --out reports $(if $(QUICK),--quick)

@@ -60,7 +60,7 @@ async def run(folder: Path, lines: int) -> tuple[float, float, float]:
         def bar(self, label: str, total: int | None = None, *, unit: str = "") -> Any:
             from contextlib import nullcontext
 
-            return nullcontext(Watching())
+            return nullcontext(Watching().advance)
 
     async with Host.open(matrix, {"bulk": bundle}, HostConfig()) as host:
         await host.load("bulk")

@@ -20,6 +20,7 @@ from synapse_host.config import HostConfig
 from synapse_host.errors import EngineCrashed
 from synapse_host.supervision.supervisor import Supervisor
 from synapse_host.worker.listener import RuntimeDirectory
+from synapse_host.worker.startup import LaneContext
 from tests.support.worker_client import WorkerClient
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ async def idle(plan: Plan) -> list[Row]:
         lanes = []
         for number in range(IDLE):
             spec = dataclasses.replace(SPEC, lane_id=f"idle{number}", command=echo_worker.command(8))
-            lane = Supervisor(spec, config=HostConfig(), runtime=runtime)
+            lane = Supervisor(LaneContext(spec, HostConfig(), runtime))
             stack.push_async_callback(lane.aclose)
             await lane.load()
             lanes.append(lane)

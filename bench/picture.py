@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML file: ratios with their spread and target, and latency against length."""
+"""The report as one self-contained HTML file: ratios with their spread and target, and every figure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ h1 { font-size: 1.5em; margin-bottom: .2em } h2 { font-size: 1.1em; margin: 2em 
 svg { width: 100%; height: auto; display: block } text { font: 12px system-ui, sans-serif; fill: #1d2733 }
 .dim { fill: #7b8794 } .ok { fill: #2f9e6e } .no { fill: #d9822b } .plain { fill: #5b7fb5 }
  .axis { stroke: #cbd2d9 }
-.whisker { stroke: #1d2733; stroke-width: 1.5 } .target { stroke: #b42318; stroke-width: 2 } .line { fill: none;
- stroke-width: 2 }
+.whisker { stroke: #1d2733; stroke-width: 1.5 } .target { stroke: #b42318; stroke-width: 2 }
 table { border-collapse: collapse; width: 100%; margin-top: .5em } th, td { text-align: left; padding: .3em .6em;
  border-bottom: 1px solid #e4e7eb }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums } td.note { color: #7b8794; font-size: 12px }
@@ -31,7 +30,6 @@ def page(document: dict[str, Any]) -> str:
     """Return the HTML of a report document (``__main__.report``)."""
     rows, machine = document["rows"], document["machine"]
     ratios = [row for row in rows if row["ratio"] is not None and not row.get("extra")]
-    lengths = [row for row in rows if "bytes" in row.get("extra", {})]
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>Synapse workers: benchmarks</title>",
         f"<style>{STYLE}</style><h1>Synapse workers: benchmarks</h1>",
@@ -47,8 +45,6 @@ def page(document: dict[str, Any]) -> str:
         )
     if ratios:
         parts += ["<h2>Ours against the other one (1 = the same, more is better; red: the target)</h2>", bars(ratios)]
-    if len(lengths) > 1:
-        parts += ["<h2>Latency of an echo against its length (p50, both axes logarithmic)</h2>", curve(lengths)]
     parts += ["<h2>All figures</h2>", table(rows), "</html>"]
     return "\n".join(parts)
 
@@ -85,40 +81,6 @@ def bars(rows: Sequence[dict[str, Any]]) -> str:
             out.append(f'<line class="target" x1="{x:.1f}" y1="{y - 2}" x2="{x:.1f}" y2="{y + LINE - 7}"/>')
         wanted = f"  (target {row['target']:g})" if row["target"] is not None and row["target_on"] == "ratio" else ""
         out.append(f'<text x="{WIDTH - RIGHT + 8}" y="{y + 13}">{row["ratio"]:.2f}{wanted}</text>')
-    return "\n".join([*out, "</svg>"])
-
-
-def curve(rows: Sequence[dict[str, Any]]) -> str:
-    """Return p50 against bytes, ours and the floor, both axes logarithmic."""
-    width, height, left, bottom = 760, 320, 70, 40
-    sizes = [row["extra"]["bytes"] for row in rows]
-    values = [row[key] for row in rows for key in ("ours", "rival")]
-    low, high = min(values) / 1.3, max(values) * 1.3
-
-    def point(size: float, value: float) -> str:
-        x = left + (width - left - 150) * math.log(size / sizes[0]) / math.log(sizes[-1] / sizes[0])
-        y = height - bottom - (height - bottom - 10) * math.log(value / low) / math.log(high / low)
-        return f"{x:.1f},{y:.1f}"
-
-    out = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="latency against length">']
-    for value in (5, 10, 20, 50, 100, 200, 500, 1000, 2000):
-        if low <= value <= high:
-            y = point(sizes[0], value).split(",")[1]
-            out.append(f'<line class="axis" x1="{left}" y1="{y}" x2="{width - 150}" y2="{y}"/>')
-            out.append(f'<text class="dim" x="{left - 8}" y="{float(y) + 4:.1f}" text-anchor="end">{value} µs</text>')
-    for size in sizes:
-        x = point(size, low).split(",")[0]
-        label = f"{size} B" if size < 1024 else f"{size // 1024} KiB"
-        out.append(f'<text class="dim" x="{x}" y="{height - 15}" text-anchor="middle">{label}</text>')
-    for key, colour, label in (("ours", "#2f9e6e", "ours"), ("rival", "#5b7fb5", rows[0]["rival_name"])):
-        points = [point(size, row[key]) for size, row in zip(sizes, rows, strict=True)]
-        out.append(f'<polyline class="line" stroke="{colour}" points="{" ".join(points)}"/>')
-        for size, row in zip(sizes, rows, strict=True):
-            lo, hi = row[f"{key}_spread"]
-            (x, y1), (_, y2) = point(size, lo).split(","), point(size, hi).split(",")
-            out.append(f'<line stroke="{colour}" x1="{x}" y1="{y1}" x2="{x}" y2="{y2}"/>')
-        x, y = points[-1].split(",")
-        out.append(f'<text x="{float(x) + 10:.1f}" y="{y}" style="fill:{colour}">{_text(label)}</text>')
     return "\n".join([*out, "</svg>"])
 
 

@@ -19,6 +19,7 @@ from synapse_host.config import HostConfig
 from synapse_host.placement.spec import LaneSpec, LoadSpec
 from synapse_host.supervision.supervisor import Supervisor
 from synapse_host.worker.listener import RuntimeDirectory
+from synapse_host.worker.startup import LaneContext
 
 if TYPE_CHECKING:
     from bench.plan import Plan
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 GROUP = "wire"
 ECHO_DIMS = 1024
 LENGTHS = (256, 1024, 4096, 16384, 49152, 262144)
-"""Bytes of the echo's raw frames, for the picture of latency against length."""
+"""Bytes of the echo's raw frames: latency against length."""
 TARGET_BYTES = 4096
 MIB = 1024 * 1024
 SPEC = LaneSpec(
@@ -47,7 +48,7 @@ async def echo_lane(folder: Path, dims: int, name: str = "echo") -> AsyncIterato
     """Run one lane over the echo worker."""
     runtime = RuntimeDirectory.open(folder / name)
     spec = dataclasses.replace(SPEC, lane_id=name, command=echo_worker.command(dims))
-    supervisor = Supervisor(spec, config=HostConfig(), runtime=runtime)
+    supervisor = Supervisor(LaneContext(spec, HostConfig(), runtime))
     try:
         await supervisor.load()
         yield supervisor

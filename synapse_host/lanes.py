@@ -14,18 +14,21 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from msgspec import structs, to_builtins
+
 from synapse_host.certificates.standing import LaneCertificates
 from synapse_host.errors import DeadlineExceeded, InvalidRequest
 from synapse_host.placement.assignment import Assignment, assign, find
 from synapse_host.residency.lane import AneFleet, RungedLane
 from synapse_host.residency.machine_lock import LaneLock
 from synapse_host.residency.types import Limits
-from synapse_host.supervision.health import LaneHealth
+from synapse_host.supervision.health import Health, LaneHealth
 from synapse_host.supervision.queueing import Permits
 from synapse_host.supervision.supervisor import Supervisor
 from synapse_host.text.validate import absolute
 from synapse_host.worker.counters import LaneCounters
 from synapse_host.worker.output import LogRing
+from synapse_host.worker.startup import LaneContext
 
 READ_S: Final = 5.0
 """How long a reader on another thread waits for the host's loop."""
@@ -155,15 +158,10 @@ class Lanes:
                 # One host a user on the Neural Engine; the workers hold the lock too, as their standard input.
                 self._lane_lock = self._lane_lock or LaneLock()
                 spec = replace(spec, stdin=self._lane_lock.fileno())
-            supervisor = Supervisor(
-                spec,
-                config=self.config,
-                runtime=self._runtime,
-                permits=self._permits,
-                counters=self.counters[assignment.lane_id],
-                journal=self.logs[assignment.lane_id],
-                admit=partial(self._certificates.admit, assignment),
-            )
+            lane_id = assignment.lane_id
+            context = LaneContext(spec, self.config, self._runtime, self.counters[lane_id], self.logs[lane_id])
+            admit = partial(self._certificates.admit, assignment)
+            supervisor = Supervisor(context, permits=self._permits, admit=admit)
             self._supervisors[assignment.lane_id] = supervisor
         return supervisor
 
@@ -210,10 +208,7 @@ class Lanes:
         lanes: dict[str, Any] = {}
         for lane_id, assignment in self.assignments.items():
             supervisor = self._supervisors.get(lane_id)
-            if supervisor is not None:
-                lanes[lane_id] = {"model": assignment.model, **supervisor.health()}
-            else:
-                lanes[lane_id] = _resting(assignment)
+            lanes[lane_id] = _resting(assignment) if supervisor is None else supervisor.health()
         return {"lanes": lanes, "closed": self._closed}
 
     def explain(self, lane: str | None) -> list[dict[str, Any]]:
@@ -231,24 +226,11 @@ class Lanes:
 
 
 def _resting(assignment: Assignment) -> dict[str, Any]:
-    """Return the health of a lane that wasn't used yet; the keys are those of :meth:`Supervisor.health`."""
+    """Return the health of a lane that wasn't used yet."""
     spec = assignment.spec
-    state: dict[str, Any] = {
-        "model": assignment.model,
-        "state": "idle" if spec else "refused",
-        "engine": spec.engine_id if spec else None,
-        "device": spec.device if spec else None,
-        "worker_pid": None,
-        "generation": 0,
-        "kind": spec.kind if spec else None,
-        "strikes": 0,
-        "quarantine_remaining_s": 0.0,
-        "waiting": 0,
-        "models": [],
-        "load_s": None,
-        "progress": None,
-        **LaneHealth().fields(0.0),
-    }
     if spec is None:
-        state["reason"] = assignment.placement.why_not()
-    return state
+        health = Health(model=assignment.model, state="refused", reason=assignment.placement.why_not())
+    else:
+        health = structs.replace(LaneHealth(spec).facts, state="idle")
+    document: dict[str, Any] = to_builtins(health)
+    return document

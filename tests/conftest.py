@@ -22,12 +22,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engines.bundle.manifest import Bundle
+from synapse_host.errors import BundleInvalid, UnknownModel
+from synapse_host.models import catalogue
+from synapse_host.worker.listener import RuntimeDirectory
 from tests.support.clock import ManualClock
 from tests.support.lanes import make, pytest_pyfunc_call  # noqa: F401 - the fixture and the hook are found by name
 
@@ -116,6 +120,27 @@ def runtime_dir() -> Iterator[Path]:
     finally:
         shutil.rmtree(path, ignore_errors=True)
     assert not left, f"socket files left: {left}"
+
+
+@pytest.fixture
+def directory(runtime_dir: Path) -> Iterator[RuntimeDirectory]:
+    """Yield the runtime directory of a host."""
+    made = RuntimeDirectory.open(runtime_dir)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def default_bundle() -> Callable[[str], Bundle]:
+    """Return what gets a default model's bundle as this release makes it; it skips where it can't be had."""
+
+    def get(name: str) -> Bundle:
+        try:
+            return catalogue.install(name)
+        except (UnknownModel, BundleInvalid, OSError) as exc:
+            pytest.skip(f"{name} can't be had here: {exc}")
+
+    return get
 
 
 @pytest.fixture

@@ -63,6 +63,11 @@ def parse(values: Mapping[str, str], *, backend: str, cores: int) -> LlamaConfig
             )
     if given.get("contexts") == "auto":
         del given["contexts"]
+    for field in msgspec.structs.fields(LlamaConfig):
+        text = given.get(field.name)
+        if text is not None and not isinstance(field.default, str) and not str(text).isdecimal():  # msgspec takes 1e2
+            said = f"runtime_config {field.name} is {str(text)[:SHOWN]!r}, must be a whole number"
+            raise EngineError(ErrorCode.CONFIG_INVALID, said)
     defaults = {"threads": math.ceil(cores / 2)}
     if backend != "cpu":
         defaults |= {"gpu_layers": 99, "encode_chunk_tokens": 4096}

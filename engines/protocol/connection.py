@@ -16,17 +16,6 @@ from msgspec import Struct
 
 from engines.protocol.decoding import DECODE_ERRORS, decode_ack, decode_from_host, decode_from_worker, decode_hello
 from engines.protocol.errors import LocalProtocolError, RemoteProtocolError, VersionMismatch
-from engines.protocol.events import (
-    AckReceived,
-    Event,
-    HelloReceived,
-    PeerClosed,
-    ProgressReceived,
-    ReplyReceived,
-    ReplyStarted,
-    RequestReceived,
-    ShutdownReceived,
-)
 from engines.protocol.expectation import Expectation, check_request
 from engines.protocol.framing import LENGTH, Allocate, FrameReader, SpentReader, allocate_fresh, raw_view
 from engines.protocol.messages import (
@@ -50,26 +39,22 @@ from engines.protocol.messages import (
     encode,
     type_name,
 )
-from engines.protocol.states import KINDS, TRANSITIONS, Kind, Role, State
-
-__all__ = [
-    "KINDS",
-    "TRANSITIONS",
-    "AckReceived",
-    "Connection",
-    "Event",
-    "HelloReceived",
-    "Kind",
-    "PeerClosed",
-    "ProgressReceived",
-    "ReplyReceived",
-    "ReplyStarted",
-    "RequestReceived",
-    "Role",
-    "ShutdownReceived",
-    "State",
-]
-
+from engines.protocol.rules import (
+    KINDS,
+    TRANSITIONS,
+    AckReceived,
+    Event,
+    HelloReceived,
+    Kind,
+    PeerClosed,
+    ProgressReceived,
+    ReplyReceived,
+    ReplyStarted,
+    RequestReceived,
+    Role,
+    ShutdownReceived,
+    State,
+)
 
 _DTYPES: Final[dict[type[Struct], Dtype]] = {
     kind: kind.payload for kind in KINDS if issubclass(kind, Message) and kind.payload is not None
@@ -156,24 +141,6 @@ class Connection:
         """True when part of an unfinished frame has arrived."""
         return not self._reader.at_boundary
 
-    def receive(self, data: Buffer) -> list[Event]:
-        """Feed bytes from the peer and return the events they complete; handle each before feeding more.
-
-        Raises RemoteProtocolError once; close the transport, nothing later is valid. Events that the same bytes
-        completed before the violation are lost with it: a shell that wants them pulls :meth:`next_event` itself.
-        """
-        events: list[Event] = []
-        view = memoryview(data)
-        while view:
-            target = self.get_buffer()
-            count = min(len(target), len(view))
-            target[:count] = view[:count]
-            self.buffer_updated(count)
-            view = view[count:]
-            while (event := self.next_event()) is not None:
-                events.append(event)
-        return events
-
     def receive_eof(self) -> PeerClosed:
         """Record the end of the stream: PeerClosed between two frames, RemoteProtocolError inside one.
 
@@ -186,9 +153,9 @@ class Connection:
         return PeerClosed()
 
     def next_event(self) -> Event | None:
-        """Return the next event in what has arrived, or None when more bytes are needed.
+        """Return the next event in what has arrived, or None when more bytes are needed; handle it before the next.
 
-        Raises RemoteProtocolError once; the connection is closed then and takes no notice of anything later.
+        Raises RemoteProtocolError once; close the transport. The connection takes no notice of anything later.
         """
         try:
             return self._next_event()
@@ -344,7 +311,7 @@ class Connection:
         size = index = 0
         limit = self.max_frame
         if payload is not None and dtype is not None:
-            raw = payload if type(payload) is bytes else raw_view(payload, dtype)
+            raw = payload if type(payload) is bytes else raw_view(payload)
             size = len(raw)
         request = kind in REPLY_TO
         answers = False

@@ -6,6 +6,7 @@ error that they are given, LocalProtocolError or RemoteProtocolError, and change
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from msgspec import UNSET
@@ -18,33 +19,47 @@ from engines.protocol.messages import (
     U32_MAX,
     AnyReply,
     AnyRequest,
+    EmbedBatch,
     Err,
+    Generate,
+    Item,
     Loaded,
     Phase,
     Progress,
     Reply,
     Request,
+    Rerank,
+    RerankSequences,
     Scores,
+    Segment,
     Text,
     Unload,
     Vectors,
-    n_rows,
-    n_tokens,
     phases,
     type_name,
 )
+
+
+def rows_of(request: Request) -> Sequence[Item | Segment]:
+    """Return what the reply has a row for: items, candidates or sequences."""
+    if isinstance(request, EmbedBatch):
+        return request.items
+    if isinstance(request, Rerank):
+        return request.candidates
+    return request.sequences if isinstance(request, RerankSequences) else ()
 
 
 def check_request(request: Request, size: int) -> None:
     """Raise LocalProtocolError when a raw frame of *size* bytes doesn't fit *request*'s own counts."""
     if size % ITEM_BYTES:
         raise LocalProtocolError(f"i32 frame length {size} is not divisible by {ITEM_BYTES}")
-    rows = n_rows(request)
-    if rows > MAX_ITEMS:
-        raise LocalProtocolError(f"{rows} items in one exchange, at most {MAX_ITEMS}")
-    expected = n_tokens(request)
-    if expected is not None and size != expected * ITEM_BYTES:
-        raise LocalProtocolError(f"raw frame of {size} bytes where the header counts {expected} ids")
+    rows = rows_of(request)
+    if len(rows) > MAX_ITEMS:
+        raise LocalProtocolError(f"{len(rows)} items in one exchange, at most {MAX_ITEMS}")
+    counted = sum([row.n_tokens for row in rows]) + (request.query_n_tokens if isinstance(request, Rerank) else 0)
+    # GENERATE doesn't count its ids.
+    if type(request) is not Generate and size != counted * ITEM_BYTES:
+        raise LocalProtocolError(f"raw frame of {size} bytes where the header counts {counted} ids")
 
 
 class Expectation:
@@ -53,10 +68,10 @@ class Expectation:
     def __init__(self) -> None:
         self.request: AnyRequest | None = None
         self.completed = 0
-        self._phases: tuple[Phase, ...] = ()
-        self._phase_index = 0
-        self._rows = 0
-        self._ids = 0
+        self._phases: tuple[Phase, ...]
+        self._phase_index: int
+        self._rows: int
+        self._ids: int
         self._dims: dict[str, int] = {}
 
     @property
@@ -70,7 +85,7 @@ class Expectation:
         self.completed = 0
         self._phases = phases(type(request), engine)
         self._phase_index = 0
-        self._rows = n_rows(request)
+        self._rows = len(rows_of(request))
         self._ids = size // ITEM_BYTES
 
     def advance(self, progress: Progress, index: int) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Final, NoReturn
+from typing import Final
 
 from engines.protocol.errors import LocalProtocolError, RemoteProtocolError
-from engines.protocol.messages import ITEM_BYTES, Buffer, Dtype
+from engines.protocol.messages import Buffer
 
 LENGTH: Final = struct.Struct("<I")
 _PREFIX: Final = LENGTH.size
@@ -40,31 +40,16 @@ class ReusedBuffer:
         return memoryview(self._buffer)[:size]
 
 
-_FORMATS: Final[dict[Dtype, str]] = {"<i4": "Bbcil", "<f4": "Bbcf"}
-"""Buffer formats a raw frame may be made of: plain bytes, or elements of the frame's own dtype."""
-
-
-def raw_view(payload: Buffer, dtype: Dtype) -> Buffer:
-    """Return *payload* as flat bytes, uncopied: what a raw frame of *dtype* may be sent from.
-
-    Accepted is every C-contiguous buffer of plain bytes or of native 4-byte elements of that dtype, read-only or not,
-    of any shape, also empty. Raises LocalProtocolError for the rest: sliced, transposed, big-endian, float64, a list.
-    """
+def raw_view(payload: Buffer) -> Buffer:
+    """Return *payload* as flat bytes, uncopied; LocalProtocolError for a list or a strided array."""
     if type(payload) is bytes or type(payload) is bytearray:
         return payload
     try:
         view = memoryview(payload)
+        # A view with a zero in its shape can't be cast, and has nothing to send anyway.
+        return view.cast("B") if view.nbytes else b""
     except (TypeError, ValueError, BufferError) as exc:
-        raise LocalProtocolError(f"a raw frame needs a buffer, not {type(payload).__name__}: {exc}") from exc
-    form = view.format
-    if form not in _FORMATS[dtype] or view.itemsize != (ITEM_BYTES if form in "ilf" else 1):
-        raise LocalProtocolError(f"a raw {dtype} frame can't be made of elements of format {form!r}")
-    if not view.c_contiguous:
-        raise LocalProtocolError("a raw frame needs a C-contiguous buffer: copy it first (numpy.ascontiguousarray)")
-    if form == "B" and view.ndim == 1:
-        return view
-    # A view with a zero in its shape can't be cast, and has nothing to send anyway.
-    return view.cast("B") if view.nbytes else b""
+        raise LocalProtocolError(f"a raw frame needs a C-contiguous buffer: {exc}") from exc
 
 
 class FrameReader:
@@ -119,13 +104,10 @@ class FrameReader:
         """
         if self._large is not None:
             return self._completed(self._large)
-        start = self._start
-        body = start + _PREFIX
-        if self._end < body:
+        size = self._length(None)
+        if size is None:
             return None
-        size: int = _read_length(self._staging, start)[0]
-        if size > self.max_frame:
-            self._refuse(size, None)
+        body = self._start + _PREFIX
         stop = body + size
         if self._end >= stop:
             self._start = stop
@@ -141,14 +123,11 @@ class FrameReader:
         """
         if self._large is not None:
             return self._completed(self._large)
-        start = self._start
-        body = start + _PREFIX
-        if self._end < body:
+        size = self._length(exact)
+        if size is None:
             return None
-        size: int = _read_length(self._staging, start)[0]
-        if size > self.max_frame or (exact is not None and size != exact):
-            self._refuse(size, exact)
         own = self._allocate(size)
+        body = self._start + _PREFIX
         stop = body + size
         if self._end < stop:
             self._gather(own, body)
@@ -157,11 +136,16 @@ class FrameReader:
         own[:] = self._staging[body:stop]
         return own
 
-    def _refuse(self, size: int, exact: int | None) -> NoReturn:
-        # Spec: the length is checked before anything is allocated.
+    def _length(self, exact: int | None) -> int | None:
+        """Return the next frame's length, None while it isn't there. Spec: checked before anything is allocated."""
+        if self._end < self._start + _PREFIX:
+            return None
+        size: int = _read_length(self._staging, self._start)[0]
         if size > self.max_frame:
             raise RemoteProtocolError(f"frame length {size} exceeds max {self.max_frame}", reason="oversize")
-        raise RemoteProtocolError(f"raw frame of {size} bytes where the header promises {exact}", reason="length")
+        if exact is not None and size != exact:
+            raise RemoteProtocolError(f"raw frame of {size} bytes where the header promises {exact}", reason="length")
+        return size
 
     def _gather(self, own: memoryview, body: int) -> None:
         """Move what has arrived of a frame's body into *own*; the rest is received straight into it."""

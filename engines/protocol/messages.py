@@ -403,28 +403,6 @@ def phases(request: type[Request], engine: str) -> tuple[Phase, ...]:
     return _SWITCHING if found is _INFERENCE and engine == CUDA_ENGINE else found
 
 
-def n_tokens(request: Request) -> int | None:
-    """Return how many ids the raw frame must hold by the header's own count, or None where it doesn't say."""
-    if isinstance(request, EmbedBatch):
-        return sum([item.n_tokens for item in request.items])
-    if isinstance(request, Rerank):
-        return request.query_n_tokens + sum([segment.n_tokens for segment in request.candidates])
-    if isinstance(request, RerankSequences):
-        return sum([segment.n_tokens for segment in request.sequences])
-    return None
-
-
-def n_rows(request: Request) -> int:
-    """Return how many rows the reply of a serving request describes (0 for other requests)."""
-    if isinstance(request, EmbedBatch):
-        return len(request.items)
-    if isinstance(request, Rerank):
-        return len(request.candidates)
-    if isinstance(request, RerankSequences):
-        return len(request.sequences)
-    return 0
-
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _encoder = msgspec.json.Encoder()

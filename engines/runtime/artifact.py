@@ -91,7 +91,7 @@ def hash_artifact(file: BinaryIO, progress: ProgressReporter) -> str:
 
 
 def expected_digest(text: str) -> str:
-    """Return LOAD's ``artifact_digest`` as 64 lowercase hex digits; ``sha256:`` may stand before them.
+    """Return LOAD's ``artifact_digest`` as 64 lowercase hex digits; ``sha256:`` may precede them.
 
     EngineError(artifact_invalid) when it is empty or no SHA-256: an unverified artifact is never loaded.
     """

@@ -17,7 +17,6 @@ from msgspec import UNSET
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import (
     DEFAULT_MAX_FRAME,
-    U32_MAX,
     Admitted,
     AneAdmitPacked,
     AneAdmitShape,
@@ -43,7 +42,6 @@ from engines.protocol.messages import (
 from engines.runtime.engine import DeviceLost, Engine, EngineIdentity, Model, refusal
 
 if TYPE_CHECKING:
-    from engines.runtime.inference import Inference
     from engines.runtime.progress import ProgressReporter
 
 ALWAYS_SERVED: Final = frozenset({Load, Unload, Ping})
@@ -74,11 +72,9 @@ class Dispatcher:
         """True after a DeviceLost answer: the worker sends it and exits."""
         self._engine = engine
         self._clock = clock
-        self._packed_widths = frozenset(identity.packed.widths) if identity.packed is not None else frozenset()
-        self._packed = identity.packed is not None
+        self._packed_widths = None if identity.packed is None else frozenset(identity.packed.widths)
         self._models: dict[str, Model] = {}
         self._next_ref = 0
-        self._inference: Inference | None = None
 
     def handle(self, request: AnyRequest, payload: memoryview | None, progress: ProgressReporter) -> Answer:
         """Return the terminal reply to *request*. *payload* may be reused after the reply was sent."""
@@ -88,9 +84,9 @@ class Dispatcher:
                 raise EngineError(ErrorCode.INVALID_REQUEST, f"the reply doesn't fit max_frame {self.max_frame}")
         except EngineError as exc:
             self.device_lost = self.device_lost or isinstance(exc, DeviceLost)
-            return Answer(self._err(request.req_id, exc.code, exc.msg))
+            return Answer(self._err(request.req_id, exc))
         except MemoryError as exc:
-            return Answer(self._err(request.req_id, ErrorCode.OOM, str(exc) or "out of memory"))
+            return Answer(self._err(request.req_id, EngineError(ErrorCode.OOM, str(exc) or "out of memory")))
         return answer
 
     def close(self) -> None:
@@ -98,12 +94,12 @@ class Dispatcher:
         while self._models:
             self._models.popitem()[1].close()
 
-    def _err(self, req_id: str, code: ErrorCode, msg: str) -> Err:
-        """Return ERR with a message that is valid UTF-8 and short enough for the frame."""
-        text = msg.encode(errors="replace").decode()
+    def _err(self, req_id: str, error: EngineError) -> Err:
+        """Return ERR with a message that is short enough for the frame."""
+        text = error.msg
         limit = min(MAX_ERROR_BYTES, self.max_frame)
         while True:
-            err = Err(req_id=req_id, code=code, msg=text)
+            err = Err(req_id=req_id, code=error.code, msg=text)
             if not text or len(encode(err)) <= limit:
                 return err
             text = text[: len(text) // 2]
@@ -111,36 +107,40 @@ class Dispatcher:
     def _answer(self, request: AnyRequest, payload: memoryview | None, progress: ProgressReporter) -> Answer:
         kind = type(request)
         served = kind in ALWAYS_SERVED or kind in self._engine.serves
-        if not served or (kind in PACKED_REQUESTS and not self._packed):
+        if not served or (kind in PACKED_REQUESTS and self._packed_widths is None):
             raise refusal(type_name(request))
+        if isinstance(request, Ping):
+            return Answer(self._pong(request))
+        if isinstance(request, Load):
+            return Answer(self._load(request, progress))
+        if isinstance(request, AneAdmitPacked | AneEvictPacked):
+            self._check_width(request.width)
+        elif isinstance(request, EmbedBatch) and request.packed_width is not UNSET:
+            self._check_width(request.packed_width)
+        model = self._models.get(request.model_ref)
+        if model is None:
+            raise EngineError(ErrorCode.MODEL_NOT_LOADED, f"no model {request.model_ref[:80]!r} in this worker")
         match request:
             case EmbedBatch() | Rerank() | RerankSequences() | Generate():
-                assert payload is not None, "the connection delivers the raw frame with its request"
-                if self._inference is None:
-                    # numpy comes with it: now, not before HELLO.
-                    from engines.runtime.inference import Inference
+                from engines.runtime import inference  # numpy comes with it: now, not before HELLO
 
-                    self._inference = Inference(self._model, self._check_width)
-                return Answer(*self._inference.answer(request, payload, progress, max_frame=self.max_frame))
-            case Ping():
-                return Answer(self._pong(request))
-            case Load():
-                return Answer(self._load(request, progress))
+                assert payload is not None, "the connection delivers the raw frame with its request"
+                return Answer(*inference.answer(model, request, payload, progress, max_frame=self.max_frame))
             case Unload():
-                return Answer(self._unload(request))
+                del self._models[request.model_ref]
+                model.close()
+                return Answer(Unloaded(req_id=request.req_id))
             case AneAdmitShape():
-                inventory = self._model(request.model_ref).admit_shape(request.shape, progress=progress)
+                inventory = model.admit_shape(request.shape, progress=progress)
                 return Answer(Admitted(req_id=request.req_id, inventory=inventory))
             case AneAdmitPacked():
-                self._check_width(request.width)
-                inventory = self._model(request.model_ref).admit_packed(request.width, progress=progress)
+                inventory = model.admit_packed(request.width, progress=progress)
                 return Answer(Admitted(req_id=request.req_id, inventory=inventory))
             case AneEvictShape():
-                self._model(request.model_ref).evict_shape(request.shape, progress=progress)
+                model.evict_shape(request.shape, progress=progress)
                 return Answer(Evicted(req_id=request.req_id))
             case AneEvictPacked():
-                self._check_width(request.width)
-                self._model(request.model_ref).evict_packed(request.width, progress=progress)
+                model.evict_packed(request.width, progress=progress)
                 return Answer(Evicted(req_id=request.req_id))
             case _:
                 assert_never(request)
@@ -155,7 +155,6 @@ class Dispatcher:
             )
         started = self._clock()
         model = self._engine.load(request, progress=progress)
-        assert 1 <= model.dims <= U32_MAX, f"a model of {model.dims} dims"
         ref = f"{self._engine.ref_prefix}:{self._next_ref}"
         self._next_ref += 1
         self._models[ref] = model
@@ -163,21 +162,9 @@ class Dispatcher:
             req_id=request.req_id,
             model_ref=ref,
             dims=model.dims,
-            cold_load_ms=max(0, round((self._clock() - started) * 1000)),
+            cold_load_ms=round((self._clock() - started) * 1000),
             buckets=list(model.buckets) or UNSET,
         )
-
-    def _unload(self, request: Unload) -> Unloaded:
-        model = self._model(request.model_ref)
-        del self._models[request.model_ref]
-        model.close()
-        return Unloaded(req_id=request.req_id)
-
-    def _model(self, ref: str) -> Model:
-        model = self._models.get(ref)
-        if model is None:
-            raise EngineError(ErrorCode.MODEL_NOT_LOADED, f"no model {ref[:80]!r} in this worker")
-        return model
 
     def _pong(self, request: Ping) -> Pong:
         statuses = {ref: model.status() for ref, model in self._models.items()}
@@ -198,8 +185,8 @@ class Dispatcher:
         )
 
     def _check_width(self, width: int) -> None:
-        if width not in self._packed_widths:
-            advertised = ", ".join(map(str, sorted(self._packed_widths))) or "none"
+        if width not in (self._packed_widths or ()):
+            advertised = ", ".join(map(str, sorted(self._packed_widths or ()))) or "none"
             raise EngineError(
                 ErrorCode.UNSUPPORTED_PACKED_WIDTH, f"packed width {width} is not advertised (advertised: {advertised})"
             )

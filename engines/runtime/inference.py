@@ -7,7 +7,7 @@ cheapest exact form that was measured (docs/performance.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, TypeAlias, assert_never
 
@@ -44,85 +44,57 @@ _INT32: Final = np.dtype("<i4")
 _FLOAT32: Final = np.dtype(np.float32)
 
 
-class Inference:
-    """Answers inference requests.
+def answer(
+    model: Model, request: ServingRequest, payload: memoryview, progress: ProgressReporter, *, max_frame: int
+) -> Served:
+    """Return the reply and its raw frame. Raises EngineError for whatever the request can't have."""
+    ids = ids_of(payload)
+    match request:
+        case EmbedBatch():
+            batch = batch_of(ids, request.items, "item")
+            rows, dims = len(batch), model.dims
+            check_reply(rows * dims, max_frame)
+            width = None if request.packed_width is UNSET else request.packed_width
+            vectors = model.embed(
+                batch, pooling=request.pooling, normalize=request.normalize, packed_width=width, progress=progress
+            )
+            return Vectors(request.req_id, dims, rows), bytes_of(vectors, (rows, dims))
+        case Rerank():
+            query = request.query_n_tokens
+            if query == 0:
+                raise EngineError(ErrorCode.INVALID_REQUEST, "the query has no tokens")
+            batch = batch_of(ids, request.candidates, "candidate", skip=query)
+            check_reply(len(batch), max_frame)
+            scores = model.rerank(RerankPairs(ids[:query], batch), progress=progress)
+            return Scores(request.req_id), bytes_of(scores, (len(batch),))
+        case RerankSequences():
+            batch = batch_of(ids, request.sequences, "sequence")
+            check_reply(len(batch), max_frame)
+            scores = model.rerank_sequences(batch, progress=progress)
+            return Scores(request.req_id), bytes_of(scores, (len(batch),))
+        case Generate():
+            return generate(model, request, ids, progress), None
+        case _:
+            assert_never(request)
 
-    *model* finds one by ref, *check_width* refuses widths that HELLO didn't advertise; both raise EngineError.
-    """
 
-    def __init__(self, model: Callable[[str], Model], check_width: Callable[[int], None]) -> None:
-        self._model = model
-        self._check_width = check_width
-
-    def answer(
-        self, request: ServingRequest, payload: memoryview, progress: ProgressReporter, *, max_frame: int
-    ) -> Served:
-        """Return the reply and its raw frame. Raises EngineError for whatever the request can't have."""
-        ids = ids_of(payload)
-        match request:
-            case EmbedBatch():
-                return self._embed(request, ids, progress, max_frame)
-            case Rerank():
-                return self._rerank(request, ids, progress, max_frame)
-            case RerankSequences():
-                return self._rerank_sequences(request, ids, progress, max_frame)
-            case Generate():
-                return self._generate(request, ids, progress), None
-            case _:
-                assert_never(request)
-
-    def _embed(self, request: EmbedBatch, ids: IntArray, progress: ProgressReporter, max_frame: int) -> Served:
-        items = request.items
-        batch = batch_of(ids, items, "item")
-        model = self._model(request.model_ref)
-        width = None
-        if request.packed_width is not UNSET:
-            width = request.packed_width
-            self._check_width(width)
-        rows, dims = len(items), model.dims
-        check_reply(rows * dims, max_frame)
-        vectors = model.embed(
-            batch, pooling=request.pooling, normalize=request.normalize, packed_width=width, progress=progress
-        )
-        return Vectors(request.req_id, dims, rows), bytes_of(vectors, (rows, dims))
-
-    def _rerank(self, request: Rerank, ids: IntArray, progress: ProgressReporter, max_frame: int) -> Served:
-        query = request.query_n_tokens
-        if query == 0:
-            raise EngineError(ErrorCode.INVALID_REQUEST, "the query has no tokens")
-        candidates = batch_of(ids, request.candidates, "candidate", skip=query)
-        model = self._model(request.model_ref)
-        rows = len(request.candidates)
-        check_reply(rows, max_frame)
-        scores = model.rerank(RerankPairs(ids[:query], candidates), progress=progress)
-        return Scores(request.req_id), bytes_of(scores, (rows,))
-
-    def _rerank_sequences(
-        self, request: RerankSequences, ids: IntArray, progress: ProgressReporter, max_frame: int
-    ) -> Served:
-        batch = batch_of(ids, request.sequences, "sequence")
-        model = self._model(request.model_ref)
-        rows = len(request.sequences)
-        check_reply(rows, max_frame)
-        scores = model.rerank_sequences(batch, progress=progress)
-        return Scores(request.req_id), bytes_of(scores, (rows,))
-
-    def _generate(self, request: Generate, ids: IntArray, progress: ProgressReporter) -> Text:
-        if not len(ids):
-            raise EngineError(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
-        check_ids(ids)
-        # Spec: "non-empty grammar requests are rejected instead of silently ignored", blank ones too.
-        if request.grammar:
-            raise EngineError(ErrorCode.INVALID_REQUEST, "no engine here takes a grammar; leave it out")
-        result = self._model(request.model_ref).generate(ids, max_tokens=request.max_tokens, progress=progress)
-        return Text(
-            req_id=request.req_id,
-            text=result.text,
-            n_prompt=result.n_prompt,
-            n_gen=result.n_gen,
-            finish_reason=result.finish_reason,
-            generated_token_ids=list(result.generated_token_ids) or UNSET,
-        )
+def generate(model: Model, request: Generate, ids: IntArray, progress: ProgressReporter) -> Text:
+    """Return the reply to GENERATE."""
+    if not len(ids):
+        raise EngineError(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
+    check_ids(ids)
+    # Spec: "non-empty grammar requests are rejected instead of silently ignored", blank ones too.
+    if request.grammar:
+        raise EngineError(ErrorCode.INVALID_REQUEST, "no engine here takes a grammar; leave it out")
+    result = model.generate(ids, max_tokens=request.max_tokens, progress=progress)
+    return Text(
+        req_id=request.req_id,
+        text=result.text,
+        n_prompt=result.n_prompt,
+        n_gen=result.n_gen,
+        finish_reason=result.finish_reason,
+        generated_token_ids=list(result.generated_token_ids) or UNSET,
+    )
 
 
 def ids_of(payload: memoryview) -> IntArray:

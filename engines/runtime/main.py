@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -33,16 +33,9 @@ EngineFactory: TypeAlias = Callable[[WorkerOptions], Engine]
 PR_SET_PDEATHSIG: Final = 1
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse that keeps stdout clean: help goes to stderr."""
-
-    def print_help(self, file: Any = None) -> None:
-        super().print_help(sys.stderr if file is None else file)
-
-
 def parser(program: str, default_device: str) -> argparse.ArgumentParser:
     """Return the parser of a worker's command line (interfaces.md, Workers)."""
-    result = _Parser(
+    result = argparse.ArgumentParser(
         prog=program,
         description="Inference worker, started by the host. Alone: --version or --probe-floor.",
         allow_abbrev=False,
@@ -152,7 +145,7 @@ def serve(
 ) -> None:
     """Connect, shake hands and serve until the end."""
     deadline = time.monotonic() + HANDSHAKE_S
-    # First of all: until we have connected there is no socket whose end could tell that the host has gone.
+    # First of all: until we have connected no socket can show by its end that the host has gone.
     die_with_parent()
     faulthandler.enable()
     if hasattr(faulthandler, "register"):

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from engines.protocol.connection import Connection
-from engines.protocol.events import Event
 from engines.protocol.messages import Buffer, Hello, Message
+from engines.protocol.rules import Event
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -211,7 +211,7 @@ class PeerWatcher:
     """
 
     def __init__(
-        self, wait_gone: Callable[[threading.Event], None], exit: Callable[[int], object], *, wakes: bool = True
+        self, wait_gone: Callable[[threading.Event], None], exit: Callable[[int], object], *, wakes: bool
     ) -> None:
         self._wait_gone = wait_gone
         self._exit = exit

@@ -1,7 +1,23 @@
 """The request loop: one thread receives, computes and replies.
 
-Order of authority in an exchange: read JSON and raw completely, compute with progress under the write lock, close the
-reporter and send header and payload under that same lock. SHUTDOWN is simply the next frame read after the reply.
+Theory of operation. A :class:`Worker` owns the channel to its host, the dispatcher with the loaded models, and the peer
+watcher. The main thread does everything but watch: signals, faulthandler and native contexts are at home there, and no
+event loop lies between a request and the model. The order of an exchange:
+
+1. the JSON and its raw frame are read completely, also of a request that will be refused;
+2. the dispatcher answers; finished work leaves as PROGRESS, from whatever thread reports it, under the channel's lock;
+3. the reporter is closed and header and payload are sent in one hold of that same lock, so that no frame follows the
+   reply or comes between its two parts;
+4. the next frame is read. SHUTDOWN is simply one of them, and closes the models before the process ends.
+
+At the same time runs one daemon thread, the peer watcher. It sleeps until the host's end of the connection is closed,
+reads nothing, and acts only while the dispatcher answers a request: then it ends the process with status 0, also in the
+middle of a C call that released the GIL. Outside of that the main thread is in a read and sees the end itself, so that
+a torn frame still exits with 1. A send that fails inside a native callback may have left half a frame, and the callback
+loses the exception: it is kept, nothing more is written, and the terminal reply raises it instead.
+
+An EngineError is answered and the worker lives. Any other exception is a bug or a lost device: the process ends, and
+the host starts another one.
 """
 
 from __future__ import annotations
@@ -14,7 +30,6 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from engines.protocol.connection import Connection
-from engines.protocol.events import AckReceived, PeerClosed, RequestReceived, ShutdownReceived
 from engines.protocol.framing import ReusedBuffer
 from engines.protocol.messages import (
     DEFAULT_MAX_FRAME,
@@ -26,7 +41,7 @@ from engines.protocol.messages import (
     Progress,
     phases,
 )
-from engines.protocol.states import Role
+from engines.protocol.rules import AckReceived, PeerClosed, RequestReceived, Role, ShutdownReceived
 from engines.runtime.dispatch import Answer, Dispatcher
 from engines.runtime.progress import ProgressReporter
 from engines.runtime.transport import (

@@ -52,22 +52,14 @@ OnError: TypeAlias = Literal["stop", "skip"]
 ON_ERROR: Final[tuple[OnError, ...]] = ("stop", "skip")
 
 
-class Bar(Protocol):
-    """A progress bar that counts finished rows."""
-
-    @property
-    def advance(self) -> Callable[[int], None]:
-        """Add rows."""
-
-
 class Display(Protocol):
     """Where a run shows how far it is; the command's console is one."""
 
     def note(self, text: str) -> None:
         """Say a sentence."""
 
-    def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Bar]:
-        """Show a bar until the block ends."""
+    def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Callable[[int], None]]:
+        """Show a bar until the block ends; the block's value adds finished rows to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +137,9 @@ async def embed_file(
             if display is None:
                 await growing.fill(blocks, lambda rows: None, corpus.name)
             else:
-                with display.bar("embedding", count, unit="texts") as bar:
-                    bar.advance(growing.read)
-                    await growing.fill(blocks, bar.advance, corpus.name)
+                with display.bar("embedding", count, unit="texts") as advance:
+                    advance(growing.read)
+                    await growing.fill(blocks, advance, corpus.name)
         elapsed = max(time.monotonic() - started, 1e-9)
         facts = {"model": model, "dims": shape[1], "n": growing.done, **_origin(corpus, key)}
         errors = [*bad, *growing.skipped]

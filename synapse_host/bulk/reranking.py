@@ -61,11 +61,11 @@ async def rerank_file(
             display.note(f"going on at query {done} of {count}")
         first = done
         with (
-            display.bar("reranking", count, unit="queries") as bar,
+            display.bar("reranking", count, unit="queries") as advance,
             opened(source) as lines,
             output.writing_to(file, size) as partial,
         ):
-            bar.advance(done)
+            advance(done)
             for number, value in islice(values(lines, source), done, None):
                 query, documents, name = query_of(value, source, number)
                 try:
@@ -82,7 +82,7 @@ async def rerank_file(
                     partial.flush()
                     size += len(line)
                     output.write_record(file, {**key, "rows_done": done, "bytes": size})
-                bar.advance(1)
+                advance(1)
         if done != count:
             raise InvalidRequest(f"{source} shrank while it was read", details={"file": source})
         with output.writing(out):

@@ -1,19 +1,23 @@
 """What a certificate is bound to: everything that changes an engine's numbers on one machine.
 
-A run records these facts in its document; the same functions tell them now, and :func:`void_because` says what differs.
-Where certificates lie and who asks for one is :mod:`synapse_host.certificates.standing`' business.
+The functions of this module gather the facts of a document (model, engine, machine, software): a run does it for its
+document, :func:`present` for now. :func:`bound` picks from either what numbers depend on, by the words that people
+read, and :func:`void_because` says what differs. Where certificates lie and who asks for one is in
+:mod:`synapse_host.certificates.standing`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from msgspec import UNSET, Struct
 
 from engines.bundle.manifest import Artifact, Bundle, FileRef
-from synapse_host.certificates.document import Evidence
+from synapse_host.certificates.document import EngineFacts, Evidence, Machine, Model
 from synapse_host.certificates.engine_build import build_id
 from synapse_host.errors import BackendMissing
 from synapse_host.placement import interpreter
@@ -28,66 +32,8 @@ BESIDE: Final = ("python", "msgspec")
 """What a document names too, and no number depends on."""
 _HARMLESS: Final = frozenset({"PATH", "HOME", "USER", "LANG", "TMPDIR", "SYSTEMROOT", "SYNAPSE_WORKER_ID"})
 
-
-class Binding(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a certificate is bound to: the bundle, the engine's installation and configuration, the machine.
-
-    Attributes:
-        artifact_digest: of a Core ML package the tree digest.
-        runtime_config: what the matrix puts into LOAD; ``threads`` only where the matrix names it, since the host
-            divides the cores among its lanes otherwise.
-        env: variables that may change numbers, name to a digest of the value.
-        engine, engine_version, kernel_revision: what HELLO says, or ``--version`` before there is one. None for an
-            engine or version that isn't told, and then nothing holds.
-        build: see :mod:`synapse_host.certificates.engine_build`.
-    """
-
-    manifest_digest: str
-    artifact_digest: str
-    format: str
-    dtype: str
-    tokenizer: str | None
-    device: str
-    runtime_config: dict[str, str]
-    env: dict[str, str]
-    engine: str | None
-    engine_version: str | None
-    kernel_revision: str | None
-    build: str | None
-    packages: dict[str, str]
-    software: dict[str, str]
-    os: str
-    os_build: str
-    arch: str
-    cpu: str
-    cpu_features: list[str]
-    accelerator: str | None
-    driver: str | None
-
-
-_NOUNS: Final[Mapping[str, str]] = {
-    "manifest_digest": "the bundle",
-    "artifact_digest": "the artifact",
-    "format": "the artifact's format",
-    "dtype": "the artifact's dtype",
-    "tokenizer": "the tokenizer",
-    "device": "the device",
-    "runtime_config": "runtime_config.",
-    "env": "the variable ",
-    "engine": "the engine",
-    "engine_version": "the engine version",
-    "kernel_revision": "the kernel revision",
-    "build": "the engine's build",
-    "packages": "",
-    "software": "",
-    "os": "the operating system",
-    "os_build": "the operating system build",
-    "arch": "the architecture",
-    "cpu": "the processor",
-    "cpu_features": "the processor's instruction sets",
-    "accelerator": "the accelerator",
-    "driver": "the driver",
-}
+Binding: TypeAlias = dict[str, str | None]
+"""What numbers depend on, each by what it is called when it changed."""
 
 
 class Identity(Struct, frozen=True):
@@ -98,35 +44,40 @@ class Identity(Struct, frozen=True):
     kernel_revision: str | None = None
 
 
-def bound(evidence: Evidence, engine: Engine) -> Binding:
-    """Return what a document is bound to, from what it recorded; *engine*: the matrix's."""
-    model, facts, machine = evidence.model, evidence.engine, evidence.machine
-    sent = dict(facts.runtime_config)
-    if "threads" not in engine.runtime_config:
-        sent.pop("threads", None)
-    return Binding(
-        manifest_digest=model.manifest_digest,
-        artifact_digest=model.tree or model.artifact_digest,
-        format=model.format,
-        dtype=model.dtype,
-        tokenizer=model.tokenizer,
-        device=facts.device,
-        runtime_config=sent,
-        env=facts.env,
-        engine=facts.observed,
-        engine_version=facts.version,
-        kernel_revision=facts.kernel_revision,
-        build=facts.build,
-        packages=facts.packages,
-        software={name: version for name, version in evidence.software.items() if name not in BESIDE},
-        os=machine.os,
-        os_build=machine.os_build,
-        arch=machine.arch,
-        cpu=machine.cpu,
-        cpu_features=machine.cpu_features,
-        accelerator=machine.accelerator,
-        driver=machine.driver,
-    )
+def bound(model: Model, facts: EngineFacts, machine: Machine, software: Mapping[str, str], *, threads: bool) -> Binding:
+    """Return what these facts bind a certificate to.
+
+    *threads*: the matrix names the number of threads; otherwise the host divides the cores among its lanes.
+    """
+    sent = {name: value for name, value in facts.runtime_config.items() if threads or name != "threads"}
+    return {
+        "the bundle": model.manifest_digest,
+        "the artifact": model.tree or model.artifact_digest,
+        "the artifact's format": model.format,
+        "the artifact's dtype": model.dtype,
+        "the tokenizer": model.tokenizer,
+        "the device": facts.device,
+        **{f"runtime_config.{name}": value for name, value in sent.items()},
+        **{f"the variable {name}": value for name, value in facts.env.items()},
+        "the engine": facts.observed,
+        "the engine version": facts.version,
+        "the kernel revision": facts.kernel_revision,
+        "the engine's build": facts.build,
+        **facts.packages,
+        **{name: version for name, version in software.items() if name not in BESIDE},
+        "the operating system": machine.os,
+        "the operating system build": machine.os_build,
+        "the architecture": machine.arch,
+        "the processor": machine.cpu,
+        "the accelerator": machine.accelerator,
+        "the driver": machine.driver,
+    }
+
+
+def recorded(evidence: Evidence, engine: Engine) -> Binding:
+    """Return what a document is bound to, from what its run recorded; *engine*: the matrix's."""
+    threads = "threads" in engine.runtime_config
+    return bound(evidence.model, evidence.engine, evidence.machine, evidence.software, threads=threads)
 
 
 def present(
@@ -138,54 +89,28 @@ def present(
     identity: Identity,
 ) -> Binding:
     """Return what a certificate of this engine and artifact would be bound to now."""
-    return Binding(
-        manifest_digest=bundle.digest,
-        artifact_digest=artifact.digest if artifact.tree is UNSET else artifact.tree,
-        format=artifact.format,
-        dtype=artifact.dtype,
-        tokenizer=bundle.manifest.tokenizer.digest if isinstance(bundle.manifest.tokenizer, FileRef) else None,
-        device=engine.device,
+    facts = engine_facts(
+        matrix,
+        engine,
         runtime_config=engine.runtime_config,
-        env=environment_of(engine),
-        engine=identity.engine,
-        engine_version=identity.engine_version,
+        observed=identity.engine,
+        version=identity.engine_version,
         kernel_revision=identity.kernel_revision,
-        build=build_id(engine, matrix),
-        packages=packages_of(engine),
-        software=floors.versions(SOFTWARE),
-        os=profile.os,
-        os_build=profile.os_build,
-        arch=profile.arch,
-        cpu=profile.cpu_model,
-        cpu_features=sorted(profile.cpu_features),
-        accelerator=accelerator_of(engine, profile),
-        driver=driver_of(engine, profile),
     )
+    return bound(model_of(bundle, artifact), facts, machine_facts(engine, profile), software_facts(), threads=True)
 
 
-def void_because(bound: Binding, now: Binding) -> list[str]:
+def void_because(before: Binding, now: Binding) -> list[str]:
     """Return what changed since, as ``noun changed old → new``; empty while the certificate holds."""
-    if now.engine is None or now.engine_version is None:
+    if now["the engine"] is None or now["the engine version"] is None:
         return ["its worker doesn't say which engine and version it is (--version)"]
-    if now.build is None:
+    if now["the engine's build"] is None:
         return ["the files of the engine's installation can't be found or read"]
-    reasons = []
-    for field, noun in _NOUNS.items():
-        old, new = getattr(bound, field), getattr(now, field)
-        if isinstance(old, dict):
-            names = sorted({*old, *new})
-            pairs = [(f"{noun}{name}", old.get(name), new.get(name)) for name in names]
-        else:
-            pairs = [(noun, old, new)]
-        reasons += [_changed(what, before, after) for what, before, after in pairs if before != after]
-    return reasons
-
-
-def _changed(noun: str, old: Any, new: Any) -> str:
-    if isinstance(old, list):
-        gone, come = sorted({*old} - {*new}), sorted({*new} - {*old})
-        return f"{noun} changed: without {', '.join(gone) or 'none'}, with {', '.join(come) or 'none'}"
-    return f"{noun} changed {_short(old)} → {_short(new)}"
+    return [
+        f"{what} changed {_short(before.get(what))} → {_short(now.get(what))}"
+        for what in dict.fromkeys([*before, *now])
+        if before.get(what) != now.get(what)
+    ]
 
 
 def _short(value: str | None) -> str:
@@ -195,6 +120,65 @@ def _short(value: str | None) -> str:
 
 
 # --- facts, for the document of a run and for now alike --------------------------------------------------------------
+
+
+def model_of(bundle: Bundle, artifact: Artifact, name: str = "") -> Model:
+    """Return what a document says of a bundle's model and the artifact that was loaded."""
+    manifest = bundle.manifest
+    return Model(
+        name=name or manifest.model_id,
+        model_id=manifest.model_id,
+        family=manifest.family,
+        task=manifest.task,
+        dims=manifest.dims,
+        max_tokens=manifest.max_tokens,
+        manifest_digest=bundle.digest,
+        artifact_digest=artifact.digest,
+        format=artifact.format,
+        dtype=artifact.dtype,
+        bytes=None if artifact.bytes is UNSET else artifact.bytes,
+        tree=None if artifact.tree is UNSET else artifact.tree,
+        source=None if manifest.source is UNSET else manifest.source,
+        tokenizer=manifest.tokenizer.digest if isinstance(manifest.tokenizer, FileRef) else None,
+    )
+
+
+def engine_facts(matrix: HardwareMatrix, engine: Engine, **said: Any) -> EngineFacts:
+    """Return what a document says of an engine and its installation; *said*: what LOAD sent and the worker answered."""
+    return EngineFacts(
+        id=engine.id,
+        device=engine.device,
+        # The program's own name only: a document names no place on this machine.
+        command=[os.path.basename(word) for word in engine.command or ()],  # noqa: PTH119
+        packages=packages_of(engine),
+        expected=engine.worker_engine,
+        env=environment_of(engine),
+        build=build_id(engine, matrix),
+        **said,
+    )
+
+
+def machine_facts(engine: Engine, profile: HostProfile) -> Machine:
+    """Return what a document says of the machine, as far as the engine depends on it."""
+    return Machine(
+        os=profile.os,
+        os_version=profile.os_version,
+        os_build=profile.os_build,
+        arch=profile.arch,
+        cpu=profile.cpu_model,
+        cpu_features=sorted(profile.cpu_features),
+        cores=profile.cores,
+        cores_total=profile.cores_total,
+        quota=profile.quota,
+        ram_bytes=profile.ram_total,
+        driver=_driver(engine, profile),
+        accelerator=_accelerator(engine, profile),
+    )
+
+
+def software_facts() -> dict[str, str]:
+    """Return the versions of what computes beside the engine."""
+    return {"python": ".".join(map(str, sys.version_info[:3])), **floors.versions((*SOFTWARE, *BESIDE))}
 
 
 def identity_of(line: str) -> Identity:
@@ -217,7 +201,7 @@ def version_line(matrix: HardwareMatrix, engine: Engine) -> str:
 
 
 def packages_of(engine: Engine) -> dict[str, str]:
-    """Return the versions of what an engine stands on; on a GPU with the wheels of the CUDA libraries."""
+    """Return the versions of the packages an engine needs; on a GPU with the wheels of the CUDA libraries."""
     if engine.command:
         return {}
     return floors.installed(engine.engine) | (floors.cuda_wheels() if engine.device_kind == "cuda" else {})
@@ -237,14 +221,14 @@ def environment_of(engine: Engine) -> dict[str, str]:
     return {name: hashlib.sha256(value.encode()).hexdigest()[:16] for name, value in sorted(telling.items())}
 
 
-def driver_of(engine: Engine, profile: HostProfile) -> str | None:
+def _driver(engine: Engine, profile: HostProfile) -> str | None:
     """Return the driver an engine depends on; None on the CPU and on Apple silicon, where the OS build says it."""
     if engine.device_kind == "cuda" and profile.driver_api is not None:
         return ", ".join(filter(None, (f"cuda {profile.driver_api}", profile.nvidia_driver)))
     return None
 
 
-def accelerator_of(engine: Engine, profile: HostProfile) -> str | None:
+def _accelerator(engine: Engine, profile: HostProfile) -> str | None:
     """Return what kind of accelerator an engine runs on, None on the CPU."""
     if engine.device_kind == "cuda":
         capability = profile.compute_capability

@@ -76,7 +76,7 @@ class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
     runtime_config: dict[str, str]
     """LOAD's, as it was sent."""
     packages: dict[str, str]
-    """What the engine stands on, with versions; on a GPU the CUDA libraries' wheels too."""
+    """The packages that the engine needs, with versions; on a GPU the CUDA libraries' wheels too."""
     expected: str
     """The engine name HELLO must carry."""
     observed: str | None = None

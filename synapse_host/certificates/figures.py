@@ -1,6 +1,6 @@
 """From what a run recorded to the figures that gates compare: one number each, or None where it wasn't measured.
 
-Pure: the same document gives the same figures anywhere. What they mean and how large they may be stands in
+Pure: the same document gives the same figures anywhere. What they mean and how large they may be is in
 :mod:`synapse_host.certificates.verdict`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from synapse_host.certificates import metrics
 from synapse_host.certificates.document import (
@@ -23,7 +23,6 @@ from synapse_host.certificates.document import (
 )
 
 Thresholds = Mapping[str, float]
-Number = TypeVar("Number")
 
 STOP: Final = -1
 """Stands for the end of a continuation where a token id is recorded."""
@@ -42,6 +41,9 @@ STAGES: Final = {
     "generate": ("warm-up", "continuations", "next tokens", "repeat"),
 }
 """Ways of asking that each task's run goes through; each counts the rows its first attempts left without an answer."""
+INPUTS: Final = {"embed": EmbedInputs, "rerank": RerankInputs, "generate": GenerateInputs}
+MISPLACED: Final = 1e-3
+"""Rounding moves a cosine by far less; another text's answer differs by more, or can't be told apart."""
 MAX_UNKNOWN: Final = 0.02
 """A function with more of its operations unreported than this counts as not reported at all (ane.md 1.4)."""
 MAX_ON_CPU: Final = 16
@@ -62,19 +64,20 @@ def finite(*series: Iterable[float | None]) -> list[float]:
     return [value for values in series for value in values if value is not None and math.isfinite(value)]
 
 
-def measured(figure: Callable[[Sequence[Number]], float], values: Sequence[Number]) -> float | None:
-    """Return a figure of values, None where there are none."""
-    return figure(values) if values else None
+def least(*series: Iterable[float | None]) -> float | None:
+    """Return the smallest number, None where there is none."""
+    return min(finite(*series), default=None)
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the mean of one value or more."""
-    return metrics.total(values) / len(values)
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the numbers, None where there is none."""
+    numbers = finite(values)
+    return metrics.total(numbers) / len(numbers) if numbers else None
 
 
-def apart(ratios: Sequence[float]) -> float:
-    """Return the largest distance from 1."""
-    return max(abs(ratio - 1) for ratio in ratios)
+def apart(*ratios: Iterable[float | None]) -> float | None:
+    """Return the largest distance from 1, None where there is no number."""
+    return max((abs(ratio - 1) for ratio in finite(*ratios)), default=None)
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -102,13 +105,26 @@ def columns(inputs: EmbedInputs | RerankInputs | GenerateInputs) -> dict[str, tu
     return {name: (getattr(inputs, name), low, high) for name, (low, high) in ranges.items()}
 
 
-def whole(evidence: Evidence) -> bool:
-    """Return whether every series has one entry a probe, each null or possible; else nothing is computed from them."""
+def misshapen(evidence: Evidence) -> Iterator[str]:
+    """Yield what is wrong with the shape of the measurements, so that nothing can be computed from them.
+
+    They are another task's, a series has more or fewer entries than there are probes, or one that can't be measured.
+    """
     n, inputs = len(evidence.tokens), evidence.inputs
-    return inputs is not None and all(
-        len(values) == n and all(value is None or low <= value <= high for value in values)
-        for values, low, high in columns(inputs).values()
-    )
+    if inputs is None:
+        return
+    if not isinstance(inputs, INPUTS[evidence.model.task]):
+        yield f"inputs: not those of a model to {evidence.model.task}"
+    for name, (values, low, high) in columns(inputs).items():
+        if len(values) != n:
+            yield f"inputs.{name}: {len(values)} entries, {n} expected"
+        elif any(value is not None and not low <= value <= high for value in values):
+            yield f"inputs.{name}: a value that no measurement gives"
+
+
+def whole(evidence: Evidence) -> bool:
+    """Return whether there are measurements, and of the right shape."""
+    return evidence.inputs is not None and not any(misshapen(evidence))
 
 
 def unmeasured(evidence: Evidence) -> int:
@@ -161,7 +177,7 @@ def commonest(evidence: Evidence) -> float | None:
             answers = inputs.reference
         case GenerateInputs() as inputs:
             answers = wanted_next(inputs)
-    return measured(lambda found: max(Counter(found).values()) / len(found), answers)
+    return max(Counter(answers).values()) / len(answers) if answers else None
 
 
 # --- embedding and reranking -----------------------------------------------------------------------------------------
@@ -170,13 +186,16 @@ def commonest(evidence: Evidence) -> float | None:
 def same_neighbours(inputs: EmbedInputs) -> float | None:
     """Return the share of rows whose nearest other row is the reference's."""
     pairs = zip(inputs.neighbour, inputs.reference_neighbour, strict=True)
-    return measured(mean, [ours == theirs for ours, theirs in pairs if ours is not None])
+    return mean(ours == theirs for ours, theirs in pairs if ours is not None)
 
 
 def misplaced_rows(inputs: EmbedInputs) -> int:
-    """Count the batch rows that carry another row's answer."""
+    """Count the batch rows that carry another row's answer.
+
+    Another single answer is nearer to it than its own by more than MISPLACED. Low cosines with both are wrong numbers.
+    """
     runs = ((inputs.batch_own, inputs.batch_best), (inputs.permuted_own, inputs.permuted_best))
-    return sum(metrics.misplaced_rows(*_both(*pair)) for pair in runs)
+    return sum(best - own > MISPLACED for run in runs for own, best in zip(*_both(*run), strict=True))
 
 
 def _both(*series: Sequence[Any]) -> tuple[list[Any], ...]:
@@ -185,9 +204,14 @@ def _both(*series: Sequence[Any]) -> tuple[list[Any], ...]:
     return tuple(list(column) for column in zip(*kept, strict=True)) if kept else tuple([] for _ in series)
 
 
-def logits(inputs: RerankInputs) -> tuple[list[Any], ...]:
-    """Return reference, single logit and query of the pairs that have an answer."""
-    return _both(inputs.reference, inputs.single, inputs.query)
+def of_logits(figure: Callable[..., float | None], inputs: RerankInputs, *, grouped: bool = False) -> float | None:
+    """Return a figure of the reference and the single logits of the pairs with an answer; None where there is none.
+
+    *grouped*: the figure gets the queries, too.
+    """
+    reference, single, query = _both(inputs.reference, inputs.single, inputs.query)
+    groups = [query] if grouped else []
+    return figure(reference, single, *groups) if single else None
 
 
 def exchanges(inputs: RerankInputs) -> Iterator[tuple[list[Any], ...]]:
@@ -201,24 +225,32 @@ def exchanges(inputs: RerankInputs) -> Iterator[tuple[list[Any], ...]]:
 
 
 def batch_error(inputs: RerankInputs) -> float | None:
-    """Return the largest difference of a batch's logits from the single ones, whatever their order."""
-    return max((metrics.batch_error(*pair) for pair in exchanges(inputs) if pair[0]), default=None)
+    """Return the largest difference of a batch's logits from the single ones, whatever their order.
+
+    Sorting pairs them as well as any order can, so rows that merely changed places don't count here.
+    """
+    errors = (metrics.max_error(sorted(batch), sorted(single)) for batch, single in exchanges(inputs))
+    return max(finite(errors), default=None)
 
 
 def order_flips(inputs: RerankInputs, apart: float) -> int:
     """Count the pairs of a query that changed order although the reference has them more than *apart* apart."""
-    return metrics.order_flips(*logits(inputs), apart=apart)
+    return metrics.order_flips(*_both(inputs.reference, inputs.single, inputs.query), apart=apart)
 
 
 def misplaced_scores(inputs: RerankInputs, apart: float) -> int:
-    """Count the batch rows that carry another row's logit, further than *apart* from their own."""
-    return sum(metrics.misplaced_scores(*pair, apart=apart) for pair in exchanges(inputs))
+    """Count the batch rows that carry another row's logit: within *apart* of that one, and not of their own."""
+    return sum(
+        abs(score - own) > apart and any(abs(score - other) <= apart for other in single)
+        for batch, single in exchanges(inputs)
+        for score, own in zip(batch, single, strict=True)
+    )
 
 
 def in_company(inputs: RerankInputs) -> float | None:
     """Return the share of pairs that were asked together with others: a request of one row tries no batch."""
     sizes = Counter(inputs.exchange)
-    return measured(mean, [sizes[exchange] > 1 for exchange in inputs.exchange])
+    return mean(sizes[exchange] > 1 for exchange in inputs.exchange)
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
@@ -236,13 +268,13 @@ def wanted_next(inputs: GenerateInputs) -> list[int]:
 
 def same_next(inputs: GenerateInputs) -> float | None:
     """Return the share of the reference's prefixes whose next token is the reference's."""
-    return measured(mean, [a == b for a, b in zip(wanted_next(inputs), inputs.next, strict=True)])
+    return mean(a == b for a, b in zip(wanted_next(inputs), inputs.next, strict=True))
 
 
 def same_first(inputs: GenerateInputs) -> float | None:
     """Return the share of prompts whose first token is the reference's."""
     pairs = zip(inputs.reference, inputs.greedy, strict=True)
-    return measured(mean, [first_of(a, inputs.stops) == first_of(b, inputs.stops) for a, b in pairs])
+    return mean(first_of(a, inputs.stops) == first_of(b, inputs.stops) for a, b in pairs)
 
 
 def prefix_share(inputs: GenerateInputs) -> float | None:
@@ -251,34 +283,42 @@ def prefix_share(inputs: GenerateInputs) -> float | None:
     for reference, greedy in zip(inputs.reference, inputs.greedy, strict=True):
         stop = next((i for i, id in enumerate(reference) if id in inputs.stops), None)
         wanted = reference if stop is None else reference[:stop]
-        kept = metrics.common_prefix(wanted, greedy)
+        pairs = enumerate(zip(wanted, greedy, strict=False))
+        kept = next((i for i, (a, b) in pairs if a != b), min(len(wanted), len(greedy)))
         entire = kept == len(wanted) and (stop is None or len(greedy) == stop)
         shares.append(1.0 if entire else kept / max(1, len(wanted)))
-    return measured(mean, shares)
+    return mean(shares)
 
 
 # --- placement -------------------------------------------------------------------------------------------------------
 
 
-def reported_share(placement: Placement, evidence: Evidence) -> float | None:
-    """Return PONG's share; None where another worker than the run's answered the PING."""
-    foreign = evidence.generations and placement.generation != evidence.generations[-1]
+def reported_share(run: Evidence) -> float | None:
+    """Return PONG's share; None where nobody reports one, or another worker than the run's answered the PING."""
+    placement = run.placement or UNPLACED
+    foreign = run.generations and placement.generation != run.generations[-1]
     return None if foreign or not 0 <= (placement.share or 0.0) <= 1 else placement.share
 
 
-def buckets(placement: Placement) -> list[Function]:
+def buckets(run: Evidence) -> list[Function]:
     """Return the functions that must be placed well. A packed one that isn't stays off by itself."""
-    return [one for one in placement.functions if one.kind == "bucket"]
+    return [one for one in (run.placement or UNPLACED).functions if one.kind == "bucket"]
 
 
-def worst(share: Callable[[Function], float | None], functions: Sequence[Function]) -> float | None:
+def unreported(run: Evidence) -> int:
+    """Count the functions whose placement is not known; a run without any has one."""
+    return [*map(share_of, buckets(run))].count(None) if buckets(run) else 1
+
+
+def worst(share: Callable[[Function], float | None], run: Evidence) -> float | None:
     """Return the smallest share of any function; None where one reports none."""
-    shares = finite(map(share, functions))
-    return min(shares) if shares and len(shares) == len(functions) else None
+    shares = [*map(share, buckets(run))]
+    return least(shares) if None not in shares else None
 
 
-def speedup(placement: Placement) -> float | None:
+def speedup(run: Evidence) -> float | None:
     """Return how many times as fast the lane is as with its engine forced to the CPU, by the medians."""
+    placement = run.placement or UNPLACED
     forced, native = finite(placement.forced_ms), finite(placement.native_ms)
     if not forced or len(forced) != len(native) or min(native) <= 0:
         return None
@@ -341,12 +381,10 @@ def reported(evidence: Evidence) -> dict[str, float]:
     }
     match inputs if whole(evidence) else None:
         case EmbedInputs() as inputs:
-            found["min_cosine"] = measured(min, finite(inputs.cosine))
-            found["mean_cosine"] = measured(mean, finite(inputs.cosine))
+            found["min_cosine"], found["mean_cosine"] = least(inputs.cosine), mean(inputs.cosine)
         case RerankInputs() as inputs:
-            reference, scores, query = logits(inputs)
-            found["max_error"] = metrics.max_error(reference, scores)
-            found["top1"] = metrics.same_best(reference, scores, query)
+            found["max_error"] = of_logits(metrics.max_error, inputs)
+            found["top1"] = of_logits(metrics.same_best, inputs, grouped=True) or 0.0
         case GenerateInputs() as inputs:
             found["prefix_share"] = prefix_share(inputs)
     return {name: round(value, 9) for name, value in found.items() if value is not None and math.isfinite(value)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,10 +15,6 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
     Floats = npt.NDArray[np.float64]
-
-MISPLACED: Final = 1e-3
-"""A row of a batch stands in another row's place when another single answer is nearer to it than its own by more than
-this. Rounding moves a cosine or a logit by far less; another text's answer differs by more, or can't be told apart."""
 
 
 def cosines(one: Array, other: Array) -> Floats:
@@ -173,32 +169,6 @@ def own_and_best(batch: Array, single: Array) -> tuple[Floats, Floats, Floats]:
     lengths = np.linalg.norm(np.asarray(single, np.float64), axis=1)[every.argmax(axis=1)]
     longer: Floats = np.linalg.norm(np.asarray(batch, np.float64), axis=1) / lengths.clip(1e-30)
     return own, np.maximum(own, every.max(axis=1).clip(-1.0, 1.0)), longer
-
-
-def misplaced_rows(own: Sequence[float], best: Sequence[float]) -> int:
-    """Return how many rows stand in another row's place, from :func:`own_and_best`."""
-    return sum(b - a > MISPLACED for a, b in zip(own, best, strict=True))
-
-
-def batch_error(batch: Sequence[float], single: Sequence[float]) -> float:
-    """Return the largest difference between a batch's scores and the single ones once both are sorted.
-
-    Sorting pairs them as well as any order can, so rows that merely changed places don't count here.
-    """
-    return max_error(sorted(batch), sorted(single)) or 0.0
-
-
-def misplaced_scores(batch: Sequence[float], single: Sequence[float], *, apart: float) -> int:
-    """Return how many raw logits of a batch are another row's: within *apart* of its single one, not of their own."""
-    return sum(
-        abs(score - own) > apart and any(abs(score - other) <= apart for other in single)
-        for score, own in zip(batch, single, strict=True)
-    )
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many leading ids agree."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def percentile(values: Sequence[float], share: float) -> float:

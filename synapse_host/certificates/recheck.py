@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from msgspec import UNSET
 
 from engines.bundle.manifest import FileRef
 from synapse_host.certificates import document as documents
 from synapse_host.certificates import figures, verdict
-from synapse_host.certificates.document import EmbedInputs, Evidence, GenerateInputs, Model, RerankInputs
+from synapse_host.certificates.binding import model_of
+from synapse_host.certificates.document import EmbedInputs, Evidence, Model
 
 if TYPE_CHECKING:
-    from engines.bundle.manifest import Artifact, Bundle
+    from engines.bundle.manifest import Bundle
     from synapse_host.placement.matrix import Engine, HardwareMatrix
 
 _SHAPING: Final = ("cast", "expand_dims", "slice_by_index", "squeeze")
@@ -35,7 +35,6 @@ CPU_ALLOWED: Final = frozenset(
     for operator in operators
 )
 """What a Neural Engine function may keep on the CPU: the list of ``engines.ane.placement`` (a test compares)."""
-_INPUTS: Final = {"embed": EmbedInputs, "rerank": RerankInputs, "generate": GenerateInputs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,6 @@ def recheck(path: Path, matrix: HardwareMatrix, *, bundle: Bundle | None = None,
         # Nothing can be computed from series of different length, or of values that can't be.
         return Recheck(recorded, [*problems, *misshapen])
     due = _as_due(recorded, matrix, bundle)
-    problems += _otherwise(recorded, due)
     problems += _contradictions(due, matrix)
     wanted = thresholds_of(matrix, matrix.engines[due.engine.id], due.model, share)
     for name in verdict.weaker(recorded.thresholds, wanted):
@@ -80,7 +78,7 @@ def recheck(path: Path, matrix: HardwareMatrix, *, bundle: Bundle | None = None,
         fresh = verdict.judge(msgspec.structs.replace(due, thresholds=wanted))
     except (ArithmeticError, LookupError, ValueError, TypeError) as exc:
         return Recheck(recorded, [*problems, f"inputs: nothing can be computed from them ({exc})"])
-    problems += _misjudged(recorded, judged)
+    problems += _otherwise(recorded, judged)
     return Recheck(fresh, problems)
 
 
@@ -123,60 +121,22 @@ def _as_due(recorded: Evidence, matrix: HardwareMatrix, bundle: Bundle | None) -
     )
 
 
-def model_of(bundle: Bundle, artifact: Artifact, name: str = "") -> Model:
-    """Return what a document says of a bundle's model and the artifact that was loaded."""
-    manifest = bundle.manifest
-    return Model(
-        name=name or manifest.model_id,
-        model_id=manifest.model_id,
-        family=manifest.family,
-        task=manifest.task,
-        dims=manifest.dims,
-        max_tokens=manifest.max_tokens,
-        manifest_digest=bundle.digest,
-        artifact_digest=artifact.digest,
-        format=artifact.format,
-        dtype=artifact.dtype,
-        bytes=None if artifact.bytes is UNSET else artifact.bytes,
-        tree=None if artifact.tree is UNSET else artifact.tree,
-        source=None if manifest.source is UNSET else manifest.source,
-        tokenizer=manifest.tokenizer.digest if isinstance(manifest.tokenizer, FileRef) else None,
-    )
-
-
 def _otherwise(recorded: Any, due: Any, path: str = "") -> Iterator[str]:
-    """Yield every field in which a document differs from what it would have to say."""
+    """Yield every field in which a document differs from what it would have to say; gates and cases by their names."""
+    if recorded == due:
+        return
+    inside = f"{path}." if path else ""
     if isinstance(recorded, msgspec.Struct) and type(recorded) is type(due):
         for field in recorded.__struct_fields__:
-            yield from _otherwise(getattr(recorded, field), getattr(due, field), f"{path}.{field}" if path else field)
-    elif isinstance(recorded, list) and path == "limits":
-        for case, other in zip(recorded, due, strict=True):
-            yield from _otherwise(case, other, f"limits.{case.name}")
-    elif recorded != due:
+            yield from _otherwise(getattr(recorded, field), getattr(due, field), inside + field)
+    elif path in ("gates", "limits"):
+        mine, theirs = {one.name: one for one in due}, {one.name: one for one in recorded}
+        if len(theirs) != len(recorded):
+            yield f"{path}: one occurs twice"
+        for name in dict.fromkeys([*mine, *theirs]):
+            yield from _otherwise(theirs.get(name), mine.get(name), inside + name)
+    else:
         yield f"{path}: the document says {recorded}, due is {due}"
-
-
-def _misjudged(recorded: Evidence, judged: Evidence) -> Iterator[str]:
-    """Yield what a document makes of its measurements and its own thresholds, and they don't."""
-    mine, theirs = {gate.name: gate for gate in judged.gates}, {gate.name: gate for gate in recorded.gates}
-    if len(theirs) != len(recorded.gates):
-        yield "gates: one occurs twice"
-    for name in dict.fromkeys([*mine, *theirs]):
-        if mine.get(name) != theirs.get(name):
-            said, found = theirs.get(name), mine.get(name)
-            yield f"gates.{name}: the document says {_shown(said)}, its measurements say {_shown(found)}"
-    if judged.reported != recorded.reported:
-        yield "reported: other numbers than its measurements give"
-    if judged.reasons != recorded.reasons:
-        yield f"reasons: the document says {recorded.reasons}, its gates say {judged.reasons}"
-    if judged.verdict != recorded.verdict:
-        yield f"verdict: the document says {recorded.verdict}, its measurements say {judged.verdict}"
-
-
-def _shown(gate: documents.Gate | None) -> str:
-    if gate is None:
-        return "nothing"
-    return f"{gate.value} {gate.comparison} {gate.threshold} {'passed' if gate.passed else 'failed'}"
 
 
 def _contradictions(evidence: Evidence, matrix: HardwareMatrix) -> Iterator[str]:
@@ -184,8 +144,6 @@ def _contradictions(evidence: Evidence, matrix: HardwareMatrix) -> Iterator[str]
     lane = matrix.lanes.get(evidence.lane)
     if lane is None or lane.task != evidence.model.task:
         yield f"lane: {matrix.name} has no lane {evidence.lane} to {evidence.model.task}"
-    if evidence.inputs is not None and not isinstance(evidence.inputs, _INPUTS[evidence.model.task]):
-        yield f"inputs: not those of a model to {evidence.model.task}"
     from synapse_host.models.builder import reference_origin
 
     fixture = evidence.fixture
@@ -203,14 +161,8 @@ def _contradictions(evidence: Evidence, matrix: HardwareMatrix) -> Iterator[str]
 
 
 def _misshapen(evidence: Evidence) -> Iterator[str]:
-    """Yield the series that don't have one entry a probe, and those with values that no measurement gives."""
-    n = len(evidence.tokens)
-    series = figures.columns(evidence.inputs) if evidence.inputs is not None else {}
-    for name, (values, low, high) in series.items():
-        if len(values) != n:
-            yield f"inputs.{name}: {len(values)} entries, {n} expected"
-        elif any(value is not None and not low <= value <= high for value in values):
-            yield f"inputs.{name}: a value that no measurement gives"
+    """Yield the series that don't have one entry a probe or row, and those with values that no measurement gives."""
+    yield from figures.misshapen(evidence)
     for packing in evidence.packing:
         rows = sum(map(len, packing.mixes))
         for name in ("cosine", "alone", "moved"):

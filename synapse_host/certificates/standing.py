@@ -1,4 +1,4 @@
-"""How lanes stand with their certificates: where one lies, whether it is valid, and what that lets a lane do.
+"""The certificates on this machine: where one lies, whether it is valid, and what that lets a lane do.
 
 A certificate is the evidence document of a run that passed, kept on the machine where it passed: one file per engine,
 bundle and configuration, below ``<data dir>/synapse/certificates/<engine id>/``. It is valid while two things hold: its
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +24,11 @@ from synapse_host.certificates import binding, verdict
 from synapse_host.certificates import document as documents
 from synapse_host.certificates.binding import Identity
 from synapse_host.certificates.document import Evidence, Model
-from synapse_host.certificates.recheck import model_of, recheck, thresholds_of
+from synapse_host.certificates.recheck import recheck, thresholds_of
 from synapse_host.errors import InvalidRequest, NotCertified
 from synapse_host.placement import hardware, places
 from synapse_host.placement.places import NoHome
+from synapse_host.placement.select import fit
 from synapse_host.residency import plan
 
 if TYPE_CHECKING:
@@ -91,7 +93,7 @@ def path_of(matrix: HardwareMatrix, engine: Engine, model: Model, data_dir: Path
     What the matrix says is part of the name. So trying an engine by another matrix, with another configuration or
     other thresholds, never takes a certificate away from the one that serves.
     """
-    told = {
+    named = {
         "artifact": model.artifact_digest,
         "command": list(engine.command or ()),
         "device": engine.device,
@@ -100,7 +102,7 @@ def path_of(matrix: HardwareMatrix, engine: Engine, model: Model, data_dir: Path
         "runtime_config": engine.runtime_config,
         "thresholds": thresholds_of(matrix, engine, model),
     }
-    key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    key = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:12]
     return folder(data_dir) / engine.id / f"{model.manifest_digest}-{key}.json"
 
 
@@ -142,7 +144,7 @@ def look_up(
     the certificate. *profile* needs the floors of :func:`synapse_host.placement.hardware.floor_keys`. Blocks; reads a
     file, and hashes what changed of the engine's installation.
     """
-    path = path_of(matrix, engine, model_of(bundle, artifact), data_dir)
+    path = path_of(matrix, engine, binding.model_of(bundle, artifact), data_dir)
     if not path.exists():
         other = any(path.parent.glob(f"{bundle.digest}-*.json"))
         return Certificate(path, None, (OTHERWISE if other else MISSING,))
@@ -158,7 +160,7 @@ def look_up(
     if not problems:
         identity = identity or binding.identity_of(binding.version_line(matrix, engine))
         now = binding.present(matrix, engine, bundle, artifact, profile, identity)
-        problems = binding.void_because(binding.bound(found, engine), now)
+        problems = binding.void_because(binding.recorded(found, engine), now)
     return Certificate(path, found, tuple(problems))
 
 
@@ -185,26 +187,48 @@ def listed(
         except InvalidRequest as exc:
             yield Listed(Certificate(path, None, (exc.message,)), id)
             continue
-        digest = document.model.manifest_digest
-        name = next((name for name, one in bundles.items() if one.digest == digest), None)
-        engine, artifact = matrix.engines.get(id), None
+        of = document.model
+        engine = matrix.engines.get(id)
+        name, bundle = next(((n, one) for n, one in bundles.items() if one.digest == of.manifest_digest), ("", None))
+        artifacts = bundle.artifacts(engine.format) if bundle is not None and engine is not None else []
+        artifact = next((one for one in artifacts if one.digest == of.artifact_digest), None)
         if engine is None:
             why = f"the matrix has no engine {id}"
-        elif name is None:
+        elif bundle is None:
             why = "its bundle is not installed here, or was made anew since"
+        elif artifact is None or path != path_of(matrix, engine, binding.model_of(bundle, artifact), data_dir):
+            why = OTHERWISE
         else:
-            of_format, wanted = bundles[name].artifacts(engine.format), document.model.artifact_digest
-            artifact = next((one for one in of_format if one.digest == wanted), None)
-            if artifact is None or path != path_of(matrix, engine, model_of(bundles[name], artifact), data_dir):
-                why = OTHERWISE
-            else:
-                if id not in known:
-                    known[id] = binding.identity_of(binding.version_line(matrix, engine))
-                found = look_up(matrix, engine, bundles[name], artifact, profile, data_dir=data_dir, identity=known[id])
-                fix = f"synapse certify {document.lane} --model {name} --engine {id}"
-                yield Listed(found, id, document.lane, name, fix)
+            if id not in known:
+                known[id] = binding.identity_of(binding.version_line(matrix, engine))
+            found = look_up(matrix, engine, bundle, artifact, profile, data_dir=data_dir, identity=known[id])
+            fix = f"synapse certify {document.lane} --model {name} --engine {id}"
+            yield Listed(found, id, document.lane, name, fix)
+            continue
+        yield Listed(Certificate(path, document, (why,)), id, document.lane, name or of.model_id)
+
+
+def speeds(
+    matrix: HardwareMatrix, bundles: Iterable[Bundle], profile: HostProfile, *, data_dir: Path | None = None
+) -> dict[str, dict[str, float]]:
+    """Return the tokens per second of valid certificates, for ``HostProfile.speeds``. Blocks as :func:`look_up` does.
+
+    Asked only for lanes that choose the fastest, and for the engines of theirs that fit.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for lane, bundle in itertools.product(matrix.lanes.values(), bundles):
+        if lane.choose != "fastest" or lane.task != bundle.manifest.task:
+            continue
+        for engine in (matrix.engines[id] for id in lane.engines):
+            _, artifact, _ = fit(matrix, engine, profile, bundle)
+            if artifact is None:
                 continue
-        yield Listed(Certificate(path, document, (why,)), id, document.lane, name or document.model.model_id)
+            with suppress(NoHome):
+                certificate = look_up(matrix, engine, bundle, artifact, profile, data_dir=data_dir)
+                if certificate.valid and certificate.evidence is not None:
+                    speed = certificate.evidence.reported.get("tokens_per_s", 0.0)
+                    found.setdefault(bundle.digest, {})[engine.id] = speed
+    return found
 
 
 # --- what it lets a lane do ------------------------------------------------------------------------------------------

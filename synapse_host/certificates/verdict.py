@@ -1,51 +1,50 @@
-"""From a run's figures to gates and a verdict. Pure: the same document gives the same verdict anywhere.
+"""From a run's measurements to gates and a verdict. Pure: the same document gives the same verdict anywhere.
 
-``GATES`` is the one list of what is judged: for each gate its figure (:mod:`synapse_host.certificates.figures`), what
-that may be at most or at least, which runs are judged by it, and the words that people read. A figure that wasn't
-measured fails.
-``GROUPS`` says what is wrong when a gate fails, and what to do then.
+Theory of operation of the room. A run (:mod:`synapse_host.certification`) fills a document with what it measured per
+probe and with the facts of model, engine and machine, and :func:`judge` adds gates, reported numbers, reasons and the
+verdict. A gate is a row of ``GATES``: it takes its figure from the measurements
+(:mod:`synapse_host.certificates.figures`) and compares it with a threshold of ``BOUNDS``, which the matrix may set, or
+with one fixed number. A figure that wasn't measured is None and fails; nothing is computed from series that are too
+short or hold impossible numbers. ``GROUPS`` says what is wrong when a gate fails, and what to do then.
+
+A document that passed is kept as the certificate of its engine, bundle and configuration
+(:mod:`synapse_host.certificates.standing`). Whoever wants to know whether it holds asks ``standing.look_up``: it reads
+the document anew, puts everything that it must be judged by (device, thresholds, expected outcomes, the bundle's facts)
+in place from matrix and bundle, judges it again and refuses every difference
+(:mod:`synapse_host.certificates.recheck`). Then it compares what numbers depend on, then and now
+(:mod:`synapse_host.certificates.binding`). The host asks before every start of a worker, so an upgrade under a running
+host voids a certificate at the next start; the running worker is still the one that was certified. The digest of a
+document shows accidents, not forgers: it is no signature.
+
+All of this is blocking and has no state but a memory of file digests; the host calls it in a thread.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from engines.bundle.fixtures import independent
 from engines.checkpoint.layout import INT8
 from synapse_host.certificates import figures, metrics
-from synapse_host.certificates.document import (
-    Comparison,
-    EmbedInputs,
-    Evidence,
-    Fixture,
-    Gate,
-    GenerateInputs,
-    Placement,
-    Precision,
-    RerankInputs,
-    Verdict,
-)
+from synapse_host.certificates.document import Comparison, EmbedInputs, Evidence, Gate, Precision, Verdict
 from synapse_host.certificates.figures import (
     Thresholds,
     apart,
-    buckets,
     cost_share_of,
     cpu_operations,
     finite,
+    least,
     mean,
-    measured,
+    of_logits,
     share_of,
 )
 
 if TYPE_CHECKING:
     from synapse_host.placement.matrix import HardwareMatrix
-
-Figure: TypeAlias = Callable[[Evidence, Thresholds], float | None]
-"""What a gate compares, from the document's measurements; thresholds only tell where a difference begins to count."""
 
 
 class Bound(NamedTuple):
@@ -149,67 +148,28 @@ GROUPS: Final[Mapping[str, Group]] = {
 class Rule(NamedTuple):
     """One gate: ``label`` on the command line, ``meaning`` on the page.
 
-    ``threshold``: one of ``BOUNDS`` by its name, or the one number that the figure must be. ``task`` and
-    ``precision``: which runs it judges, None for all. ``when``: and which of those.
+    ``figure``: computed from the measurements of its task, without a task from the whole document; ``beyond`` names a
+    threshold that it gets, too, from which on a difference counts. ``threshold``: one of ``BOUNDS`` by its
+    name, or the one number that the figure must be. ``task`` and ``precision``: which runs it judges, None for all.
+    ``when``: and which of those.
     """
 
     name: str
     group: str
     label: str
     meaning: str
-    figure: Figure
+    figure: Callable[..., float | None]
     threshold: str | float = 0
     task: str | None = None
     precision: Precision | None = None
     when: Callable[[Evidence], bool] = lambda run: True
+    beyond: str | None = None
 
-
-def _run(figure: Callable[[Evidence], float | None]) -> Figure:
-    return lambda run, _: figure(run)
-
-
-def _fixture(figure: Callable[[Fixture], float]) -> Figure:
-    return lambda run, _: None if run.fixture is None else figure(run.fixture)
-
-
-def _embed(figure: Callable[[EmbedInputs], float | None]) -> Figure:
-    return lambda run, _: figure(run.inputs) if isinstance(run.inputs, EmbedInputs) else None
-
-
-def _least(*names: str) -> Figure:
-    return _embed(lambda rows: measured(min, finite(*(getattr(rows, name) for name in names))))
-
-
-def _mean(name: str) -> Figure:
-    return _embed(lambda rows: measured(mean, finite(getattr(rows, name))))
-
-
-def _apart(*names: str) -> Figure:
-    return _embed(lambda rows: measured(apart, finite(*(getattr(rows, name) for name in names))))
-
-
-def _rerank(figure: Callable[[RerankInputs], float | None]) -> Figure:
-    return lambda run, _: figure(run.inputs) if isinstance(run.inputs, RerankInputs) else None
-
-
-def _logits(figure: Callable[[list[Any], list[Any]], float | None]) -> Figure:
-    """Return a figure of the reference's and the lane's single logits of every answered pair."""
-    return _rerank(lambda pairs: figure(*figures.logits(pairs)[:2]) if finite(pairs.single) else None)
-
-
-def _beyond(figure: Callable[[RerankInputs, float], float], key: str) -> Figure:
-    """Return a count of logits that differ by more than a threshold of the matrix, never than a measured error."""
-    return lambda run, wanted: (
-        figure(run.inputs, wanted[key]) if isinstance(run.inputs, RerankInputs) and key in wanted else None
-    )
-
-
-def _generate(figure: Callable[[GenerateInputs], float | None]) -> Figure:
-    return lambda run, _: figure(run.inputs) if isinstance(run.inputs, GenerateInputs) else None
-
-
-def _placed(figure: Callable[[Placement], float | None]) -> Figure:
-    return lambda run, _: figure(run.placement or figures.UNPLACED)
+    def value(self, run: Evidence, wanted: Thresholds) -> float | None:
+        """Return the figure of a run whose measurements have the right shape; None where it wasn't measured."""
+        if self.beyond is not None:
+            return self.figure(run.inputs, wanted[self.beyond]) if self.beyond in wanted else None
+        return self.figure(run if self.task is None else run.inputs)
 
 
 def _unit(run: Evidence) -> bool:
@@ -222,22 +182,22 @@ _COMPANY: Final = "a row in a batch, also in another order, against the same row
 _MOVED: Final = "rows of a batch that carry another row's answer"
 _OF_RUN: Final = (
     Rule("reference_fixture", "reference", "reference probes", _PROBES,
-         _run(lambda run: run.fixture.probes if run.fixture else 0), "reference_probes"),
+         lambda run: run.fixture.probes if run.fixture else 0, "reference_probes"),
     Rule("reference_distinct", "reference", "distinct probes", "share of the probes that differ from all others",
-         _fixture(lambda of: of.distinct / max(1, of.probes)), "reference_distinct"),
+         lambda run: run.fixture and run.fixture.distinct / max(1, run.fixture.probes), "reference_distinct"),
     Rule("reference_independent", "reference", "references of ours",
          "references computed by an engine that is to be judged by them",
-         _fixture(lambda of: not independent(of.computed_by))),
+         lambda run: run.fixture and not independent(run.fixture.computed_by)),
     Rule("reference_stale", "reference", "stale probes",
          "fixtures changed since the bundle was made, or made by another tokenizer",
-         _fixture(lambda of: of.stale_rows + (of.digest != of.expected_digest))),
+         lambda run: run.fixture and run.fixture.stale_rows + (run.fixture.digest != run.fixture.expected_digest)),
     Rule("identity", "device", "wrong engine facts", "facts of the handshake that differ from the matrix",
-         _run(figures.foreign_facts)),
+         figures.foreign_facts),
     Rule("fault", "worker", "faults", "the run ended early",
-         _run(lambda run: run.fault is not None and run.fault.code != "lane_refused")),
+         lambda run: run.fault is not None and run.fault.code != "lane_refused"),
     Rule("worker_generations", "worker", "worker processes",
          "worker processes that served the run; another one means a crash",
-         _run(lambda run: len(set(run.generations))), 1,
+         lambda run: len(set(run.generations)), 1,
          when=lambda run: bool(run.generations) or run.inputs is not None),
 )  # fmt: skip
 """Judged also where a run ended early."""
@@ -245,89 +205,90 @@ _OF_RUN: Final = (
 _OF_MEASUREMENTS: Final = (
     Rule("reference_varied", "reference", "commonest answer",
          "share of the reference's commonest answer: a constant would agree with it",
-         _run(figures.commonest), "reference_varied"),
+         figures.commonest, "reference_varied"),
     Rule("reference_company", "reference", "pairs in company",
          "share of pairs whose query has other documents too, so that a batch is tried",
-         _rerank(figures.in_company), "reference_company", "rerank"),
+         figures.in_company, "reference_company", "rerank"),
     Rule("min_cosine", "agreement", "min cosine", "smallest cosine of any row with its reference",
-         _least("cosine"), "min_cosine", "embed", "exact"),
+         lambda rows: least(rows.cosine), "min_cosine", "embed", "exact"),
     Rule("mean_cosine", "agreement", "mean cosine", "mean cosine over all rows",
-         _mean("cosine"), "mean_cosine", "embed", "exact"),
+         lambda rows: mean(rows.cosine), "mean_cosine", "embed", "exact"),
     Rule("worst_decile", "agreement", "worst decile", "nearest neighbours kept, in the worst tenth of the rows",
-         _embed(lambda rows: measured(metrics.worst_decile, finite(rows.overlap))),
+         lambda rows: metrics.worst_decile(finite(rows.overlap)) if finite(rows.overlap) else None,
          "worst_decile", "embed", "exact"),
     Rule("mean_cosine", "agreement", "mean cosine", "mean cosine over all rows",
-         _mean("cosine"), "approximate_cosine", "embed", "approximate"),
+         lambda rows: mean(rows.cosine), "approximate_cosine", "embed", "approximate"),
     Rule("pearson", "agreement", "pearson", "correlation of the similarities with the reference's",
-         _mean("neighbour_pearson"), "approximate_pearson", "embed", "approximate"),
+         lambda rows: mean(rows.neighbour_pearson), "approximate_pearson", "embed", "approximate"),
     Rule("top1", "agreement", "same best", "rows whose nearest other row is the reference's",
-         _embed(figures.same_neighbours), "approximate_top1", "embed", "approximate"),
-    Rule("norm_error", "agreement", "norm error", _LENGTH, _apart("norm"), "norm_error", "embed", when=_unit),
+         figures.same_neighbours, "approximate_top1", "embed", "approximate"),
+    Rule("norm_error", "agreement", "norm error", _LENGTH,
+         lambda rows: apart(rows.norm), "norm_error", "embed", when=_unit),
     Rule("length_error", "agreement", "length error", _LENGTH + ", in lengths of the reference's",
-         _apart("norm"), "length_error", "embed", when=lambda run: not _unit(run)),
+         lambda rows: apart(rows.norm), "length_error", "embed", when=lambda run: not _unit(run)),
     Rule("pearson", "agreement", "pearson", "correlation with the reference",
-         _logits(metrics.pearson), "pearson", "rerank", "exact"),
+         lambda pairs: of_logits(metrics.pearson, pairs), "pearson", "rerank", "exact"),
     Rule("max_error", "agreement", "max error", "largest difference of one logit",
-         _logits(metrics.max_error), "max_error", "rerank", "exact"),
+         lambda pairs: of_logits(metrics.max_error, pairs), "max_error", "rerank", "exact"),
     Rule("rank_order", "agreement", "changed ranks",
          "pairs of a query whose order changed although the reference tells them clearly apart",
-         _beyond(figures.order_flips, "max_error"), 0, "rerank", "exact"),
+         figures.order_flips, 0, "rerank", "exact", beyond="max_error"),
     Rule("pearson", "agreement", "pearson", "correlation with the reference",
-         _logits(metrics.pearson), "approximate_pearson", "rerank", "approximate"),
+         lambda pairs: of_logits(metrics.pearson, pairs), "approximate_pearson", "rerank", "approximate"),
     Rule("top1", "agreement", "same best", "queries whose best document is the reference's",
-         _rerank(lambda pairs: metrics.same_best(*figures.logits(pairs))),
+         lambda pairs: of_logits(metrics.same_best, pairs, grouped=True),
          "approximate_top1", "rerank", "approximate"),
     Rule("scale_error", "agreement", "scale error",
          "root mean square difference of the logits, as a share of the reference's spread",
-         _logits(metrics.scale_error), "approximate_scale", "rerank", "approximate"),
+         lambda pairs: of_logits(metrics.scale_error, pairs), "approximate_scale", "rerank", "approximate"),
     Rule("top1", "agreement", "next token", "prefixes of the reference with the same next token",
-         _generate(figures.same_next), "top1", "generate"),
+         figures.same_next, "top1", "generate"),
     Rule("first_token", "agreement", "first token", "prompts whose first token is the reference's",
-         _generate(figures.same_first), "first_token", "generate"),
+         figures.same_first, "first_token", "generate"),
     Rule("unmeasured", "finite", "unmeasured", "probes without a number, in the way of asking that has most of them",
-         _run(figures.unmeasured)),
+         figures.unmeasured),
     Rule("non_finite", "finite", "non-finite",
-         "rows whose first answer, alone or with those beside them, held NaN or infinity", _run(figures.non_finite)),
+         "rows whose first answer, alone or with those beside them, held NaN or infinity", figures.non_finite),
     Rule("batch_single", "batch", "batch = single", _COMPANY,
-         _least("batch_best", "permuted_best"), "batch_single", "embed"),
+         lambda rows: least(rows.batch_best, rows.permuted_best), "batch_single", "embed"),
     Rule("batch_norm", "batch", "batch norm", "a row's length in a batch against its length alone",
-         _apart("batch_norm", "permuted_norm"), "batch_norm", "embed"),
+         lambda rows: apart(rows.batch_norm, rows.permuted_norm), "batch_norm", "embed"),
     Rule("batch_single", "batch", "batch = single", _COMPANY,
-         _rerank(figures.batch_error), "max_error", "rerank", "exact"),
+         figures.batch_error, "max_error", "rerank", "exact"),
     Rule("batch_single", "batch", "batch = single", _COMPANY,
-         _rerank(figures.batch_error), "approximate_batch", "rerank", "approximate"),
+         figures.batch_error, "approximate_batch", "rerank", "approximate"),
     Rule("repeat", "batch", "changed repeats", "rows whose bits changed when the same request was sent again",
-         _run(lambda run: run.repeat_differs)),
-    Rule("order", "order", "misplaced rows", _MOVED, _embed(figures.misplaced_rows), 0, "embed"),
+         lambda run: run.repeat_differs),
+    Rule("order", "order", "misplaced rows", _MOVED, figures.misplaced_rows, 0, "embed"),
     Rule("order", "order", "misplaced rows", _MOVED,
-         _beyond(figures.misplaced_scores, "max_error"), 0, "rerank", "exact"),
+         figures.misplaced_scores, 0, "rerank", "exact", beyond="max_error"),
     Rule("order", "order", "misplaced rows", _MOVED,
-         _beyond(figures.misplaced_scores, "approximate_batch"), 0, "rerank", "approximate"),
+         figures.misplaced_scores, 0, "rerank", "approximate", beyond="approximate_batch"),
     Rule("limits", "limits", "wrong edge cases", "of 1, 2, max − 1, max, max + 1 (to be refused) and a repeated token",
-         _run(figures.failed_cases)),
+         figures.failed_cases),
 )  # fmt: skip
 _OF_PLACEMENT: Final = (
     Rule("placement_share", "placement", "share",
          "operations on the Neural Engine, as the worker reports after the run",
-         lambda run, _: figures.reported_share(run.placement or figures.UNPLACED, run), "placement_share"),
+         figures.reported_share, "placement_share"),
     Rule("functions_unreported", "placement", "unreported functions", "functions whose placement is not known",
-         _placed(lambda placed: [*map(share_of, buckets(placed))].count(None) or not buckets(placed))),
+         figures.unreported),
     Rule("function_share", "placement", "worst function", "the same share in the worst function",
-         _placed(lambda placed: figures.worst(share_of, buckets(placed))), "placement_share"),
+         lambda run: figures.worst(share_of, run), "placement_share"),
     Rule("cost_share", "placement", "cost share", "estimated cost on the Neural Engine, in the worst function",
-         _placed(lambda placed: figures.worst(cost_share_of, buckets(placed))), "cost_share"),
+         lambda run: figures.worst(cost_share_of, run), "cost_share"),
     Rule("cpu_operations", "placement", "CPU ops off the list", "operators that don't belong off the Neural Engine",
-         _placed(lambda placed: sum(len(cpu_operations(one, placed.cpu_allowed)) for one in buckets(placed)))),
+         lambda run: sum(len(cpu_operations(one, run.placement.cpu_allowed)) for one in figures.buckets(run))),
     Rule("speedup", "placement", "× CPU-only", "times as fast as with the engine forced to the CPU",
-         _placed(figures.speedup), "speedup"),
+         figures.speedup, "speedup"),
 )  # fmt: skip
 GATES: Final = (*_OF_RUN, *_OF_MEASUREMENTS, *_OF_PLACEMENT)
 
 
 def rule_of(name: str, task: str | None = None) -> Rule:
-    """Return what a gate of a document is called and means; a name that no rule has stands for itself."""
+    """Return what a gate of a document is called and means; a name that no rule has is its own label."""
     found = [rule for rule in GATES if rule.name == name and (task is None or rule.task in (None, task))]
-    return found[0] if found else Rule(name, "worker", name, "", lambda run, _: None)
+    return found[0] if found else Rule(name, "worker", name, "", lambda run: None)
 
 
 def rules(task: str, precision: Precision, *, placement: bool) -> list[Rule]:
@@ -374,14 +335,12 @@ def on_ane(evidence: Evidence) -> bool:
     return evidence.engine.device.partition(":")[0] == "ane"
 
 
-def judge(evidence: Evidence, wanted: Thresholds | None = None, *, placement: bool | None = None) -> Evidence:
+def judge(evidence: Evidence) -> Evidence:
     """Return the document with gates, reported numbers, reasons and verdict computed from its measurements.
 
-    *wanted*: thresholds to judge by instead of the document's own, *placement*: whether the lane must run on the
-    Neural Engine; a recheck takes both from the matrix. The kind of run is its model's task and dtype.
+    It is judged by its own thresholds, device and kind of model: a recheck puts the matrix's into it before.
     """
-    required = on_ane(evidence) if placement is None else placement
-    gates = list(measure(evidence, evidence.thresholds if wanted is None else wanted, placement=required))
+    gates = list(_gates(evidence))
     passed = evidence.inputs is not None and all(gate.passed for gate in gates)
     verdict: Verdict = "certified" if passed else "uncertified"
     reasons = []
@@ -389,7 +348,7 @@ def judge(evidence: Evidence, wanted: Thresholds | None = None, *, placement: bo
         reasons.append("reference_fixture_missing")
     if evidence.fault is not None:
         reasons.append(evidence.fault.code)
-    if required and (evidence.placement or figures.UNPLACED).share is None:
+    if on_ane(evidence) and (evidence.placement or figures.UNPLACED).share is None:
         reasons.append("placement_unreported")
     reasons += [gate.name for gate in gates if not gate.passed]
     return msgspec.structs.replace(
@@ -397,15 +356,16 @@ def judge(evidence: Evidence, wanted: Thresholds | None = None, *, placement: bo
     )
 
 
-def measure(evidence: Evidence, wanted: Thresholds, *, placement: bool) -> Iterator[Gate]:
+def _gates(evidence: Evidence) -> Iterator[Gate]:
     """Yield every gate of a run. One that ended early, or had no reference, is judged by what it came to."""
     ended = evidence.inputs is None and (evidence.fault is not None or evidence.fixture is None)
-    sound = figures.whole(evidence)
-    for rule in rules(evidence.model.task, precision_of(evidence.model.dtype), placement=placement):
+    sound, wanted = figures.whole(evidence), evidence.thresholds
+    kind = evidence.model.task, precision_of(evidence.model.dtype)
+    for rule in rules(*kind, placement=on_ane(evidence)):
         if not rule.when(evidence) or (ended and rule not in _OF_RUN):
             continue
         # Series of another length than the probes, or with impossible numbers: nothing is computed from them.
-        value = rule.figure(evidence, wanted) if sound or rule.task is None else None
+        value = rule.value(evidence, wanted) if sound or rule.task is None else None
         if isinstance(rule.threshold, str):
             # A document without a threshold that its kind needs fails there, whatever was measured.
             known = rule.threshold in wanted
@@ -427,13 +387,12 @@ def _holds(value: float, comparison: Comparison, threshold: float) -> bool:
     return value >= threshold if comparison == ">=" else value <= threshold
 
 
-def qualified_widths(evidence: Evidence, wanted: Thresholds | None = None) -> list[int]:
+def qualified_widths(evidence: Evidence) -> list[int]:
     """Return the packed widths that may serve: each row as on its rung, whatever its neighbours, on the right device.
 
     Only where all of that was measured: no trial, a function without placement or one off the Neural Engine, and the
     width stays off.
     """
-    wanted = evidence.thresholds if wanted is None else wanted
     placement = evidence.placement or figures.UNPLACED
     functions = {one.tokens: one for one in placement.functions if one.kind == "packed"}
 
@@ -442,7 +401,7 @@ def qualified_widths(evidence: Evidence, wanted: Thresholds | None = None) -> li
         if function is None or cpu_operations(function, placement.cpu_allowed):
             return False
         shares = ((share_of(function), "placement_share"), (cost_share_of(function), "cost_share"))
-        return all(value is not None and value >= wanted.get(key, 1.0) for value, key in shares)
+        return all(value is not None and value >= evidence.thresholds.get(key, 1.0) for value, key in shares)
 
     trials: Sequence[int] = [one.width for one in evidence.packing if figures.packs(one)]
     return sorted(width for width in trials if placed(width) or not on_ane(evidence))

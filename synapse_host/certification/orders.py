@@ -20,13 +20,13 @@ from synapse_host.certificates import document as documents
 from synapse_host.certificates import standing
 from synapse_host.certificates.document import Evidence
 from synapse_host.certification import report, run
-from synapse_host.certification.compute_plan import Plans, plan_tool
+from synapse_host.certification.packing import Plans, plan_tool
 from synapse_host.certification.run import Order
 from synapse_host.config import HostConfig
 from synapse_host.models.builder import silent
 from synapse_host.placement import hardware
-from synapse_host.placement.matrix import ENCODERS, HardwareMatrix, Lane
-from synapse_host.placement.select import select
+from synapse_host.placement.matrix import ENCODERS, HardwareMatrix
+from synapse_host.placement.select import fit
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Bundle
@@ -70,7 +70,7 @@ def possible(
             if lane.task != bundle.manifest.task:
                 continue
             for id in lane.engines:
-                if id not in done and _fits(wide, lane, id, profile, bundle):
+                if id not in done and fit(wide, wide.engines[id], profile, bundle)[0]:
                     done.add(id)
                     orders.append(Order(lane.id, name, bundle.root, id))
     return orders, wide
@@ -78,12 +78,6 @@ def possible(
 
 def _serves(engine: str, task: str) -> bool:
     return task != "generate" or engine not in ENCODERS
-
-
-def _fits(matrix: HardwareMatrix, lane: Lane, engine: str, profile: HostProfile, bundle: Bundle) -> bool:
-    only = msgspec.structs.replace(lane, engines=(engine,), pin=None)
-    one = msgspec.structs.replace(matrix, lanes={lane.id: only})
-    return select(one, lane_id=lane.id, profile=profile, bundle=bundle).engine is not None
 
 
 async def carry_out(
@@ -124,7 +118,7 @@ def _standing(order: Order, evidence: Evidence, matrix: HardwareMatrix, config: 
 
 def folder_of(engine_id: str, *, chip: str, os: str, os_version: str) -> str:
     """Return the folder of an engine and a kind of machine, ``<engine>-<chip>-<os>``: nothing names one machine."""
-    # Linux tells the kernel's release there, which says nothing about a kind of machine.
+    # On Linux that is the kernel's release, which says nothing about a kind of machine.
     system = os if os == "linux" else f"{os}-{os_version}"
     kind = re.sub(r"\((R|TM)\)|\bCPU\b|@.*", " ", chip, flags=re.IGNORECASE)
     return "-".join(_slug(part) for part in (engine_id, kind, system))

@@ -1,20 +1,24 @@
-"""Trials of packed widths on a Neural Engine lane: are rows what they are on their rung, whatever lies beside them?
+"""What only a Neural Engine lane is asked: packed widths, what its functions cost, and where Core ML would run them.
 
-And what every function costs, of an embedder and of a reranker: that decides later whether packing pays, and tells a
-worker whose Core ML took a model and runs it on the CPU without a word. Everything goes through the host's own path;
-:func:`synapse_host.certificates.verdict.qualified_widths` says what the numbers mean (ane.md 3.3 and 4).
+A packed width is tried for whether a row is what it is on its rung, whatever lies beside it. What a function costs
+decides later whether packing pays, and shows a worker that Core ML took a model and runs it on the CPU without a word.
+Both go through the host's own path; where Core ML would run a function is asked in a throw-away child, since a plan
+takes seconds to minutes. :func:`synapse_host.certificates.verdict.qualified_widths` says what the numbers mean (ane.md
+3.3 and 4).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from synapse_host.certificates.document import DIGITS, Packing, Series
+import msgspec
+
+from synapse_host.certificates.document import DIGITS, Function, Packing, Series
 from synapse_host.certificates.metrics import cosines
 from synapse_host.certification.probes import repeated
-from synapse_host.errors import SynapseError
+from synapse_host.errors import BundleInvalid, SynapseError
 from synapse_host.residency.plan import buckets
 
 if TYPE_CHECKING:
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
     from synapse_host.host import Host
     from synapse_host.placement.assignment import Assignment
 
+Table: TypeAlias = tuple[list[Function], list[str], str | None]
+"""Functions, the operators that the engine allows on the CPU, and why there are no functions."""
+Plans: TypeAlias = Callable[["Assignment"], Table]
 
 SEED: Final = 20261130
 TIMED: Final = 8
@@ -120,3 +127,20 @@ def _differences(one: FloatArray, other: FloatArray) -> Series:
     import numpy as np
 
     return [round(float(value), DIGITS) for value in np.abs(one - other).max(axis=1)]
+
+
+def plan_tool(assignment: Assignment) -> Table:
+    """Ask ``python -m engines.ane plan`` about the artifact that the lane loads."""
+    from engines.bundle.manifest import FILE_NAME
+    from synapse_host.models import builder
+
+    spec = assignment.require()
+    manifest = assignment.bundle.path(FILE_NAME)
+    argv = ["engines.ane", "plan", spec.load.artifact_path, "--manifest", str(manifest)]
+    try:
+        result = builder.run_tool(argv, stage="plan")
+        return msgspec.convert(result["functions"], list[Function]), [str(op) for op in result["cpu_allowed"]], None
+    except BundleInvalid as exc:
+        return [], [], exc.message
+    except (KeyError, msgspec.ValidationError) as exc:
+        return [], [], f"the plan tool's answer can't be used: {exc}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -11,7 +12,6 @@ from typing import Final
 from synapse_host.certificates.document import EmbedInputs, Evidence, GenerateInputs, RerankInputs
 from synapse_host.certificates.figures import cost_share_of, cpu_operations, first_of, share_of
 from synapse_host.certificates.verdict import GROUPS, rule_of
-from synapse_host.certification.plot import scatter
 
 SIGNS: Final = {">=": "≥", "<=": "≤", "==": "="}
 ORIGINS: Final = {
@@ -20,6 +20,9 @@ ORIGINS: Final = {
     "bundle": "the reference of the bundle's author",
 }
 """Whose reference a model was judged by."""
+WIDTH, HEIGHT = 460, 270
+LEFT, RIGHT, TOP, BASE = 62, WIDTH - 14, 14, HEIGHT - 42
+"""A plot in pixels: the whole, and the frame that its points stay in."""
 _STYLE: Final = """
 :root{--ink:#1c2430;--soft:#5b6675;--line:#d9dee5;--paper:#fff;--card:#f6f7f9;--good:#13794b;--bad:#b3261e;--dot:#2f6db5}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#9aa5b4;--line:#333c48;--paper:#14181d;--card:#1b2027;
@@ -109,6 +112,75 @@ def _gates(evidence: Evidence) -> str:
             bound = f"{SIGNS[gate.comparison]} {gate.threshold:g}"
             rows.append((words.title if number == 0 else "", said, gate.value, bound, word))
     return _table("Gates", ("", "gate", "value", "threshold", ""), rows)
+
+
+def scatter(
+    title: str,
+    points: Sequence[tuple[float, float]],
+    *,
+    x: str,
+    y: str,
+    log_y: bool = False,
+    allowed: float | None = None,
+    diagonal: bool = False,
+) -> str:
+    """Return a figure with one dot a point; *allowed* draws that height, *diagonal* where both axes are equal."""
+
+    def scaled(value: float) -> float:
+        return math.log10(value) if log_y else value
+
+    heights = [scaled(b) for _, b in points] + ([scaled(allowed)] if allowed else [])
+    across, up = _span([a for a, _ in points]), _span(heights if log_y or diagonal else [0.0, *heights])
+    if log_y:
+        up = math.floor(up[0]), math.ceil(up[1])
+    if diagonal:
+        across = up = (min(across[0], up[0]), max(across[1], up[1]))
+
+    def place(a: float, b: float) -> tuple[float, float]:
+        right, high = (a - across[0]) / (across[1] - across[0]), (b - up[0]) / (up[1] - up[0])
+        return LEFT + right * (RIGHT - LEFT), BASE + high * (TOP - BASE)
+
+    def line(one: tuple[float, float], other: tuple[float, float], colour: str) -> str:
+        ends = "".join(f' x{n}="{a:.1f}" y{n}="{b:.1f}"' for n, (a, b) in ((1, one), (2, other)))
+        return f'<line{ends} stroke="var(--{colour})"/>'
+
+    def text(a: float, b: float, words: str, anchor: str) -> str:
+        return f'<text x="{a:.1f}" y="{b:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+    parts = [text((LEFT + RIGHT) / 2, HEIGHT - 6, x, "middle"), text(LEFT, TOP - 3, y, "start")]
+    for tick in _ticks(*up):
+        _, height = place(across[0], tick)
+        parts.append(line((LEFT, height), (RIGHT, height), "line"))
+        parts.append(text(LEFT - 7, height + 4, f"{10**tick if log_y else tick:.3g}", "end"))
+    parts += [text(place(tick, up[0])[0], BASE + 16, f"{tick:.3g}", "middle") for tick in _ticks(*across)]
+    if diagonal:
+        parts.append(line(place(across[0], up[0]), place(across[1], up[1]), "soft"))
+    if allowed:
+        _, height = place(across[0], scaled(allowed))
+        parts += [line((LEFT, height), (RIGHT, height), "bad"), text(RIGHT, height - 5, f"allowed: {allowed:g}", "end")]
+    for a, b in points:
+        right, height = place(a, scaled(b))
+        parts.append(f'<circle cx="{right:.1f}" cy="{height:.1f}" r="2.6"/>')
+    inner = "".join(parts) if points else text(LEFT, HEIGHT / 2, "nothing finite to show", "start")
+    return (
+        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">{inner}</svg></figure>'
+    )
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    """Return an axis' ends: the values' own with a little room, but none below zero where no value is."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    room = (high - low) * 0.04 or max(1e-9, abs(high) * 0.1)
+    return (low - room if low < 0 else max(0.0, low - room)), high + room
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return about five round values between an axis' ends, in steps of 1, 2 or 5."""
+    raw = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def _plots(evidence: Evidence) -> str:

@@ -1,37 +1,43 @@
 """A certification run: a lane's trial on a fresh worker and, on the Neural Engine, where it ran; then the verdict.
 
-Everything goes through the normal serving path of a host of its own. What the numbers mean is
-:mod:`synapse_host.certificates.verdict`' business.
+Theory of operation of the room. An order names a lane, a model and perhaps one of the lane's engines. :func:`certify`
+narrows the matrix to that lane, opens a host of its own on it, which asks for no certificate, and hands both to a
+:class:`~synapse_host.certification.trial.Trial`. The trial goes through the normal serving path, one request at a time
+and nothing twice until it works: LOAD, the edge lengths, every probe alone (timed), in batches, in other company, one
+exchange again, then PING for the placement share of that worker. Rows whose first answer held NaN or infinity are
+counted and have no number. An error of the lane ends the run as its ``fault``: it is judged by what it came to. Only an
+order that makes no sense raises.
+
+On a Neural Engine lane the trial also tries each packed width and times each function, last, so that a width that fails
+costs itself only. After the host has closed, Core ML is asked in a child where it would run each function, and the same
+single requests are timed on a second host whose engine is forced to the CPU: one host at a time drives the device.
+
+The document gets the facts of :mod:`synapse_host.certificates.binding` and is judged. Writing it, the page beside it
+and the certificate is :mod:`synapse_host.certification.orders`' part. Everything runs on the caller's event loop; what
+blocks (asking the plan, hashing an installation) holds up this run's loop only, which serves nobody.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from synapse_host.certificates import binding, verdict
-from synapse_host.certificates.document import EngineFacts, Evidence, Machine, Placement
-from synapse_host.certificates.engine_build import build_id
-from synapse_host.certificates.recheck import model_of
+from synapse_host.certificates.document import Evidence, Placement
 from synapse_host.certification import measurement
 from synapse_host.certification import probes as probe_set
-from synapse_host.certification.compute_plan import Plans, plan_tool
+from synapse_host.certification.packing import Plans, plan_tool
 from synapse_host.certification.trial import Progress, Trial, single_calls, timed
 from synapse_host.config import HostConfig
 from synapse_host.errors import InvalidRequest, SynapseError
 from synapse_host.host import Host
 from synapse_host.models.builder import silent
-from synapse_host.placement import probe as floors
-from synapse_host.placement.assignment import Assignment
-from synapse_host.placement.hardware import HostProfile
-from synapse_host.placement.matrix import Engine, HardwareMatrix
+from synapse_host.placement.matrix import HardwareMatrix
 
 FORCED: Final = {"ane": {"compute_units": "cpu_only", "placement": "off"}}
 """LOAD keys that force an engine to the CPU, by its name in the matrix."""
@@ -69,7 +75,7 @@ async def certify(
         await run.everything(measurement.measure)
     engine, artifact = only.engines[assignment.require().engine_id], assignment.placement.artifact
     assert artifact is not None
-    model = model_of(assignment.bundle, artifact, assignment.model)
+    model = binding.model_of(assignment.bundle, artifact, assignment.model)
     on_ane, placement = engine.device_kind == "ane", run.placement
     if on_ane and placement is not None:
         placement = await _placed(run, placement, only, order, config, plans)
@@ -83,10 +89,10 @@ async def certify(
             format="synapse-evidence-v1",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             lane=order.lane,
-            software=_software(),
+            software=binding.software_facts(),
             model=model,
-            engine=_engine(assignment, engine, run.facts, only),
-            machine=_machine(host.profile, engine),
+            engine=binding.engine_facts(only, engine, **run.said()),
+            machine=binding.machine_facts(engine, host.profile),
             precision=precision,
             thresholds=thresholds,
             placement_required=on_ane,
@@ -121,7 +127,7 @@ def _single_lane(matrix: HardwareMatrix, order: Order) -> HardwareMatrix:
         raise InvalidRequest(f"lane {lane.id} has no engine {order.engine!r} (have: {', '.join(lane.engines)})")
     pinned = msgspec.structs.replace(lane, pin=order.engine or lane.pin, require_certificate=False)
     if order.engine is not None:
-        # The others are not asked about: what stands in this one's way is the whole answer.
+        # The others are not asked about: why this one doesn't fit is the whole answer.
         pinned = msgspec.structs.replace(pinned, engines=(order.engine,))
     return msgspec.structs.replace(matrix, lanes={lane.id: pinned})
 
@@ -152,49 +158,3 @@ async def _forced(trial: Trial, matrix: HardwareMatrix, order: Order, config: Ho
     except SynapseError:
         # An engine that can't be forced leaves the speed-up unmeasured, and unmeasured doesn't pass.
         return []
-
-
-# --- facts -----------------------------------------------------------------------------------------------------------
-
-
-def _software() -> dict[str, str]:
-    packages = floors.versions((*binding.SOFTWARE, *binding.BESIDE))
-    return {"python": ".".join(map(str, sys.version_info[:3])), **packages}
-
-
-def _engine(assignment: Assignment, engine: Engine, facts: dict[str, Any], matrix: HardwareMatrix) -> EngineFacts:
-    spec = assignment.require()
-    return EngineFacts(
-        id=spec.engine_id,
-        device=spec.device,
-        # The program's own name only: where it lies on this machine is nobody else's business.
-        command=[os.path.basename(word) for word in engine.command] if engine.command else [],  # noqa: PTH119
-        runtime_config=dict(spec.load.runtime_config),
-        packages=binding.packages_of(engine),
-        expected=spec.expected_engine,
-        observed=facts.get("worker_engine"),
-        version=facts.get("worker_version"),
-        build_flags=dict(facts.get("build_flags") or {}),
-        kernel_revision=facts.get("kernel_revision"),
-        packed_widths=list(facts.get("packed_widths") or []),
-        buckets=list(facts.get("buckets") or []),
-        env=binding.environment_of(engine),
-        build=build_id(engine, matrix),
-    )
-
-
-def _machine(profile: HostProfile, engine: Engine) -> Machine:
-    return Machine(
-        os=profile.os,
-        os_version=profile.os_version,
-        os_build=profile.os_build,
-        arch=profile.arch,
-        cpu=profile.cpu_model,
-        cpu_features=sorted(profile.cpu_features),
-        cores=profile.cores,
-        cores_total=profile.cores_total,
-        quota=profile.quota,
-        ram_bytes=profile.ram_total,
-        driver=binding.driver_of(engine, profile),
-        accelerator=binding.accelerator_of(engine, profile),
-    )

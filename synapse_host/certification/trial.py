@@ -184,6 +184,19 @@ class Trial:
             rss_mb=self.facts.get("rss_mb"),
         )
 
+    def said(self) -> dict[str, Any]:
+        """Return what LOAD sent and the worker said of itself, by the document's names."""
+        facts = self.facts
+        return {
+            "runtime_config": dict(self.assignment.require().load.runtime_config),
+            "observed": facts.get("worker_engine"),
+            "version": facts.get("worker_version"),
+            "build_flags": dict(facts.get("build_flags") or {}),
+            "kernel_revision": facts.get("kernel_revision"),
+            "packed_widths": list(facts.get("packed_widths") or []),
+            "buckets": list(facts.get("buckets") or []),
+        }
+
     async def _described(self, probes: Fixtures) -> Fixture:
         """Compare the fixtures with the bundle they came in: digest, and ids against its own tokenizer."""
         ref = self.bundle.manifest.fixtures

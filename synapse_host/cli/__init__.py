@@ -1,12 +1,11 @@
-"""The ``synapse`` command: one file per verb group, found through one table.
+"""The ``synapse`` command: one file a verb, found through one table.
 
-A verb module offers two functions::
-
-    def configure(parser: Parser) -> None: ...           # arguments, description, examples
-    def run(args: argparse.Namespace, console: Console) -> int: ...   # exit code; raises SynapseError
-
-Only the chosen verb's module is imported, so ``synapse --help`` costs nothing but argparse. The common options
-(``--json``, ``--quiet``, ``--matrix``, ``--models-dir``, ``--runtime-dir``, ``--deadline``) are added here, not there.
+:func:`main` fills closed standard streams, finds the verb, parses its arguments and reports how it ended: as a line on
+stderr, or as a document under ``--json``, and as an exit code. A verb's module offers ``configure(parser)``, which adds
+arguments, description and examples, and ``run(args, console)``, which returns the exit code or raises a SynapseError.
+Only the chosen verb's module is imported, so that ``synapse --help`` costs nothing but argparse. The common options
+(``--json``, ``--quiet``, ``--matrix``, ``--models-dir``, ``--runtime-dir``, ``--deadline``) are added here. From the
+moment a verb runs SIGINT, SIGTERM and SIGHUP end it in order, by KeyboardInterrupt in the main thread.
 """
 
 from __future__ import annotations
@@ -291,7 +290,7 @@ def _configure_logging() -> None:
     import logging
 
     class Printable(logging.Formatter):
-        """What workers wrote stands in records too."""
+        """Escape what steers a terminal: records quote what workers wrote."""
 
         def format(self, record: logging.LogRecord) -> str:
             return printable(super().format(record))

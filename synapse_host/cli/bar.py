@@ -18,12 +18,12 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from synapse_host.cli.terminal import Bar, Stages, printable
+from synapse_host.cli.terminal import Stages, printable
 
 
 @contextmanager
-def terminal_bar(label: str, total: int, *, unit: str) -> Iterator[Bar]:
-    """Show one bar on stderr; it disappears when the block ends, what matters was printed by the block."""
+def terminal_bar(label: str, total: int, *, unit: str) -> Iterator[Callable[[int], None]]:
+    """Show one bar on stderr and yield what advances it; it disappears when the block ends."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
@@ -32,7 +32,7 @@ def terminal_bar(label: str, total: int, *, unit: str) -> Iterator[Bar]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=RichConsole(stderr=True), transient=True) as progress:
-        yield Bar(partial(progress.advance, progress.add_task(label, total=total)))
+        yield partial(progress.advance, progress.add_task(label, total=total))
 
 
 @contextmanager

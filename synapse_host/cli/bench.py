@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from synapse_host.placement.matrix import load
 
     if args.matrix is not None:
-        load(args.matrix)  # The suite has matrices of its own; a typo is told all the same, and before minutes of work.
+        load(args.matrix)  # The suite has its own; a typo is refused all the same, before minutes of work.
     root = checkout()
     command = list(interpreter.module("bench"))  # it runs in the checkout's own folder
     command += ["--quick"] if args.quick else []

@@ -13,7 +13,7 @@ from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.ps import duration
 from synapse_host.errors import EXIT_OK
-from synapse_host.models import catalogue
+from synapse_host.models.bundles import readable
 from synapse_host.placement import hardware
 from synapse_host.placement.matrix import load
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     matrix = load(args.matrix)
     with console.stages("looking"):
         profile = hardware.detect(hardware.floor_keys(matrix, matrix.engines))
-        found = list(standing.listed(matrix, catalogue.readable(args.models_dir), profile))
+        found = list(standing.listed(matrix, readable(args.models_dir), profile))
     now = datetime.now(UTC)
     console.document({"certificates": [_row(one, now) for one in found]})
     for one in found:

@@ -25,6 +25,7 @@ from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import DEFAULT_MODELS, bundle_of, config_of, model_name, run_orderly
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, SynapseError
 from synapse_host.models import catalogue
+from synapse_host.models.bundles import readable
 from synapse_host.placement import hardware
 from synapse_host.placement.matrix import load
 
@@ -146,7 +147,7 @@ def _all(args: argparse.Namespace, console: Console) -> int:
     """Certify what this machine can run, one lane after the other; one that can't be run doesn't stop the rest."""
     if args.model or args.engine or args.min_placement_share is not None:
         raise UsageError("--all takes every model and engine by the matrix's thresholds. See: synapse certify --help")
-    matrix, bundles = load(args.matrix), catalogue.readable(args.models_dir)
+    matrix, bundles = load(args.matrix), readable(args.models_dir)
     if not bundles:
         raise UsageError(f"no model is installed. Install them: synapse models install {' '.join(catalogue.DEFAULTS)}")
     profile = hardware.detect(hardware.floor_keys(matrix, matrix.engines))
@@ -174,7 +175,7 @@ def _all(args: argparse.Namespace, console: Console) -> int:
 
 def _recheck(args: argparse.Namespace, console: Console) -> int:
     recorded, _ = documents.read(args.recheck)
-    installed = catalogue.readable(args.models_dir).values()
+    installed = readable(args.models_dir).values()
     bundle = next((one for one in installed if one.digest == recorded.model.manifest_digest), None)
     found = recheck(args.recheck, load(args.matrix), bundle=bundle, share=args.min_placement_share)
     evidence = found.evidence

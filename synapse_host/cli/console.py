@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
-from synapse_host.cli.terminal import STEERING, Bar, Stages, printable
-from synapse_host.errors import EXIT_FAILED, Interrupted, SynapseError
+from synapse_host.cli.terminal import STEERING, Stages, printable
+from synapse_host.errors import Interrupted, SynapseError
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _NARROWEST: Final = 20
@@ -23,6 +23,12 @@ _DUMP: Final = re.compile(
     r"Fatal Python error|Current thread|Thread 0x|\s*File \".*\", line \d+|Extension modules:|<no Python frame>"
     r"|\s*[~^]+\s*$"
 )
+
+
+class _Bug(SynapseError):
+    """An exception that nobody foresaw."""
+
+    code = "internal_error"
 
 
 class Console:
@@ -96,10 +102,10 @@ class Console:
         # Outside strings a document has none of these; inside, this is the same character.
         print(text.translate({code: f"\\u{code:04x}" for code in STEERING}))
 
-    def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Bar]:
-        """Show a progress bar on stderr while the block runs; silent off a terminal."""
+    def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Callable[[int], None]]:
+        """Show a progress bar on stderr while the block runs and yield what advances it; silent off a terminal."""
         if not self.bars:
-            return nullcontext(Bar(lambda amount: None))
+            return nullcontext(lambda amount: None)
         from synapse_host.cli.bar import terminal_bar
 
         return terminal_bar(printable(label), total, unit=unit)
@@ -139,18 +145,7 @@ class Console:
         """Report an exception that nobody foresaw: one line, exit 1."""
         words = " ".join(str(exc).split())
         text = f"internal error: {type(exc).__name__}: {words} (SYNAPSE_DEBUG=1 shows where)"
-        if self.json:
-            error = {
-                "code": "internal_error",
-                "class": "permanent",
-                "safe_to_retry_same_request": False,
-                "message": text,
-                "details": {},
-            }
-            self._print_json({"error": error})
-        else:
-            self._tell(text)
-        return EXIT_FAILED
+        return self.fail(_Bug(text))
 
 
 def explain(error: SynapseError) -> str:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle
+from synapse_host.certificates.standing import speeds as speeds_here
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError, nearest
 from synapse_host.cli.session import DEFAULT_MODELS, bundle_of
 from synapse_host.errors import EXIT_HARDWARE, EXIT_OK, BundleInvalid, SynapseError
 from synapse_host.models import catalogue
 from synapse_host.placement import hardware
-from synapse_host.placement.matrix import HardwareMatrix, Lane
+from synapse_host.placement.matrix import HardwareMatrix, Lane, json_schema
 from synapse_host.placement.matrix import load as load_matrix
-from synapse_host.placement.matrix_schema import json_schema
 from synapse_host.placement.select import Considered, Placement, select
 
 
@@ -78,7 +79,8 @@ def _explain(matrix: HardwareMatrix, lanes: list[Lane], args: argparse.Namespace
     missing = False
     for number, lane in enumerate(lanes):
         bundle, remark = _bundle(lane, args, console)
-        placement = select(matrix, lane_id=lane.id, profile=profile, bundle=bundle)
+        speeds = speeds_here(matrix, [bundle] if bundle else [], profile)
+        placement = select(matrix, lane_id=lane.id, profile=replace(profile, speeds=speeds), bundle=bundle)
         missing = missing or placement.engine is None
         documents.append(
             {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from msgspec import UNSET
@@ -12,8 +11,9 @@ from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid, InvalidRequest
-from synapse_host.models import builder, catalogue
+from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid
+from synapse_host.models import builder, bundles, catalogue
+from synapse_host.models.bundles import read
 
 
 def configure(parser: Parser) -> None:
@@ -28,9 +28,6 @@ def configure(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("name", nargs="*", help="a bundle's name, or a folder; verify without a name checks all")
     parser.add_argument("--force", action="store_true", help="install: make it again although it is there")
-    parser.add_argument(
-        "--keep-checkpoint", type=Path, metavar="DIR", help="install: also leave the plain checkpoint in DIR, for build"
-    )
     parser.examples(
         """
         synapse models
@@ -97,7 +94,7 @@ def _path(args: argparse.Namespace, console: Console) -> int:
             if name in catalogue.DEFAULTS:
                 raise BundleInvalid(f"model {name} is not made yet. Make it: synapse models install {name}")
             raise catalogue.unknown(name, args.models_dir)
-        entries.append(describe(name, catalogue.read(name, path)))
+        entries.append(describe(name, read(name, path)))
     console.document({"models": entries})
     for entry in entries:
         console.line(entry["path"])
@@ -110,7 +107,7 @@ def _show(args: argparse.Namespace, console: Console) -> int:
         path = catalogue.locate(name, args.models_dir)
         if path is None:
             raise catalogue.unknown(name, args.models_dir)
-        bundle = catalogue.read(name, path)
+        bundle = bundles.read(name, path)
         known = bundle.manifest
         facts = {
             "family": known.family,
@@ -150,12 +147,9 @@ def _remove(args: argparse.Namespace, console: Console) -> int:
 
 def _install(args: argparse.Namespace, console: Console) -> int:
     entries = []
-    keep = args.keep_checkpoint
-    if keep is not None and (len(args.name) != 1 or keep.exists()):
-        raise InvalidRequest("--keep-checkpoint takes one model and a folder that doesn't exist yet")
     for name in args.name:
         with console.stages(name) as progress:
-            bundle = catalogue.install(name, args.models_dir, force=args.force, keep=keep, progress=progress)
+            bundle = catalogue.install(name, args.models_dir, force=args.force, progress=progress)
         entries.append(describe(name, bundle))
         console.line(f"{name:<12} {bundle.digest[:12]}  {bundle.root}")
     console.document({"models": entries})
@@ -168,7 +162,7 @@ def _verify(args: argparse.Namespace, console: Console) -> int:
         path = catalogue.locate(name, args.models_dir)
         if path is None:
             raise catalogue.unknown(name, args.models_dir)
-        bundle = catalogue.read(name, path)
+        bundle = read(name, path)
         with console.stages(name) as progress:
             wrong = builder.verify(bundle, progress)
         entries.append({**describe(name, bundle), "ok": not wrong, "wrong": wrong})

@@ -79,10 +79,10 @@ def _file(args: argparse.Namespace, console: Console) -> int:
 
     async def work(host: Host) -> list[RerankResult]:
         results = []
-        with console.bar("reranking", len(pairs), unit="queries") as bar:
+        with console.bar("reranking", len(pairs), unit="queries") as advance:
             for query, documents in pairs:
                 results.append(await _score(host, model, query, documents, args))
-                bar.advance(1)
+                advance(1)
         return results
 
     results = run_host(args, console, {model: args.model}, work)

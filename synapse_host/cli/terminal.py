@@ -1,9 +1,9 @@
-"""What a terminal is shown: progress displays as types, and text that can't steer it."""
+"""What a terminal is shown: the reports of a job's stages, and text that can't steer it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 STEERING: Final = {
     code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
@@ -14,12 +14,6 @@ STEERING: Final = {
 
 Stages: TypeAlias = Callable[[str, int, int], None]
 """``report(stage, done, total)``; each stage starts the bar anew."""
-
-
-class Bar(NamedTuple):
-    """A running progress display."""
-
-    advance: Callable[[int], None]
 
 
 def printable(text: str) -> str:

@@ -1,7 +1,12 @@
 """What this machine can run and what is wrong with it, as findings that each carry their fix.
 
-Every check is a function from facts to findings; the facts that need a child process (floors, worker versions) are
-gathered first, side by side, each with a limit. Nothing here raises for what it finds.
+Theory of operation. :func:`examine` first gathers the facts that take time, side by side: the machine's profile, every
+engine's floor asked anew (a cached answer may be what is wrong), foreign workers' floors, every worker's ``--version``
+line and the digests of the installed bundles. Each child has a time limit and runs alone, so one that hangs or crashes
+is a finding like any other. Then every check is a function from those facts to findings: `engines` looks at the
+matrix's engines and lanes, `machine` at this computer and at what killed hosts left, `models` at bundles and
+certificates. Nothing here raises for what it finds, changes anything or asks a running host. The order of the findings
+is the report's; the lanes come last, because they follow from the engines.
 """
 
 from __future__ import annotations
@@ -92,14 +97,10 @@ def examine(
             nowhere.append(Finding("temporary.missing", "failure", exc.message, "export TMPDIR=/a/folder/of/this/user"))
     findings = [
         *engines.engine_findings(matrix, reports),
-        *engines.version_findings(reports, host_version),
-        *machine.python_findings(sys.version_info[:2], profile.os),
         *machine.onnxruntime_findings(floors.versions(ONNXRUNTIMES)),
         *machine.resource_findings(profile.ram_free, models_dir),
         *machine.descriptor_findings(machine.descriptor_limit()),
-        *machine.socket_findings(runtime),
         *machine.abandoned_findings(remains.roots() if runtime_dir is None else [runtime]),
-        *machine.stale_findings(runtime),
         *nowhere,
         *bundles,
         *models.certificate_findings(matrix, profile, versions, models_dir, data_dir),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, Literal
+
+import msgspec
 
 from synapse_host.doctor.finding import Finding, Severity
 from synapse_host.errors import BackendMissing
@@ -21,8 +23,6 @@ _INSTALL: Final = {
     "cuda": "pip install 'synapse-workers[cuda,cuda-libraries]'",
     "ane": "pip install 'synapse-workers[ane]'",
 }
-_OURS: Final = "synapse-worker-"
-"""How our own workers' programs are called."""
 REBUILD: Final = "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
 
 
@@ -59,7 +59,9 @@ def report_on(
         fixable = code in ("llama_missing", "bindings_missing", "cuda_runtime_missing", "cpu_unsupported")
         fixable = fixable and not has_no_code(floor)
         status, what = ("failed" if fixable else "passed_over"), floor_text(floor)
-    return EngineReport(engine.id, status, what, engine.device, versions, asdict(floor) if floor else None, worker)
+    return EngineReport(
+        engine.id, status, what, engine.device, versions, msgspec.structs.asdict(floor) if floor else None, worker
+    )
 
 
 def _described(engine: Engine, versions: dict[str, str], profile: HostProfile) -> str:
@@ -114,23 +116,6 @@ def _again(engine: Engine) -> str:
     except BackendMissing:
         return f"export {interpreter.VARIABLE}=/path/to/python"
     return f"see what it says: {shlex.join((*command, '--probe-floor'))}"
-
-
-def version_findings(engines: Iterable[EngineReport], host_version: str) -> Iterator[Finding]:
-    """Report workers of ours in another version: host and workers are deployed together.
-
-    A foreign worker has versions of its own, which say nothing about this host.
-    """
-    for report in engines:
-        words = report.worker.split()
-        known = len(words) >= 2 and "unknown" not in words[1] + host_version  # a tree that was never installed
-        if known and words[0].startswith(_OURS) and words[1] != host_version:
-            yield Finding(
-                f"engine.{report.id}.version",
-                "failure",
-                f"{report.id}: its worker is version {words[1]}, this host is {host_version}",
-                "install host and workers together: pip install --force-reinstall synapse-workers",
-            )
 
 
 def lane_findings(matrix: HardwareMatrix, engines: Iterable[EngineReport]) -> Iterator[Finding]:

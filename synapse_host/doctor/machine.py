@@ -5,32 +5,17 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import socket
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 from synapse_host.doctor.finding import Finding
 from synapse_host.worker import runtime_dir
-from synapse_host.worker.listener import SUN_PATH
 
 GIB: Final = 1024**3
 MIN_DESCRIPTORS: Final = 256
 MIN_FREE_RAM: Final = 1 * GIB
 MIN_FREE_DISK: Final = 1 * GIB
-PYTHONS: Final = ((3, 11), (3, 14))
-"""From the first, below the second: what coremltools and llama-cpp-python have wheels or builds for."""
-
-
-def python_findings(python: tuple[int, ...], os: str) -> Iterator[Finding]:
-    """Report a Python that the engines' packages don't support."""
-    if not PYTHONS[0] <= python < PYTHONS[1]:
-        shown = ".".join(map(str, python))
-        what = f"Python {shown} is not supported; coremltools has packages for 3.11 to 3.13 only"
-        yield Finding(
-            "python.version", "failure" if os == "darwin" else "warning", what, "make a .venv with Python 3.13"
-        )
 
 
 def onnxruntime_findings(found: Mapping[str, str]) -> Iterator[Finding]:
@@ -91,20 +76,6 @@ def socket_length(runtime: Path) -> int:
     return len(os.fsencode(str(runtime / "synapse-12345678" / "synapse" / "workers" / "generate-1000.sock")))
 
 
-def socket_findings(runtime: Path) -> Iterator[Finding]:
-    """Report a runtime directory whose socket paths don't fit a socket address."""
-    if os.name != "posix":
-        return
-    longest = socket_length(runtime)
-    if longest >= SUN_PATH:
-        yield Finding(
-            "socket.path",
-            "info",
-            f"{runtime} is so long that socket paths ({longest} bytes, {SUN_PATH - 1} fit) move to short names in /tmp",
-            "set TMPDIR to a shorter directory to avoid it",
-        )
-
-
 def abandoned_findings(roots: Iterable[Path]) -> Iterator[Finding]:
     """Report private runtime directories whose hosts were killed; the next one-shot verb removes them."""
     found = [path for root in roots for path in runtime_dir.abandoned(root)]
@@ -114,43 +85,8 @@ def abandoned_findings(roots: Iterable[Path]) -> Iterator[Finding]:
         yield Finding("runtime.abandoned", "warning", what, f"rm -r {shlex.join(map(str, found))}")
 
 
-def stale_findings(runtime: Path) -> Iterator[Finding]:
-    """Report what hosts that were killed left behind: sockets of ours that nobody listens on."""
-    if os.name != "posix":
-        return
-    known = set(runtime_dir.abandoned(runtime))
-    stale = [path for path in _sockets(runtime) if path.parents[2] not in known and not _listening(path)]
-    if stale:
-        roots = sorted({str(path.parents[2]) for path in stale})
-        what = f"{len(stale)} sockets of hosts that are gone, first {stale[0]}"
-        removable = [root for root in roots if Path(root).name.startswith("synapse-")]
-        fix = f"rm -r {shlex.join(removable)}" if removable else f"rm {shlex.join(map(str, stale))}"
-        yield Finding("socket.stale", "warning", what, fix)
-
-
-def _sockets(runtime: Path) -> Iterator[Path]:
-    for pattern in ("synapse-*/synapse/workers/*.sock", "synapse/workers/*.sock"):
-        for path in sorted(runtime.glob(pattern))[:256]:
-            try:
-                entry = path.lstat()
-            except OSError:
-                continue
-            if stat.S_ISSOCK(entry.st_mode) and entry.st_uid == os.getuid():
-                yield path
-
-
-def _listening(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(0.2)
-        try:
-            probe.connect(str(path))
-        except OSError as exc:
-            return not isinstance(exc, ConnectionRefusedError)
-    return True
-
-
 def free_disk(folder: Path) -> int | None:
-    """Return the free bytes where a folder is or will be made; None where nobody tells."""
+    """Return the free bytes where a folder is or will be made; None where that can't be found out."""
     try:
         return shutil.disk_usage(_existing(folder)).free
     except OSError:

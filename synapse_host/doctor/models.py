@@ -11,6 +11,7 @@ from synapse_host.certificates import binding, standing
 from synapse_host.doctor.finding import Finding
 from synapse_host.errors import SynapseError
 from synapse_host.models import builder, catalogue
+from synapse_host.models.bundles import readable
 from synapse_host.placement.hardware import HostProfile
 from synapse_host.placement.matrix import HardwareMatrix
 
@@ -52,7 +53,7 @@ def certificate_findings(
 ) -> Iterator[Finding]:
     """Say of every certificate on this machine whether it is valid, and what voided it. *versions*: worker lines."""
     identities = {id: binding.identity_of(line) for id, line in versions.items()}
-    bundles = catalogue.readable(models_dir)
+    bundles = readable(models_dir)
     for one in standing.listed(matrix, bundles, profile, data_dir=data_dir, identities=identities):
         found = one.certificate
         if found.evidence is None:

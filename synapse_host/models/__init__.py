@@ -1,6 +1,8 @@
 """Model bundles on this machine: found, installed, built and verified.
 
-`catalogue` answers which bundle a name means, `recipes` are the default models, `fetch` gets their pinned packages,
-`builder` makes a bundle of a checkpoint by child programs. It knows files and digests; it knows no lane, worker or
-request. Start with `catalogue.py`.
+`bundles` finds and opens the folders in the models directory, and `catalogue` says which of them a name means and
+installs the default models. `recipes` holds those models, `fetch` gets their pinned packages and checks every digest.
+`builder` makes a bundle of a checkpoint by child programs, in a folder beside the target that takes its place by one
+rename. Whoever installs holds a lock of the file system, so that two processes build once. The room knows files and
+digests, and no lane, worker or request; start with `catalogue.py`.
 """

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from engines.bundle import manifest
@@ -21,51 +21,13 @@ from engines.bundle.manifest import Bundle, BundleError
 from synapse_host.errors import BundleInvalid, InvalidRequest, UnknownModel, of_os
 from synapse_host.locks import lock_exclusive
 from synapse_host.models.builder import Progress, silent
+from synapse_host.models.bundles import installed, models_dir, read
 from synapse_host.models.fetch import fetch
 from synapse_host.models.recipes import DEFAULTS
 from synapse_host.placement import places
 from synapse_host.placement.places import NoHome
 
-__all__ = [
-    "DEFAULTS",
-    "install",
-    "installed",
-    "locate",
-    "models_dir",
-    "names",
-    "obtain",
-    "ours",
-    "outdated",
-    "read",
-    "readable",
-    "unknown",
-]
-
-
-def models_dir(given: Path | None = None) -> Path:
-    """Return the folder of the bundles: the given one, ``SYNAPSE_MODELS_DIR``, or the user's cache. Raises NoHome."""
-    chosen = given or os.environ.get("SYNAPSE_MODELS_DIR")
-    return places.expanded(Path(chosen)).absolute() if chosen else places.cache() / "models"
-
-
-def installed(folder: Path | None = None) -> dict[str, Path]:
-    """Return the bundles in the models folder by name: every sub-folder with a manifest, sorted."""
-    try:
-        root = models_dir(folder)
-        names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
-    except (FileNotFoundError, NoHome):
-        return {}
-    return {name: root / name for name in names if (root / name / manifest.FILE_NAME).exists()}
-
-
-def readable(folder: Path | None = None) -> dict[str, Bundle]:
-    """Return the installed bundles by name, without those whose manifest can't be read."""
-    found = {}
-    with suppress(OSError):
-        for name, path in installed(folder).items():
-            with suppress(BundleError):
-                found[name] = manifest.read(path)
-    return found
+__all__ = ["DEFAULTS", "install", "installed", "locate", "models_dir", "names", "obtain", "ours", "outdated"]
 
 
 def names(folder: Path | None = None) -> list[str]:
@@ -96,14 +58,6 @@ def obtain(name: str, folder: Path | None = None, *, progress: Progress = silent
     if name not in DEFAULTS:
         raise unknown(name, folder)
     return install(name, folder, progress=progress)
-
-
-def read(name: str, path: Path) -> Bundle:
-    """Return the bundle in a folder; BundleInvalid names it, which the manifest's own words don't."""
-    try:
-        return manifest.read(path)
-    except BundleError as exc:
-        raise BundleInvalid(f"model {name}: {exc}", details={"model": name, "path": str(path)}) from exc
 
 
 def unknown(name: str, folder: Path | None = None) -> UnknownModel:
@@ -138,15 +92,12 @@ def install(
     folder: Path | None = None,
     *,
     force: bool = False,
-    keep: Path | None = None,
     progress: Progress = silent,
 ) -> Bundle:
     """Make a default bundle and return it; one that this release's recipe made is returned as it is, unless *force*.
 
     One that an older recipe made is replaced once the new one is there. What isn't ours, or can't be read, is replaced
     with *force* only: InvalidRequest.
-
-    ``keep``: a folder that doesn't exist yet; the plain checkpoint is left there too (the bundle is made anew for it).
 
     ``progress(stage, done, total)`` counts bytes: fetched, unpacked, converted. Raises UnknownModel where the package
     can't be fetched, BundleInvalid where something fetched or built is not what it should be.
@@ -161,14 +112,12 @@ def install(
             path = root / name
             if not force and (path / manifest.FILE_NAME).exists():
                 _check_ours(name, path)
-                if keep is None and not outdated(name, manifest.read(path)):
+                if not outdated(name, manifest.read(path)):
                     return manifest.read(path)
             _sweep(root, name)
             with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".fetching", dir=root) as scratch:
                 files = fetch(recipe.package, Path(scratch), progress)
                 recipe.make(name, recipe, files, path, progress)
-                if keep is not None:
-                    shutil.copytree(files, keep)
             return manifest.read(path)
     except BundleError as exc:
         raise BundleInvalid(f"model {name}: {exc}", details={"model": name}) from exc

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,45 +78,28 @@ def assign(
     )
     assignments: dict[str, Assignment] = {}
     for lane, model in pairs:
-        placement = placements[lane.id, model]
         lane_id = lane.id if users[lane.id] == 1 else f"{lane.id}:{model}"
-        spec = None
-        if placement.engine is not None:
-            device_kind = matrix.engines[placement.engine].device_kind
-            spec = _spec(
-                matrix,
-                lane_id=lane_id,
-                lane=lane.id,
-                model=model,
-                bundle=bundles[model],
-                placement=placement,
-                threads=max(1, profile.cores // max(1, at_home[device_kind])),
-            )
-        assignments[lane_id] = Assignment(lane_id, lane.id, model, bundles[model], placement, spec)
+        made = Assignment(lane_id, lane.id, model, bundles[model], placements[lane.id, model], None)
+        if made.placement.engine is not None:
+            sharing = at_home[matrix.engines[made.placement.engine].device_kind]
+            made = replace(made, spec=_spec(matrix, made, threads=max(1, profile.cores // max(1, sharing))))
+        assignments[lane_id] = made
     return assignments
 
 
-def _spec(
-    matrix: HardwareMatrix,
-    *,
-    lane_id: str,
-    lane: str,
-    model: str,
-    bundle: Bundle,
-    placement: Placement,
-    threads: int,
-) -> LaneSpec:
-    assert placement.engine is not None and placement.artifact is not None
-    engine = matrix.engines[placement.engine]
-    artifact = placement.artifact
+def _spec(matrix: HardwareMatrix, made: Assignment, *, threads: int) -> LaneSpec:
+    """Return what the lane's workers are started with. *threads*: where the matrix names none, on the CPU."""
+    engine_id, artifact, bundle = made.placement.engine, made.placement.artifact, made.bundle
+    assert engine_id is not None and artifact is not None
+    engine = matrix.engines[engine_id]
     runtime_config = dict(engine.runtime_config)
     if engine.device_kind == "cpu":
         runtime_config.setdefault("threads", str(threads))
     owned = engine.worker_engine in OWNED_ENGINES
     return LaneSpec(
-        lane_id=lane_id,
-        model=model,
-        kind=matrix.lanes[lane].kind,
+        lane_id=made.lane_id,
+        model=made.model,
+        kind=matrix.lanes[made.lane].kind,
         engine_id=engine.id,
         expected_engine=engine.worker_engine,
         owned=owned,

@@ -48,7 +48,7 @@ def signal_name(returncode: int | None) -> str | None:
 
 
 def reap(child: subprocess.Popen[bytes], limit: float | None = None) -> int | None:
-    """Wait for *child*, at most *limit* seconds, and return how it ended as Popen tells it; TimeoutExpired then.
+    """Wait for *child*, at most *limit* seconds, and return its exit code as Popen has it; TimeoutExpired then.
 
     None where somebody else took the status: SIGCHLD is ignored in this process, or a thread of the embedding program
     waits for any child. Popen reports 0 then, which would turn a killed worker into one that ended well.

@@ -22,7 +22,7 @@ from synapse_host.placement.places import NoHome
 from synapse_host.placement.probe import Floor, FloorCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from synapse_host.placement.matrix import HardwareMatrix
 
@@ -55,6 +55,9 @@ class HostProfile:
     """Version of NVIDIA's kernel module (Linux): one driver API covers many of them."""
     nvidia_models: tuple[str, ...] = ()
     """The NVIDIA devices by model (Linux), sorted, each once."""
+
+    speeds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Tokens per second that valid certificates recorded here: by bundle digest, then by engine of the matrix."""
 
     @property
     def driver_api(self) -> int | None:
@@ -172,7 +175,7 @@ def machine_id() -> str:
 def os_build() -> str:
     """Return the operating system's build: the Darwin build (23F79), Windows' version, or the kernel's release."""
     if sys.platform == "darwin":
-        return _sysctl("kern.osversion") or platform.mac_ver()[0]
+        return _sysctl("-n", "kern.osversion") or platform.mac_ver()[0]
     return platform.version() if sys.platform == "win32" else platform.release()
 
 
@@ -193,12 +196,12 @@ def _cpuinfo() -> str:
 
 def _cpu_model() -> str:
     if sys.platform == "darwin":
-        return _sysctl("machdep.cpu.brand_string") or platform.processor()
-    return _cpu_name(_cpuinfo()) or platform.processor() or platform.machine()
+        return _sysctl("-n", "machdep.cpu.brand_string") or platform.processor()
+    return cpu_name(_cpuinfo()) or platform.processor() or platform.machine()
 
 
-def _cpu_name(cpuinfo: str) -> str:
-    """Return the processor's name; Linux on ARM tells implementer and part by number instead."""
+def cpu_name(cpuinfo: str) -> str:
+    """Return the processor's name; Linux on ARM gives numbers of implementer and part instead."""
     found = dict(re.findall(r"^(model name|CPU (?:implementer|part|variant))\s*:\s*(.+?)\s*$", cpuinfo, re.MULTILINE))
     if "model name" in found:
         return str(found["model name"])
@@ -208,22 +211,15 @@ def _cpu_name(cpuinfo: str) -> str:
 def _cpu_features() -> frozenset[str]:
     """Instruction sets by their /proc/cpuinfo names; on macOS the hw.optional switches that are on."""
     if sys.platform == "darwin":
-        lines = re.findall(r"^hw\.optional\.(?:arm\.)?(?:FEAT_)?(\w+): 1$", _sysctl_all("hw.optional"), re.MULTILINE)
+        lines = re.findall(r"^hw\.optional\.(?:arm\.)?(?:FEAT_)?(\w+): 1$", _sysctl("hw.optional"), re.MULTILINE)
         return frozenset(line.lower() for line in lines)
     match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     return frozenset(match.group(1).split()) if match else frozenset()
 
 
-def _sysctl(name: str) -> str:
-    return _run("/usr/sbin/sysctl", "-n", name).strip()
-
-
-def _sysctl_all(prefix: str) -> str:
-    return _run("/usr/sbin/sysctl", prefix)
-
-
-def _run(*command: str) -> str:
+def _sysctl(*arguments: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=2, check=False).stdout  # noqa: S603
+        command = ("/usr/sbin/sysctl", *arguments)
+        return subprocess.run(command, capture_output=True, text=True, timeout=2, check=False).stdout.strip()  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -56,7 +56,7 @@ def search_path() -> dict[str, str]:
     """Return the environment variable by which a child finds what is installed through PYTHONPATH alone, or nothing.
 
     Those of PYTHONPATH's folders that hold installed packages (``pip install --target``), absolute, for the child is
-    started elsewhere. A folder of a program's own modules is none of a worker's business.
+    started elsewhere. A folder of a program's own modules is left out: a worker needs none of them.
     """
     if sys.flags.ignore_environment:
         return {}

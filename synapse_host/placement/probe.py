@@ -18,10 +18,13 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
 
 from synapse_host.errors import BackendMissing
 from synapse_host.placement import interpreter
@@ -40,18 +43,26 @@ DISTRIBUTIONS: Final = {
     "cuda": ("onnxruntime-gpu", "onnxruntime", "onnx", "cuda-python"),
     "ane": ("coremltools", "pyobjc-framework-CoreML"),
 }
-"""What each engine stands on; another version is another answer."""
+"""The packages that each engine needs; another version may give another answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Floor:
+class Floor(Struct, frozen=True):
     """One answer. ``failed`` means that the probe itself went wrong; ``why`` then says how, for people."""
 
     status: Status
     code: str
-    required: dict[str, Any] = field(default_factory=dict)
+    required: dict[str, Any] = {}
     observed: dict[str, Any] | None = None
     why: str = ""
+
+
+class _Line(Struct, frozen=True):
+    """What an engine's ``--probe-floor`` prints."""
+
+    status: Literal["ok", "refused"]
+    code: str
+    required: dict[str, Any] = {}
+    observed: dict[str, Any] | None = None
 
 
 def worker_command(engine: str) -> tuple[str, ...]:
@@ -177,25 +188,18 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 def _parse(output: bytes, code: int | None, last: str) -> Floor:
     """Read a probe's line; its exit status has to agree with it, where it is known."""
-    lines = output.splitlines()
     try:
-        answer = json.loads(lines[0]) if len(lines) == 1 else None
-    except ValueError:
+        answer = msgspec.json.decode(output, type=_Line)
+    except msgspec.MsgspecError:
         answer = None
-    if (
-        not isinstance(answer, dict)
-        or answer.get("status") not in ("ok", "refused")
-        or not isinstance(answer.get("code"), str)
-        or not isinstance(answer.get("required", {}), dict)
-        or not isinstance(answer.get("observed"), dict | None)
-    ):
+    if answer is None or len(output.splitlines()) != 1:
         if code not in (0, 2):
-            told = "an unknown status" if code is None else f"status {code}"
-            return Floor("failed", "probe_crashed", why=f"its probe ended with {told}{last}")
+            how = "an unknown status" if code is None else f"status {code}"
+            return Floor("failed", "probe_crashed", why=f"its probe ended with {how}{last}")
         return Floor("failed", "probe_rubbish", why="its probe did not print one line of the agreed JSON")
-    if code is not None and (answer["status"] == "ok") != (code == 0):
-        return Floor("failed", "probe_rubbish", why=f"its probe said {answer['status']} and ended with status {code}")
-    return Floor(answer["status"], answer["code"], answer.get("required", {}), answer.get("observed"))
+    if code is not None and (answer.status == "ok") != (code == 0):
+        return Floor("failed", "probe_rubbish", why=f"its probe said {answer.status} and ended with status {code}")
+    return Floor(answer.status, answer.code, answer.required, answer.observed)
 
 
 def ask(
@@ -235,7 +239,7 @@ def ask(
 
 
 def installed(engine: str) -> dict[str, str]:
-    """Return the installed versions of what an engine stands on."""
+    """Return the installed versions of the packages an engine needs."""
     return versions(DISTRIBUTIONS.get(engine, ()))
 
 
@@ -285,8 +289,8 @@ class FloorCache:
             return None
         try:
             age = time.time() - file.stat().st_mtime
-            floor = Floor(**json.loads(file.read_bytes()))
-        except (OSError, ValueError, TypeError):
+            floor = msgspec.json.decode(file.read_bytes(), type=Floor)
+        except (OSError, msgspec.MsgspecError):
             return None
         return floor if floor.status == "ok" or 0 <= age < REFUSAL_TTL else None
 
@@ -301,7 +305,7 @@ class FloorCache:
                 return
             file.parent.mkdir(parents=True, exist_ok=True)
             part = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
-            part.write_text(json.dumps(asdict(floor)))
+            part.write_bytes(msgspec.json.encode(floor))
             part.replace(file)
         except OSError:
             pass

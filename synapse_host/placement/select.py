@@ -1,7 +1,16 @@
 """Which engine a lane gets, and why each other choice was passed over. Pure: values in, values out.
 
-First match wins, and nothing is moved later. An engine fits when its hardware class holds, its own probe says yes, and
-the bundle has an artifact of its format (and dtype list).
+Theory of operation of the room. The matrix says what may run where (:mod:`synapse_host.placement.matrix`), the profile
+what this machine is (:mod:`synapse_host.placement.hardware`), and a floor what an engine says of it itself: its worker
+is started with ``--probe-floor`` in a throw-away child, so that a driver that crashes or hangs takes nothing with it
+(:mod:`synapse_host.placement.probe`; answers are kept per boot, operating system, driver and installed packages).
+:func:`select` compares them: an engine fits when its hardware class holds, its own floor says yes, and the bundle has
+an artifact of its format (and dtype list). The first that fits is the placement, and each other engine gets its reason.
+
+:mod:`synapse_host.placement.assignment` does that once for every matrix lane and every model of its task, when a host
+opens, and turns each placement into a LaneSpec: the command, its environment and the LOAD that follows every handshake.
+Nothing is decided again later: a lane that fails is never moved to another engine, since numbers would change under the
+caller. Detection blocks (files, sysctl, children side by side), so the host calls it in a thread; all else is instant.
 """
 
 from __future__ import annotations
@@ -55,28 +64,39 @@ class Placement:
 
 
 def select(matrix: HardwareMatrix, *, lane_id: str, profile: HostProfile, bundle: Bundle | None = None) -> Placement:
-    """Return the first engine of the lane that fits. Without a bundle the format is not looked at."""
+    """Return the first engine of the lane that fits. Without a bundle the format is not looked at.
+
+    First in the matrix's order, or, where the lane says ``choose: fastest``, by the throughput that certificates of
+    this bundle recorded here; engines without one come after those, in the matrix's order.
+    """
     lane = matrix.lanes[lane_id]
+    speeds = profile.speeds.get(bundle.digest, {}) if bundle is not None and lane.choose == "fastest" else {}
     considered: list[Considered] = []
     chosen: str | None = None
     artifact: Artifact | None = None
-    for id in lane.engines:
-        engine = matrix.engines[id]
+    for id in sorted(lane.engines, key=lambda id: -speeds.get(id, 0.0)):
+        measured = f"; certified here at {speeds[id]:,.0f} tokens/s" if id in speeds else ""
         if chosen is not None:
-            considered.append(Considered(id, "not_reached", "not reached"))
-            continue
-        if lane.pin is not None and id != lane.pin:
+            considered.append(Considered(id, "not_reached", f"not reached{measured}"))
+        elif lane.pin is not None and id != lane.pin:
             considered.append(Considered(id, "no", f"the lane is pinned to {lane.pin}"))
-            continue
-        reason = hardware_reason(matrix.hardware[engine.requires], profile) or floor_reason(engine, profile)
-        if reason is None:
-            artifact, reason = _artifact(engine, profile, bundle)
-            if bundle is None or artifact is not None:
-                chosen = id
-                considered.append(Considered(id, "yes", reason))
-                continue
-        considered.append(Considered(id, "no", reason))
+        else:
+            fits, found, reason = fit(matrix, matrix.engines[id], profile, bundle)
+            considered.append(Considered(id, "yes" if fits else "no", reason + measured))
+            if fits:
+                chosen, artifact = id, found
     return Placement(lane_id, chosen, artifact, tuple(considered))
+
+
+def fit(
+    matrix: HardwareMatrix, engine: Engine, profile: HostProfile, bundle: Bundle | None
+) -> tuple[bool, Artifact | None, str]:
+    """Return whether an engine fits, the bundle's artifact that it takes, and why."""
+    reason = hardware_reason(matrix.hardware[engine.requires], profile) or floor_reason(engine, profile)
+    if reason is not None:
+        return False, None, reason
+    artifact, reason = _artifact(engine, profile, bundle)
+    return bundle is None or artifact is not None, artifact, reason
 
 
 def hardware_reason(hardware: Hardware, profile: HostProfile) -> str | None:

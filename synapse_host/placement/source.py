@@ -1,15 +1,23 @@
-"""YAML with positions: plain values whose every key and value knows its line and column.
+"""A YAML file whose values keep their places, and its conversion to Structs with errors that name the place.
 
-Only plain data comes out (no tags, anchors, merge keys), so a matrix can't run code or grow without bound. Duplicate
-keys are refused, and a bare ``on``, ``no`` or ``yes`` as a key is told apart from a word: YAML reads it as a boolean.
+:func:`read` gives plain data only: no tags that make objects, anchors or merge keys, so a matrix can't run code or grow
+without bound. msgspec checks that data against the types of :mod:`synapse_host.placement.matrix`, which are the one
+schema; :meth:`Source.convert` turns its error into ``file:line:column: key.path: what``. msgspec writes ``[...]`` where
+its path goes through a mapping of free names; the entry is found by converting each one alone.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
+import msgspec
+
+from engines.bundle.manifest import read_plain
 from synapse_host.errors import MatrixInvalid
 
 if TYPE_CHECKING:
@@ -19,186 +27,228 @@ MAX_BYTES: Final = 256 * 1024
 MAX_VALUES: Final = 8192
 """Keys and values of a file; the packaged matrix has 400. PyYAML takes 30 us and more for each."""
 MAX_DEPTH: Final = 32
+_TAG: Final = "tag:yaml.org,2002:"
+_TAGS: Final = {_TAG + kind for kind in ("map", "seq", "str", "bool", "int", "float", "null", "timestamp", "merge")}
+_KEYS: Final = {"bool": "YAML reads this key as a boolean", "merge": "merge keys (<<) are not supported"}
+_DECIMAL: Final = re.compile(r"[+-]?(0|[1-9][0-9]{0,18})(\.[0-9]*)?([eE][+-]?[0-9]{1,2})?")
+
+_WORDS: Final = {
+    **{"str": "a word", "int": "a whole number", "float": "a number", "bool": "true or false", "null": "nothing"},
+    **{"array": "a list", "object": "a mapping"},
+}
+"""What people call the types that msgspec names."""
+
+Keys: TypeAlias = tuple[str | int, ...]
+"""The way to a value: keys of mappings and places in lists."""
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A place in the file, counted from 1."""
-
-    line: int
-    column: int
-
-
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """A scalar: its plain value, the text as written, and where."""
-
-    value: str | int | float | bool | None
-    text: str
-    mark: Mark
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """A list."""
-
-    items: tuple[Node, ...]
-    mark: Mark
-
-
-@dataclass(frozen=True, slots=True)
-class Mapping:
-    """A mapping: by key, the key's own mark and the value."""
-
-    items: dict[str, tuple[Mark, Node]]
-    mark: Mark
-
-
-Node: TypeAlias = Scalar | Sequence | Mapping
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return what an error says of an unknown name: the nearest known one, or all of them."""
+    close = get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f" (did you mean {close[0]!r}?)" if close else f"; known: {', '.join(known)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Names the file in errors."""
+    """One file as errors call it, its plain data, and the YAML library's nodes, which know their places."""
 
     name: str
+    plain: Any
+    root: yaml.Node
 
-    def error(self, mark: Mark, path: str, what: str) -> MatrixInvalid:
-        """Return the error ``file:line:column: key.path: what``."""
-        place = f"{path}: " if path else ""
-        return MatrixInvalid(
-            f"{self.name}:{mark.line}:{mark.column}: {place}{what}",
-            details={"file": self.name, "line": mark.line, "column": mark.column, "key": path},
-        )
+    def error(self, what: str, keys: Keys = (), *, of_key: bool = False) -> MatrixInvalid:
+        """Return the error ``file:line:column: key.path: what`` at a value, or at the key that it has."""
+        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
+        key, value = self._nodes(keys)
+        return _invalid(self.name, (key if of_key else value).start_mark, what, path)
+
+    def line(self, *keys: str) -> int:
+        """Return the line that a key is written in, counted from 1."""
+        return int(self._nodes(keys)[0].start_mark.line) + 1
+
+    def convert(self, type: type[T]) -> T:
+        """Return the data as *type*, a Struct. MatrixInvalid names the place and the nearest right name."""
+        try:
+            return msgspec.convert(self.plain, type)
+        except msgspec.ValidationError as exc:
+            raise self._explained(str(exc), type) from exc
+
+    def _nodes(self, keys: Keys) -> tuple[yaml.Node, yaml.Node]:
+        """Return the nodes of the last key and of its value; the nearest ones above for what isn't in the file."""
+        key = value = self.root
+        for name in keys:
+            if isinstance(name, int):
+                key = value = value.value[name]
+                continue
+            found = [pair for pair in value.value if pair[0].value == name]
+            if not found:
+                break
+            key, value = found[0]
+        return key, value
+
+    def _explained(self, message: str, type: type[Any]) -> MatrixInvalid:
+        what, _, path = message.partition(" - at ")
+        keys = self._keys(message, type, path.replace("`", "").removeprefix("key in ").removeprefix("$"))
+        rule = _rule(type, keys)
+        if path.startswith("`key`"):
+            return self.error(f"the name {keys[-1]!r} must match {what.rpartition('regex ')[2]}", keys, of_key=True)
+        if name := re.search(r"unknown field `(.*)`$", what, re.DOTALL):
+            return self.error(f"unknown key{nearest(name[1], rule['properties'])}", (*keys, name[1]), of_key=True)
+        if name := re.search(r"missing required field `(.*)`$", what):
+            return self.error("is missing", (*keys, name[1]))
+        node = self._nodes(keys)[1]
+        if what.startswith("Invalid enum value"):
+            known = nearest(node.value, [str(one) for one in rule["enum"]])
+            return self.error(f"unknown value {node.value!r}{known}", keys)
+        if what.startswith("Expected `str") and node.tag.removeprefix(_TAG) in ("bool", "int", "float"):
+            why = f"YAML reads {node.value} as a boolean" if node.tag == f"{_TAG}bool" else "must be text"
+            return self.error(f'{why}; write it in quotes: "{node.value}"', keys)
+        said = re.sub(r"`([^`]*)`", lambda found: _in_yaml(found[1]), what).replace("Expected ", "must be ")
+        example = f", such as {rule['examples'][0]!r}" if "examples" in rule else ""
+        return self.error(said + example + (f"; it is {node.value!r}" if isinstance(node.value, str) else ""), keys)
+
+    def _keys(self, message: str, type: type[Any], path: str) -> Keys:
+        """Return the way to the fault that msgspec reports; a mapping's entry is the one that gives the same alone."""
+        keys: list[str | int] = []
+        steps = re.findall(r"\.(\w+)|\[(\d+)\]|(\[\.\.\.\])", path)
+        if " - at `key` in " in message:
+            steps.append(("", "", "key"))
+        for name, index, _ in steps:
+            if name or index:
+                keys.append(name or int(index))
+                continue
+            for entry in _at(self.plain, keys):
+                try:
+                    msgspec.convert(_only(self.plain, keys, entry), type)
+                except msgspec.ValidationError as exc:
+                    if str(exc) == message:
+                        keys.append(entry)
+                        break
+        return tuple(keys)
 
 
-def parse(text: bytes, source: Source) -> Node:
-    """Return the one document in *text*; MatrixInvalid says where it isn't plain YAML."""
+def _in_yaml(types: str) -> str:
+    return " or ".join(_WORDS.get(name, name) for name in types.split(" | ") if name != "null" or types == "null")
+
+
+def _at(plain: Any, keys: Iterable[str | int]) -> Any:
+    for key in keys:
+        plain = plain[key]
+    return plain
+
+
+def _only(plain: Any, keys: list[str | int], entry: str) -> Any:
+    """Return the data with one entry alone in the mapping at *keys*."""
+    if not keys:
+        return {entry: plain[entry]}
+    inner = _only(plain[keys[0]], keys[1:], entry)
+    if isinstance(plain, dict):
+        return {**plain, keys[0]: inner}
+    return [inner if place == keys[0] else value for place, value in enumerate(plain)]
+
+
+def _rule(type: type[Any], keys: Keys) -> dict[str, Any]:
+    """Return what the JSON Schema of *type* says at *keys*, with all its alternatives in one."""
+    schema = msgspec.json.schema(type)
+
+    def whole(rule: dict[str, Any]) -> dict[str, Any]:
+        parts = [whole(part) for part in rule.get("anyOf", ())]
+        if "$ref" in rule:
+            parts.append(whole(schema["$defs"][rule["$ref"].rpartition("/")[2]]))
+        return {key: value for part in (*parts, rule) for key, value in part.items()}
+
+    rule = whole(schema)
+    for key in keys:
+        inner = rule.get("items") if isinstance(key, int) else rule.get("properties", {}).get(key)
+        rule = whole(inner or rule.get("additionalProperties") or {})
+    return rule
+
+
+def _invalid(name: str, mark: Any, what: str, path: str = "") -> MatrixInvalid:
+    line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+    place = f"{path}: " if path else ""
+    return MatrixInvalid(
+        f"{name}:{line}:{column}: {place}{what}",
+        details={"file": name, "line": line, "column": column, "key": path},
+    )
+
+
+def read(path: Path, name: str | None = None) -> Source:
+    """Read a file; MatrixInvalid if it can't be opened or isn't plain YAML. *name* is how errors call it."""
     import yaml
 
-    start = Mark(1, 1)
-    if len(text) > MAX_BYTES:
-        raise source.error(start, "", f"{len(text)} bytes, at most {MAX_BYTES}")
+    name = name or str(path)
+    try:
+        text = read_plain(path, MAX_BYTES).decode()
+        loader = _loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            raise _invalid(name, None, "the file is empty; the shortest valid one starts with 'version: 1'")
+        return Source(name, loader.construct_document(root), root)
+    except OSError as exc:
+        raise MatrixInvalid(f"{name}: can't be read: {exc.strerror or exc}", details={"file": name}) from exc
+    except UnicodeDecodeError as exc:
+        raise _invalid(name, None, f"not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark or exc.context_mark
+        raise _invalid(name, mark, f"not valid YAML: {exc.problem or exc.context}") from exc
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:
+        raise _invalid(name, None, f"not valid YAML: {exc}") from exc
 
-    class Bounded(yaml.SafeLoader):
-        """Stops where there is too much, before the rest is read."""
 
+def _loader(text: str) -> Any:
+    """Return a YAML loader that refuses what is no plain data, and stops where there is too much, before it is read."""
+    import yaml
+
+    def refused(what: str, node: Any) -> yaml.MarkedYAMLError:
+        return yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark)
+
+    class Plain(yaml.SafeLoader):
         values = depth = 0
 
         def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             self.values += 1
+            event = self.peek_event()  # type: ignore[no-untyped-call]
             if self.values > MAX_VALUES:
-                raise yaml.YAMLError(f"more than {MAX_VALUES} keys and values")
-            # Twice what is accepted below: there the message has the place.
-            if self.depth > 2 * MAX_DEPTH:
-                raise yaml.YAMLError(f"nested deeper than {MAX_DEPTH} levels")
+                raise refused(f"more than {MAX_VALUES} keys and values", event)
+            if self.depth > MAX_DEPTH:
+                raise refused(f"nested deeper than {MAX_DEPTH} levels", event)
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+                raise refused("anchors and aliases are not supported here; write the value out", event)
             self.depth += 1
             node = super().compose_node(parent, index)
+            assert node is not None, "the document has a root"
             self.depth -= 1
+            if node.tag not in _TAGS:
+                raise refused(f"the tag {node.tag!r} is not supported", node)
+            if isinstance(node, yaml.ScalarNode):
+                self._check(node)
+            elif isinstance(node, yaml.MappingNode):
+                self._check_keys(node)
             return node
 
-    try:
-        root = yaml.compose(text.decode(), Loader=Bounded)
-    except UnicodeDecodeError as exc:
-        raise source.error(start, "", f"not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
-    except yaml.MarkedYAMLError as exc:
-        mark = exc.problem_mark or exc.context_mark
-        place = Mark(mark.line + 1, mark.column + 1) if mark else start
-        raise source.error(place, "", f"not valid YAML: {exc.problem or exc.context}") from exc
-    except (yaml.YAMLError, RecursionError) as exc:
-        raise source.error(start, "", f"not valid YAML: {exc}") from exc
-    if root is None:
-        raise source.error(start, "", "the file is empty; the shortest valid one starts with 'version: 1'")
-    return _convert(root, source, "", set(), 0)
-
-
-def _convert(node: yaml.Node, source: Source, path: str, seen: set[int], depth: int) -> Node:
-    import yaml
-
-    mark = Mark(node.start_mark.line + 1, node.start_mark.column + 1)
-    if isinstance(node, yaml.ScalarNode):
-        _check_text(node, source, path, mark)
-    # An alias gives the same node object again. Refused: nested ones grow without bound.
-    if id(node) in seen:
-        raise source.error(mark, path, "anchors and aliases are not supported here; write the value out")
-    seen.add(id(node))
-    if depth > MAX_DEPTH:
-        raise source.error(mark, path, f"nested deeper than {MAX_DEPTH} levels")
-    if isinstance(node, yaml.MappingNode):
-        if node.tag != "tag:yaml.org,2002:map":
-            raise source.error(mark, path, f"the tag {node.tag!r} is not supported")
-        items: dict[str, tuple[Mark, Node]] = {}
-        for key_node, value_node in node.value:
-            key_mark = Mark(key_node.start_mark.line + 1, key_node.start_mark.column + 1)
-            key = _key(key_node, source, path, key_mark)
-            key_path = f"{path}.{key}" if path else key
-            if key in items:
-                first = items[key][0]
-                raise source.error(key_mark, key_path, f"the key occurs twice (first in line {first.line})")
-            items[key] = (key_mark, _convert(value_node, source, key_path, seen, depth + 1))
-        return Mapping(items, mark)
-    if isinstance(node, yaml.SequenceNode):
-        if node.tag != "tag:yaml.org,2002:seq":
-            raise source.error(mark, path, f"the tag {node.tag!r} is not supported")
-        return Sequence(
-            tuple(_convert(item, source, f"{path}[{i}]", seen, depth + 1) for i, item in enumerate(node.value)), mark
-        )
-    return Scalar(_scalar(node, source, path, mark), str(node.value), mark)
-
-
-def _check_text(node: yaml.ScalarNode, source: Source, path: str, mark: Mark) -> None:
-    # An escape can write half a surrogate pair, which no argument, variable or file name can hold.
-    try:
-        str(node.value).encode()
-    except UnicodeEncodeError:
-        raise source.error(mark, path, "half a surrogate pair is not valid text") from None
-
-
-def _key(node: yaml.Node, source: Source, path: str, mark: Mark) -> str:
-    import yaml
-
-    if not isinstance(node, yaml.ScalarNode):
-        raise source.error(mark, path, "a key must be a word")
-    _check_text(node, source, path, mark)
-    text = str(node.value)
-    if node.tag == "tag:yaml.org,2002:str":
-        return text
-    if node.tag == "tag:yaml.org,2002:merge":
-        raise source.error(mark, path, "merge keys (<<) are not supported; write the keys out")
-    is_bool = node.tag == "tag:yaml.org,2002:bool"
-    why = f"YAML reads the key {text} as a boolean" if is_bool else f"the key {text} is not a word"
-    raise source.error(mark, f"{path}.{text}" if path else text, f'{why}; write it in quotes: "{text}"')
-
-
-def _scalar(node: yaml.Node, source: Source, path: str, mark: Mark) -> str | int | float | bool | None:
-    text = str(node.value)
-    match node.tag.removeprefix("tag:yaml.org,2002:"):
-        case "str" | "timestamp":
-            return text
-        case "bool":
-            return text.lower() in ("true", "yes", "on")
-        case "null":
-            return None
-        case "int" | "float" as kind:
+        def _check(self, node: yaml.ScalarNode) -> None:
+            if node.tag == f"{_TAG}timestamp":
+                node.tag = f"{_TAG}str"
+            if node.tag in (f"{_TAG}int", f"{_TAG}float") and not _DECIMAL.fullmatch(node.value):
+                # 0x10, 0o17, 1:30, .inf: YAML 1.1 has more numbers than a reader expects.
+                raise refused(f"{node.value[:80]!r} is not a plain decimal number", node)
             try:
-                if kind == "int" and len(text) > 20:
-                    raise ValueError("no setting has as many digits")
-                return int(text.replace("_", "")) if kind == "int" else float(text.replace("_", ""))
-            except ValueError:
-                # 0x10, 0o17, 1:30: YAML 1.1 has more numbers than a reader expects.
-                raise source.error(mark, path, f"{text[:80]!r} is not a plain decimal number") from None
-        case tag:
-            raise source.error(mark, path, f"the tag {tag!r} is not supported")
+                node.value.encode()
+            except UnicodeEncodeError:
+                # An escape can write one, which no argument, variable or file name can hold.
+                raise refused("half a surrogate pair is not valid text", node) from None
 
+        def _check_keys(self, node: yaml.MappingNode) -> None:
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                if key.tag != f"{_TAG}str":
+                    why = _KEYS.get(key.tag.removeprefix(_TAG), "a key must be a word")
+                    quoted = f'; write it in quotes: "{key.value}"' if isinstance(key.value, str) else ""
+                    raise refused(why + quoted, key)
+                if key.value in lines:
+                    raise refused(f"the key {key.value!r} occurs twice (first in line {lines[key.value]})", key)
+                lines[key.value] = key.start_mark.line + 1
 
-def read(path: Path, name: str | None = None) -> tuple[Node, Source]:
-    """Read a file; MatrixInvalid if it can't be opened. *name* is how errors call it."""
-    source = Source(name or str(path))
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as exc:
-        raise MatrixInvalid(
-            f"{source.name}: can't be read: {exc.strerror or exc}", details={"file": source.name}
-        ) from exc
-    return parse(data, source), source
+    return Plain(text)

@@ -1,7 +1,7 @@
-"""One lane: its queue, its worker's life, and what counts against it.
+"""One lane: its queue, its worker's life, and what counts against it. Start with `supervisor.py`.
 
-`supervisor` takes a request through gate, queue, lifecycle, permit, deadline check and session; `lifecycle` starts,
-loads, replaces and ends workers; `quarantine` and `standing` decide what is a strike and when a lane opens again (pure
-policy, `now` is an argument); `turns`, `line` and `permits` say who is next. It speaks to a worker only through
-:mod:`synapse_host.worker` and knows neither texts nor models' files. Start with `supervisor.py`.
+`supervisor` takes a request through standing, turn, worker, permit, deadline check and session. `lifecycle` starts,
+loads, replaces and ends workers; `queueing` says who is next; `health` keeps what a worker said of itself. `quarantine`
+counts strikes and `standing` says what follows from them: pure policy, with the time as an argument. Workers are
+reached through :mod:`synapse_host.worker` alone; texts and the files of models are unknown here.
 """

@@ -7,21 +7,21 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from msgspec import structs
+
 from engines.protocol.errors import LocalProtocolError
 from engines.protocol.messages import AnyReply, Load, Loaded
-from synapse_host.config import HostConfig
 from synapse_host.errors import EngineCrashed, LaneRefused
 from synapse_host.placement.spec import LaneSpec
-from synapse_host.supervision.health import LaneHealth, Refresher
+from synapse_host.supervision.health import Health, LaneHealth, Refresher
 from synapse_host.supervision.standing import Standing
 from synapse_host.worker import refusals
-from synapse_host.worker.counters import LaneCounters
-from synapse_host.worker.crash import Death, StartFailed
 from synapse_host.worker.exchange import Exchange
-from synapse_host.worker.listener import RuntimeDirectory
-from synapse_host.worker.output import LineForwarder, LogRing
+from synapse_host.worker.output import LineForwarder
+from synapse_host.worker.process import Death, StartFailed
 from synapse_host.worker.refusals import NOT_READY
 from synapse_host.worker.session import Owner, Session
+from synapse_host.worker.startup import LaneContext
 
 _log = logging.getLogger(__name__)
 
@@ -31,13 +31,10 @@ class Generations:
 
     def __init__(
         self,
+        context: LaneContext,
         standing: Standing,
         *,
-        config: HostConfig,
-        runtime: RuntimeDirectory,
         owner: Owner,
-        counters: LaneCounters,
-        journal: LogRing,
         health: LaneHealth,
         refresher: Refresher,
         admit: Callable[[LaneSpec], Awaitable[LaneSpec]] | None = None,
@@ -52,17 +49,16 @@ class Generations:
         """Packed widths of the last HELLO; None before the first."""
         self._spec = standing.spec
         """What the newest worker was started with; *admit* makes it anew from the lane's own for each start."""
+        self._context = context
+        self._grace = context.config.shutdown_grace
         self._admit = admit
         self._standing = standing
-        self._config = config
-        self._runtime = runtime
         self._owner = owner
-        self._counters = counters
-        self._journal = journal
+        self._counters = context.counters
         self._health = health
         self._refresher = refresher
         self._loop = asyncio.get_running_loop()
-        self._forwarder = LineForwarder(self._spec.lane_id, per_second=config.log_lines_per_s)
+        self._forwarder = LineForwarder(self._spec.lane_id, per_second=context.config.log_lines_per_s)
         self._revision: str | None = None
         self._undead: Session | None = None
         self._ended: str | None = None
@@ -80,8 +76,8 @@ class Generations:
             timeout = None if deadline is None else deadline - self._loop.time()
             if session is not None and session.dead:
                 # Never a new worker before the old one is reaped, and its strike may have shut the lane.
-                await session.buried(timeout)
-                if session.buried_now:
+                await session.ended(timeout)
+                if session.has_ended:
                     self.forget(session)
                 self._standing.admit(probing=probing)
                 continue
@@ -116,8 +112,8 @@ class Generations:
     async def _start(self) -> Session:
         session = self.session or await self._spawn()
         if session.dead:
-            # It died between its ACK and now; that is charged by its burial.
-            await session.buried()
+            # It died between its ACK and now; its end charges that.
+            await session.ended()
             self.session = None
             assert self._standing.last_crash is not None
             raise self._standing.last_crash
@@ -140,7 +136,8 @@ class Generations:
             await session.stop(0.0)
             raise
         assert isinstance(reply, Loaded)
-        self._counters.loaded(self._loop.time() - session.began)
+        self._counters.last_load_s = seconds = self._loop.time() - session.began
+        self._counters.loads.add(seconds)
         session.model_ref = reply.model_ref
         self.loaded = reply
         return session
@@ -159,16 +156,12 @@ class Generations:
             self._counters.restarts[self._ended] += 1
             self._ended = None
         session = Session(
-            self._spec,
+            structs.replace(self._context, spec=self._spec),
             generation=self.number,
-            config=self._config,
-            runtime=self._runtime,
             forwarder=self._forwarder,
             owner=self._owner,
             # A pinned revision is the one that counts, also where its predecessor had another.
             revision=self._revision if self._spec.kernel_revision is None else None,
-            counters=self._counters,
-            journal=self._journal,
         )
         try:
             hello = await session.start()
@@ -180,8 +173,8 @@ class Generations:
             raise
         self.session = session
         self._health.greeted(hello, self._loop.time())
-        self._revision = self._health.hello["kernel_revision"] or self._revision
-        self.advertised = tuple(self._health.hello["packed_widths"])
+        self._revision = self._health.facts.kernel_revision or self._revision
+        self.advertised = tuple(self._health.facts.packed_widths)
         self._refresher.start()
         return session
 
@@ -193,7 +186,7 @@ class Generations:
         if not death.reaped:
             self._undead = session
         error = self._standing.charge(death, stage, exchange)
-        self._health.struck(death.generation, death.pid, error.details)
+        self._health.struck(death, error.details)
         return error
 
     def forget(self, session: Session) -> None:
@@ -212,7 +205,7 @@ class Generations:
             # Kept until it is gone: left in the middle, its successor or whoever closes the lane waits for it.
             try:
                 async with asyncio.timeout_at(deadline):
-                    await session.stop(self._config.shutdown_grace)
+                    await session.stop(self._grace)
             except TimeoutError as exc:
                 raise refusals.late(self._spec.lane_id, stage, NOT_READY) from exc
             self.forget(session)
@@ -224,7 +217,7 @@ class Generations:
         session = self.session
         if session is not None:
             # Kept until it is gone, as above.
-            await session.stop(self._config.shutdown_grace)
+            await session.stop(self._grace)
             self.forget(session)
         processes = [one.process for one in (self._undead, session) if one is not None]
         return not any(process is not None and process.running for process in processes)
@@ -236,4 +229,43 @@ class Generations:
             await asyncio.wait({self.starting})
         session, self.session = self.session, None
         if session is not None:
-            await session.stop(self._config.shutdown_grace)
+            await session.stop(self._grace)
+
+    # --- how it is ---------------------------------------------------------------------------------------------------
+
+    def health(self, now: float, *, waiting: int) -> Health:
+        """Return the lane's record: the stamped facts, and what is true now; no worker is asked.
+
+        *waiting*: requests in line.
+        """
+        session, quarantine, age = self.session, self._standing.quarantine, self._health.age(now)
+        process = None if session is None else session.process
+        loaded = session is not None and session.model_ref is not None
+        return structs.replace(
+            self._health.facts,
+            state=self._state(now, stale=age is None or age > self._context.config.health_stale),
+            worker_pid=None if process is None else process.pid,
+            generation=self.number,
+            strikes=quarantine.strikes(now),
+            quarantine_remaining_s=quarantine.remaining(now),
+            waiting=waiting,
+            models=[self._spec.model] if loaded else [],
+            load_s=self._counters.last_load_s if loaded else None,
+            progress=None if session is None else session.underway(now),
+            age_s=age,
+        )
+
+    def _state(self, now: float, *, stale: bool) -> str:
+        if self._standing.closing:
+            return "stopped"
+        if self._standing.refusal is not None:
+            return "refused"
+        if not self._standing.quarantine.admits(now):
+            return "quarantined"
+        if self.start_under_way():
+            return "loading"
+        if self.session is None:
+            return "stopped"
+        if self.session.serving:
+            return "serving"
+        return "unknown" if stale else "idle"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import Any, Final
+
+from msgspec import Struct, structs
 
 from engines.protocol.messages import Request, type_name
 from synapse_host.placement.spec import LaneKind
@@ -13,8 +14,7 @@ LIMIT: Final = 2
 """Strikes in a row that quarantine a lane."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+class Fingerprint(Struct, frozen=True):
     """The request a strike happened on, so that an operator sees 'the same input twice'."""
 
     operation: str
@@ -24,7 +24,7 @@ class Fingerprint:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        return {"operation": self.operation, "model": self.model, "ids_sha256": self.ids_sha256}
+        return structs.asdict(self)
 
 
 def fingerprint_of(request: Request, payload: Any, model: str) -> Fingerprint:
@@ -33,8 +33,7 @@ def fingerprint_of(request: Request, payload: Any, model: str) -> Fingerprint:
     return Fingerprint(type_name(request), model, digest)
 
 
-@dataclass(frozen=True, slots=True)
-class Strike:
+class Strike(Struct, frozen=True):
     """One genuine crash, protocol fault or hang. ``fingerprint`` is None when no request was open."""
 
     generation: int

@@ -9,8 +9,8 @@ from typing import Any
 from synapse_host.errors import EngineCrashed, LaneRefused, ProbeRequired
 from synapse_host.placement.spec import LaneSpec
 from synapse_host.supervision.quarantine import Quarantine, Strike, fingerprint_of
-from synapse_host.worker.crash import Death
 from synapse_host.worker.exchange import Exchange
+from synapse_host.worker.process import Death
 from synapse_host.worker.refusals import stopping
 
 
@@ -86,11 +86,11 @@ class Standing:
         lane_id = self.spec.lane_id
         details = {"lane_id": lane_id, "quarantined": True}
         last = self._last_words + self._same_input()
-        told = f"its worker died twice in a row (last, {last})."
+        why = f"its worker died twice in a row (last, {last})."
         see = f"See: synapse logs {shlex.quote(lane_id)}."
         if remaining is None:
             return ProbeRequired(
-                f"lane {lane_id} is quarantined until it is probed or a new host starts: {told}",
+                f"lane {lane_id} is quarantined until it is probed or a new host starts: {why}",
                 details=details,
                 advice={
                     "python": f"Probe it: await host.probe({lane_id!r}).",
@@ -101,7 +101,7 @@ class Standing:
         lane = lane_id.removesuffix(f":{self.spec.model}")
         unload = f"Clear it: synapse unload {shlex.quote(self.spec.model)} --lane {shlex.quote(lane)}."
         return EngineCrashed(
-            f"lane {lane_id} is quarantined for another {remaining:.0f} s: {told}",
+            f"lane {lane_id} is quarantined for another {remaining:.0f} s: {why}",
             details=details,
             retry_after_ms=max(1, round(remaining * 1000)),
             advice={

@@ -1,8 +1,25 @@
-"""One lane: who may send what and when. It joins turns, permits, the worker's generations and the lane's standing.
+"""One lane: who may send what and when.
 
-The order of a request: own the stream (one exchange per connection), have a loaded worker, take the device's execution
-permit (inference only), check the deadline again, send, watch. Stream and permit belong to the exchange, not to the
-caller: they are given back when the reply is drained, even if the caller left long ago.
+Theory of operation. A :class:`Supervisor` runs one lane and owns its four parts: the standing (may the lane serve, what
+counts against it), the turns (who is next), the generations (is there a worker, is the model loaded) and the health
+(what PONG and progress said last). The execution permits belong to the device and are shared with other lanes.
+
+A request passes, in this order:
+
+1. the standing: a closed, refused or quarantined lane answers at once;
+2. the turn: one exchange a connection, in order of arrival; whoever waited asks the standing again;
+3. the worker: spawned and loaded if there is none, never before its predecessor is reaped;
+4. the device's permit, for inference only: a LOAD or a compilation holds none, and no permit is held through a start;
+5. the deadline, once more: nothing is written for a caller who has left;
+6. the session, which sends, watches for silence and reads the reply.
+
+From step 6 on the exchange owns turn, permit and lease, not its caller. They return in :meth:`Supervisor.replied`,
+``died``, ``starved`` or ``stopped``, each called once by the session, even if the caller left long ago: the next
+request can't meet the reply of an abandoned one. A caller awaits a plain Future under its deadline.
+
+Everything runs on one event loop and nothing here blocks. What may run at the same time: any number of waiting callers,
+at most one start (a task that outlives whoever asked for it), one open exchange, one background PING in the turn's
+place, and the end of a worker (a task of its session).
 """
 
 from __future__ import annotations
@@ -13,23 +30,21 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
+import msgspec
+
 from engines.protocol.errors import ErrorCode, LocalProtocolError
 from engines.protocol.messages import SERVING, AnyReply, AnyRequest, Err, Ping, Pong, Unload
-from synapse_host.config import HostConfig
 from synapse_host.errors import EngineCrashed, SynapseError
 from synapse_host.placement.spec import LaneSpec
 from synapse_host.supervision.health import LaneHealth, Refresher
 from synapse_host.supervision.lifecycle import Generations
 from synapse_host.supervision.queueing import Permits, Turns, expire
-from synapse_host.supervision.record import record
 from synapse_host.supervision.standing import Standing
 from synapse_host.worker import refusals
-from synapse_host.worker.counters import LaneCounters
-from synapse_host.worker.crash import Death
 from synapse_host.worker.exchange import Exchange, Lease
-from synapse_host.worker.listener import RuntimeDirectory
-from synapse_host.worker.output import LogRing
+from synapse_host.worker.process import Death
 from synapse_host.worker.session import Session
+from synapse_host.worker.startup import LaneContext
 
 Build: TypeAlias = Callable[[str, str], tuple[AnyRequest, Any]]
 """``build(req_id, model_ref)`` returns the request and its raw buffer or None. It may be called again when the worker
@@ -44,47 +59,31 @@ _log = logging.getLogger(__name__)
 class Supervisor:
     """Runs one lane with one worker at a time. Use it from one event loop.
 
-    *kind* and everything else about the lane stand in *spec*. Nothing is spawned before the first request or load.
+    Nothing is spawned before the first request or load.
     *admit* is asked before each start of a worker: it returns the spec to start it with, or raises why it may not run.
     """
 
     def __init__(
         self,
-        spec: LaneSpec,
+        context: LaneContext,
         *,
-        config: HostConfig,
-        runtime: RuntimeDirectory,
         permits: Permits | None = None,
-        counters: LaneCounters | None = None,
-        journal: LogRing | None = None,
         admit: Callable[[LaneSpec], Awaitable[LaneSpec]] | None = None,
     ) -> None:
-        self.spec = spec
-        self.counters = counters or LaneCounters()
-        """Plain integers, for :mod:`synapse_host.serve.metrics`."""
-        # An empty ring is falsy.
-        self.journal = LogRing(config.log_ring_bytes) if journal is None else journal
-        """The last output of the lane's workers, across generations."""
+        config = context.config
+        self.spec = spec = context.spec
+        self.counters = context.counters
         self.lost: Callable[[], None] | None = None
         """Called on the loop when the current worker is lost and nobody hears engine_crashed; it is charged by then."""
-        self._config = config
         self._permits = permits or Permits(config.permits)
         self._loop = asyncio.get_running_loop()
         self._standing = Standing(spec, cool_down=config.cool_down)
         self._quarantine = self._standing.quarantine
         self._turns = Turns(self._standing, limit=config.queue_limit)
-        self._health = LaneHealth()
+        self._health = LaneHealth(spec)
         self._refresher = Refresher(config.ping_interval, self._refresh)
         self._workers = Generations(
-            self._standing,
-            config=config,
-            runtime=runtime,
-            owner=self,
-            counters=self.counters,
-            journal=self.journal,
-            health=self._health,
-            refresher=self._refresher,
-            admit=admit,
+            context, self._standing, owner=self, health=self._health, refresher=self._refresher, admit=admit
         )
         self._closer: asyncio.Task[None] | None = None
 
@@ -284,7 +283,7 @@ class Supervisor:
             try:
                 await self._begin(session, Unload(req_id=session.next_req_id(), model_ref=ref), None, "unload")
             except EngineCrashed as exc:
-                # The model went with its process, which is what was asked for; the strike stands.
+                # The model went with its process, which is what was asked for; the strike remains.
                 _log.warning("the worker was lost while unloading: lane=%s %s", self.spec.lane_id, exc.message)
             except SynapseError as exc:
                 if exc.code != ErrorCode.MODEL_NOT_LOADED:
@@ -329,13 +328,13 @@ class Supervisor:
             return self.health()
 
     def _refresh(self) -> None:
-        """PING an idle worker; a busy lane is alive, and a missing one is nobody's business here."""
+        """PING an idle worker. A busy one is alive as its exchange proves, and PING never starts a missing one."""
         session = self._workers.session
         if self._turns.held or self._workers.starting is not None or session is None or session.dead or session.open:
             return
         self._turns.held = True
         waiter: asyncio.Future[Outcome] = self._loop.create_future()
-        # Nobody awaits it: the reply's worth is what `replied` stamps.
+        # Nobody awaits it: `replied` stamps what the reply says.
         waiter.cancel()
         exchange = Exchange(Ping(req_id=session.next_req_id()), None, waiter, "ping")
         try:
@@ -347,7 +346,7 @@ class Supervisor:
         session = self._workers.session
         return session is not None and session.open is not None and not session.serving
 
-    # --- what sessions tell ------------------------------------------------------------------------------------------
+    # --- what sessions report ----------------------------------------------------------------------------------------
 
     def replied(self, session: Session, exchange: Exchange, reply: AnyReply, payload: memoryview | None) -> None:
         """Resolve the waiter (unless it left), then hand on permit and stream."""
@@ -402,9 +401,9 @@ class Supervisor:
 
     def _lost(self, session: Session, exchange: Exchange | None, error: SynapseError) -> None:
         # Whoever waits for engine_crashed draws the conclusion from it.
-        told = exchange is not None and type(exchange.request) is not Ping and not exchange.waiter.done()
+        informed = exchange is not None and type(exchange.request) is not Ping and not exchange.waiter.done()
         current = session.generation == self._workers.number
-        if self.lost is not None and current and not (told and isinstance(error, EngineCrashed)):
+        if self.lost is not None and current and not (informed and isinstance(error, EngineCrashed)):
             self.lost()
         if exchange is not None:
             self._answer(exchange, error)
@@ -421,15 +420,10 @@ class Supervisor:
 
     def health(self) -> dict[str, Any]:
         """Return the cached state of the lane: no I/O. On the loop's thread, like everything here."""
-        return record(
-            self._health,
-            self._standing,
-            self._workers,
-            now=self._loop.time(),
-            stale_after=self._config.health_stale,
-            waiting=self._turns.waiting,
-            load_s=self.counters.last_load_s,
+        document: dict[str, Any] = msgspec.to_builtins(
+            self._workers.health(self._loop.time(), waiting=self._turns.waiting)
         )
+        return document
 
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Stop: queued requests are answered at once, the running one may finish within *drain* seconds.

@@ -19,14 +19,9 @@ EXCHANGE_TOKENS: Final = 128 * 1024
 """Tokens beyond which an exchange isn't filled further: other callers of the lane get their turn in between."""
 
 
-def check_lengths(lengths: Sequence[int], *, max_tokens: int, model: str, noun: str = "text", offset: int = 0) -> None:
-    """Refuse an empty row and one beyond the model's maximum, by index.
-
-    Raises InvalidRequest {index} and SequenceTooLong {index, tokens, max_tokens}. *offset* is the first row's index.
-    """
-    for index, length in enumerate(lengths, offset):
-        if length < 1:
-            raise InvalidRequest(f"{noun} {index} has no tokens", details={"index": index})
+def check_lengths(lengths: Sequence[int], *, max_tokens: int, model: str, noun: str = "text") -> None:
+    """Raise SequenceTooLong {index, tokens, max_tokens} for a row beyond the model's maximum."""
+    for index, length in enumerate(lengths):
         if length > max_tokens:
             raise too_long(index, length, max_tokens, model=model, noun=noun)
 

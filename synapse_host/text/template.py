@@ -1,9 +1,9 @@
 """A bundle's chat template, rendered by a process of its own: a template is foreign code (:mod:`~.template_child`).
 
-A :class:`Renderer` belongs to one host. It starts the process at the first chat, in a session and a private folder of
-its own, with a worker's reduced environment and three pipes and nothing else of the host's. It keeps it for the next
-ones, kills it when a template takes too long, and starts another at the next call. One template runs at a time.
-Everything here blocks: call it from a thread.
+A :class:`Renderer` belongs to one host. It starts the process at the first chat, in a session of its own, with a
+worker's reduced environment, three pipes and nothing else of the host's. It keeps it for the next ones, kills it when a
+template takes too long, and starts another at the next call. One template runs at a time. Everything here blocks: call
+it from a thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -49,8 +48,8 @@ MAX_REPLY: Final = 4 * MAX_RENDERED + 1
 class Renderer:
     """Renders chat templates in a child process. Thread-safe; close it."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """*folder*: where the process starts; None: a private one, made with it and removed with it."""
+    def __init__(self, folder: Path) -> None:
+        """*folder*: where the process starts; a private one of the host's."""
         self._folder = folder
         self._lock = threading.Lock()
         self._child: _Child | None = None
@@ -136,27 +135,21 @@ class Renderer:
 class _Child:
     """The process, its pipes, and a thread that waits for its replies."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._private = None if folder is not None else tempfile.TemporaryDirectory(prefix="synapse-template-")
+    def __init__(self, folder: Path) -> None:
         options: dict[str, Any] = {"start_new_session": True}
         if sys.platform == "win32":
             options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
-        try:
-            self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and file
-                # -P: the folder of the program is not searched for modules.
-                [sys.executable, "-P", str(PROGRAM)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                close_fds=True,
-                env=worker_environment("chat-template", {}),
-                cwd=folder if self._private is None else self._private.name,
-                **options,
-            )
-        except BaseException:
-            if self._private is not None:
-                self._private.cleanup()
-            raise
+        self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and file
+            # -P: the folder of the program is not searched for modules.
+            [sys.executable, "-P", str(PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            close_fds=True,
+            env=worker_environment("chat-template", {}),
+            cwd=folder,
+            **options,
+        )
         self._replies: queue.Queue[bytes | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, name="synapse-template", daemon=True)
         try:
@@ -222,7 +215,7 @@ class _Child:
         self._popen.kill()
 
     def close(self) -> None:
-        """Kill, reap, and give back the pipes, the thread and the private folder."""
+        """Kill, reap, and give back the pipes and the thread."""
         self._popen.kill()
         self._popen.wait()
         if self._reader.ident is not None:
@@ -231,8 +224,6 @@ class _Child:
             if pipe is not None:
                 with suppress(OSError):
                     pipe.close()
-        if self._private is not None:
-            self._private.cleanup()
 
 
 def _reply(stream: IO[bytes]) -> bytes | None:

@@ -3,7 +3,7 @@
 A tokenizer opens without padding and truncation (:mod:`synapse_host.text.tokenizer_file`) and with
 ``encode_special_tokens``: a literal ``[SEP]`` or ``<|im_end|>`` in a text is text. Special tokens around a row are
 those of the tokenizer's own post-processor. Too long a text is cut only where the caller asked for it, inside the
-special tokens, and is told by index.
+special tokens, and the result names it by its index.
 """
 
 from __future__ import annotations

@@ -12,24 +12,13 @@ import base64
 import binascii
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from engines.bundle.manifest import read_plain
-from synapse_host.text.tokenizer_schema import (
-    MAX_PARTS,
-    ByteLevel,
-    ByteNormalizer,
-    File,
-    Metaspace,
-    Model,
-    Part,
-    Precompiled,
-    Replace,
-    Split,
-)
+from synapse_host.text.tokenizer_schema import MAX_PARTS, File, Model, Normalizer, PreTokenizer
 
 MAX_BYTES: Final = 64 * 1024 * 1024
 """The largest published file (Gemma 3) has 33 MB."""
@@ -62,10 +51,10 @@ def sanitized(data: bytes) -> bytes:
         growth = 1.0
         for part in _parts(file.normalizer, file.pre_tokenizer):
             growth *= _growth(part)
-            if isinstance(part, Replace | Split):
+            if part.pattern is not UNSET:
                 part.pattern.check()
-            elif isinstance(part, Precompiled):
-                _check_characters(part.precompiled_charsmap)
+            if isinstance(part, Normalizer) and part.type == "Precompiled":
+                _check_characters(part.precompiled_charsmap or "")  # without one the library panics
         if growth > MAX_GROWTH:
             raise ValueError(f"its components may lengthen a text more than {MAX_GROWTH} times")
         model.check()
@@ -101,7 +90,7 @@ def _typed(model: bytes) -> bytes:
     return b'{"type":"' + name + b'",' + model.lstrip().removeprefix(b"{")
 
 
-def _parts(*parts: Any) -> Iterator[Part]:
+def _parts(*parts: Normalizer | PreTokenizer | None) -> Iterator[Normalizer | PreTokenizer]:
     """Yield components in their order, those inside of others too; ValueError for too many."""
     stack = [part for part in reversed(parts) if part is not None]
     count = 0
@@ -111,19 +100,19 @@ def _parts(*parts: Any) -> Iterator[Part]:
         if count > 3 * MAX_PARTS:
             raise ValueError(f"more than {3 * MAX_PARTS} components")
         yield part
-        for field in ("normalizers", "pretokenizers"):
-            stack.extend(reversed(getattr(part, field, ())))
+        inner = part.normalizers if isinstance(part, Normalizer) else part.pretokenizers
+        stack.extend(reversed(inner or []))
 
 
-def _growth(part: Part) -> float:
+def _growth(part: Normalizer | PreTokenizer) -> float:
     """Return how many times longer a component may make a text, about; 1 for what changes no length to speak of."""
-    if isinstance(part, Replace):
+    if isinstance(part, Normalizer) and part.content is not UNSET:
         # An expression matches one character at least.
-        least = 1 if part.pattern.string is UNSET else len(part.pattern.string)
-        return max(1.0, len(part.content) / least)
-    if isinstance(part, ByteLevel | ByteNormalizer | Metaspace):
+        literal = UNSET if part.pattern is UNSET else part.pattern.string
+        return max(1.0, len(part.content) / (1 if literal is UNSET else len(literal)))
+    if part.type in ("ByteLevel", "Metaspace"):
         return 2.0  # a byte beyond ASCII becomes a character of two; a space before each word
-    return 8.0 if isinstance(part, Precompiled) else 1.0
+    return 8.0 if part.type == "Precompiled" else 1.0
 
 
 def _check_characters(text: str) -> None:

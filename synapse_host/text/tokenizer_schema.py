@@ -1,6 +1,8 @@
 """What a tokenizer.json may hold: the components that published models use, each field with its type and bounds.
 
-The names are those of the file; :mod:`synapse_host.text.tokenizer_file` reads it by them and refuses anything else.
+The names are those of the file; :mod:`synapse_host.text.tokenizer_file` reads it by them and refuses the rest. Each
+kind of component is one class: ``type`` says which of them it is, and a field that the file leaves out stays left out.
+Which fields a type needs is checked by the tokenizers library itself.
 """
 
 from __future__ import annotations
@@ -27,11 +29,7 @@ Piece = Annotated[str, Meta(max_length=MAX_PIECE)]
 Short = Annotated[str, Meta(max_length=16)]
 Char = Annotated[str, Meta(min_length=1, max_length=1)]
 Few = Meta(max_length=MAX_PARTS)
-Behavior: TypeAlias = Literal["Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"]
-
-
-class Part(Struct, forbid_unknown_fields=True, tag_field="type", omit_defaults=False):
-    """A component; ``type`` is the name that the tokenizers library gives it."""
+Flag: TypeAlias = bool | UnsetType
 
 
 class Pattern(Struct, forbid_unknown_fields=True, rename="pascal"):
@@ -48,186 +46,47 @@ class Pattern(Struct, forbid_unknown_fields=True, rename="pascal"):
             split_pattern.check(self.regex)
 
 
-# --- normalizers -----------------------------------------------------------------------------------------------------
+class Normalizer(Struct, forbid_unknown_fields=True):
+    """Changes characters before words are looked for."""
+
+    type: Literal[
+        "BertNormalizer", "Strip", "Replace", "Prepend", "Precompiled", "StripAccents", "NFC", "NFD", "NFKC", "NFKD",
+        "Lowercase", "Nmt", "ByteLevel", "Sequence",
+    ]  # fmt: skip
+    clean_text: Flag = UNSET
+    handle_chinese_chars: Flag = UNSET
+    strip_accents: bool | UnsetType | None = UNSET
+    lowercase: Flag = UNSET
+    strip_left: Flag = UNSET
+    strip_right: Flag = UNSET
+    pattern: Pattern | UnsetType = UNSET
+    content: Short | UnsetType = UNSET
+    prepend: Short | UnsetType = UNSET
+    precompiled_charsmap: Annotated[str, Meta(min_length=1)] | UnsetType = UNSET
+    normalizers: Annotated[list[Normalizer], Few] | UnsetType = UNSET
 
 
-class BertNormalizer(Part, tag=True):
-    """Lower case, no accents, spaces around Chinese characters."""
+class PreTokenizer(Struct, forbid_unknown_fields=True):
+    """Splits a text into words. ``add_prefix_space`` and ``str_rep`` of a Metaspace are of older files."""
 
-    clean_text: bool
-    handle_chinese_chars: bool
-    strip_accents: bool | None = None
-    lowercase: bool = True
-
-
-class Strip(Part, tag=True):
-    """No spaces at the ends."""
-
-    strip_left: bool = True
-    strip_right: bool = True
-
-
-class Replace(Part, tag=True):
-    """One text in place of another."""
-
-    pattern: Pattern
-    content: Short
-
-
-class Prepend(Part, tag=True):
-    """A text put in front."""
-
-    prepend: Short
-
-
-class Precompiled(Part, tag=True):
-    """SentencePiece's character map."""
-
-    precompiled_charsmap: Annotated[str, Meta(min_length=1)]
-
-
-class StripAccents(Part, tag=True):
-    """No accents."""
-
-
-class NFC(Part, tag=True):
-    """Unicode's form C."""
-
-
-class NFD(Part, tag=True):
-    """Unicode's form D."""
-
-
-class NFKC(Part, tag=True):
-    """Unicode's form KC."""
-
-
-class NFKD(Part, tag=True):
-    """Unicode's form KD."""
-
-
-class Lowercase(Part, tag=True):
-    """Lower case."""
-
-
-class Nmt(Part, tag=True):
-    """SentencePiece's control characters."""
-
-
-class ByteNormalizer(Part, tag="ByteLevel"):
-    """Bytes as printable characters."""
-
-
-class NormalizerSequence(Part, tag="Sequence"):
-    """One after the other."""
-
-    normalizers: Annotated[list[Normalizer], Few]
-
-
-Normalizer: TypeAlias = (
-    BertNormalizer | Strip | Replace | Prepend | Precompiled | StripAccents | NFC | NFD | NFKC | NFKD | Lowercase | Nmt
-    | ByteNormalizer | NormalizerSequence
-)  # fmt: skip
-
-
-# --- pre-tokenizers --------------------------------------------------------------------------------------------------
-
-
-class ByteLevel(Part, tag=True):
-    """GPT-2's words, in bytes as printable characters; as a post-processor it only moves offsets."""
-
-    add_prefix_space: bool = True
-    trim_offsets: bool = True
-    use_regex: bool = True
-
-
-class CharDelimiterSplit(Part, tag=True):
-    """Split at a character."""
-
-    delimiter: Char
-
-
-class Digits(Part, tag=True):
-    """Numbers apart."""
-
-    individual_digits: bool = False
-
-
-class FixedLength(Part, tag=True):
-    """Pieces of one length."""
-
-    length: Annotated[int, Meta(ge=1, le=MAX_PIECE)]
-
-
-class Metaspace(Part, tag=True):
-    """SentencePiece's spaces. ``add_prefix_space`` and ``str_rep`` are of older files."""
-
-    replacement: Char
-    prepend_scheme: Literal["always", "first", "never"] | UnsetType = UNSET
-    split: bool | UnsetType = UNSET
-    add_prefix_space: bool | UnsetType = UNSET
+    type: Literal[
+        "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split",
+        "BertPreTokenizer", "UnicodeScripts", "Whitespace", "WhitespaceSplit", "Sequence",
+    ]  # fmt: skip
+    add_prefix_space: Flag = UNSET
+    trim_offsets: Flag = UNSET
+    use_regex: Flag = UNSET
+    individual_digits: Flag = UNSET
+    split: Flag = UNSET
+    invert: Flag = UNSET
+    delimiter: Char | UnsetType = UNSET
+    replacement: Char | UnsetType = UNSET
     str_rep: Short | UnsetType = UNSET
-
-
-class Punctuation(Part, tag=True):
-    """Punctuation apart."""
-
-    behavior: Behavior = "Isolated"
-
-
-class Split(Part, tag=True):
-    """Split at a pattern."""
-
-    pattern: Pattern
-    behavior: Behavior
-    invert: bool = False
-
-
-class BertPreTokenizer(Part, tag=True):
-    """Split at spaces and punctuation."""
-
-
-class UnicodeScripts(Part, tag=True):
-    """Split between scripts."""
-
-
-class Whitespace(Part, tag=True):
-    """Words and punctuation."""
-
-
-class WhitespaceSplit(Part, tag=True):
-    """Split at spaces."""
-
-
-class SplitterSequence(Part, tag="Sequence"):
-    """One after the other."""
-
-    pretokenizers: Annotated[list[PreTokenizer], Few]
-
-
-PreTokenizer: TypeAlias = (
-    ByteLevel | CharDelimiterSplit | Digits | FixedLength | Metaspace | Punctuation | Split | BertPreTokenizer
-    | UnicodeScripts | Whitespace | WhitespaceSplit | SplitterSequence
-)  # fmt: skip
-
-
-# --- post-processors -------------------------------------------------------------------------------------------------
-
-
-class BertProcessing(Part, tag=True):
-    """[CLS] and [SEP]."""
-
-    sep: tuple[Piece, Id]
-    cls: tuple[Piece, Id]
-
-
-class RobertaProcessing(Part, tag=True):
-    """<s> and </s>."""
-
-    sep: tuple[Piece, Id]
-    cls: tuple[Piece, Id]
-    trim_offsets: bool = True
-    add_prefix_space: bool = True
+    length: Annotated[int, Meta(ge=1, le=MAX_PIECE)] | UnsetType = UNSET
+    prepend_scheme: Literal["always", "first", "never"] | UnsetType = UNSET
+    behavior: Literal["Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"] | UnsetType = UNSET
+    pattern: Pattern | UnsetType = UNSET
+    pretokenizers: Annotated[list[PreTokenizer], Few] | UnsetType = UNSET
 
 
 class Place(Struct, forbid_unknown_fields=True):
@@ -252,27 +111,26 @@ class SpecialToken(Struct, forbid_unknown_fields=True):
     tokens: Annotated[list[Piece], Few]
 
 
-class TemplateProcessing(Part, tag=True):
-    """Special tokens around one text and around a pair."""
+class PostProcessor(Struct, forbid_unknown_fields=True):
+    """Puts special tokens around one text and around a pair; a ByteLevel only moves offsets."""
 
-    single: Annotated[list[Slot], Few]
-    pair: Annotated[list[Slot], Few]
-    special_tokens: Annotated[dict[Piece, SpecialToken], Few]
-
-
-class ProcessorSequence(Part, tag="Sequence"):
-    """One after the other."""
-
-    processors: Annotated[list[PostProcessor], Few]
-
-
-PostProcessor: TypeAlias = BertProcessing | RobertaProcessing | ByteLevel | TemplateProcessing | ProcessorSequence
+    type: Literal["BertProcessing", "RobertaProcessing", "ByteLevel", "TemplateProcessing", "Sequence"]
+    sep: tuple[Piece, Id] | UnsetType = UNSET
+    cls: tuple[Piece, Id] | UnsetType = UNSET
+    trim_offsets: Flag = UNSET
+    add_prefix_space: Flag = UNSET
+    use_regex: Flag = UNSET
+    single: Annotated[list[Slot], Few] | UnsetType = UNSET
+    pair: Annotated[list[Slot], Few] | UnsetType = UNSET
+    special_tokens: Annotated[dict[Piece, SpecialToken], Few] | UnsetType = UNSET
+    processors: Annotated[list[PostProcessor], Few] | UnsetType = UNSET
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
+class _Model(Struct, forbid_unknown_fields=True, tag_field="type", tag=True):
+    """What makes ids of words. Fields that the file leaves out are written with their defaults."""
 
 
-class BPE(Part, tag=True):
+class BPE(_Model):
     """Byte pair encoding."""
 
     vocab: dict[Piece, Id]
@@ -291,7 +149,7 @@ class BPE(Part, tag=True):
             raise ValueError(f"dropout is {self.dropout}: the same text would get other ids each time")
 
 
-class Unigram(Part, tag=True):
+class Unigram(_Model):
     """SentencePiece's unigram model."""
 
     vocab: list[tuple[Annotated[str, Meta(max_length=MAX_UNIGRAM_PIECE)], float]]
@@ -306,7 +164,7 @@ class Unigram(Part, tag=True):
             raise ValueError(f"a vocabulary of {len(self.vocab)}, at most {MAX_IDS}")
 
 
-class _Words(Part):
+class _Words(_Model):
     vocab: dict[Piece, Id]
     unk_token: Piece
 
@@ -316,11 +174,11 @@ class _Words(Part):
             raise ValueError(f"the unknown token {self.unk_token!r} is not in the vocabulary")
 
 
-class WordLevel(_Words, tag=True):
+class WordLevel(_Words):
     """Whole words."""
 
 
-class WordPiece(_Words, tag=True):
+class WordPiece(_Words):
     """BERT's pieces of words."""
 
     continuing_subword_prefix: Short = "##"

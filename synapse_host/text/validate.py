@@ -62,8 +62,6 @@ def _count(values: Any) -> int | None:
         return len(values)
     except TypeError:  # a single value of an array's kind
         return None
-    except OverflowError:  # range(10**30)
-        return MAX_ROWS + 1
 
 
 def _check_count(count: int, name: str) -> None:

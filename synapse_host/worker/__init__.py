@@ -1,7 +1,7 @@
-"""One worker process and its connection.
+"""One worker process and its connection: start with `session.py`.
 
-`process` starts and ends the child, `listener` and `handshake` admit exactly that child, `session` runs one exchange at
-a time over `transport`, `watchdog` says how long silence may last, `output` keeps the last words, `crash` describes a
-death. The owner of a session hears of it through the four methods of `session.Owner` and is otherwise unknown here, as
-are lanes, queues and models. Start with `session.py`.
+`startup` spawns a worker and shakes hands with it, over an endpoint of `listener` and by the checks of `handshake`.
+`session` then runs one exchange at a time over `transport`, under the silence windows of `watchdog`. `process` reads
+the child's output into `output`, ends the child with its whole group and describes how it ended. The owner of a
+session hears of it through `session.Owner`; lanes, queues and models are unknown here.
 """

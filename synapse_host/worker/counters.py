@@ -27,8 +27,6 @@ INTERNAL: Final = "internal_error"
 class Histogram:
     """Observations counted into buckets: ``counts[i]`` holds those up to ``bounds[i]``, the last one the rest."""
 
-    __slots__ = ("bounds", "counts", "total")
-
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
@@ -42,20 +40,6 @@ class Histogram:
 
 class LaneCounters:
     """One lane's counts over all its worker generations."""
-
-    __slots__ = (
-        "abandoned",
-        "durations",
-        "failures",
-        "gaps",
-        "ipc",
-        "last_load_s",
-        "loads",
-        "received",
-        "rejected",
-        "restarts",
-        "sent",
-    )
 
     def __init__(self) -> None:
         self.failures: Counter[tuple[str, str]] = Counter()
@@ -111,12 +95,3 @@ class LaneCounters:
             self.failed(op, exc)
             raise
         self.served(op, time.monotonic() - started)
-
-    def loaded(self, seconds: float) -> None:
-        """Count a LOAD."""
-        self.last_load_s = seconds
-        self.loads.add(seconds)
-
-    def reject(self, reason: str) -> None:
-        """Count a breach of the protocol."""
-        self.rejected[reason] += 1

@@ -14,7 +14,7 @@ from synapse_host.placement.spec import LaneSpec
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What the kernel says about the process at the other end; None where the platform doesn't tell."""
+    """What the kernel says about the process at the other end; None where the platform doesn't know."""
 
     uid: int | None
     pid: int | None
@@ -89,10 +89,10 @@ _FIX = {
 
 
 def _refusal(spec: LaneSpec, reason: str, expected: Any, observed: Any) -> LaneRefused:
-    told = "nothing" if observed is None else repr(observed)
+    said = "nothing" if observed is None else repr(observed)
     fix = _FIX[reason] if observed is not None else f"use a worker that reports it in HELLO, or {_FIX[reason]}"
     return LaneRefused(
-        f"lane {spec.lane_id} refuses its worker: {reason.replace('_', ' ')} is {told}, expected {expected!r}; "
+        f"lane {spec.lane_id} refuses its worker: {reason.replace('_', ' ')} is {said}, expected {expected!r}; "
         f"{fix}, then unload or reload the lane",
         details={"lane_id": spec.lane_id, "reason": reason, "expected": expected, "observed": observed},
     )

@@ -61,24 +61,23 @@ class RuntimeDirectory:
         """Return a usable directory. InvalidRequest says why not: another owner, too open a mode, held by whom."""
         if path is None:
             _sweep()
-            folder = places.temporary()
-            try:
-                directory = cls(Path(tempfile.mkdtemp(prefix=runtime_dir.PREFIX, dir=folder)), temporary=True)
-            except OSError as exc:
-                what = f"{folder} takes no runtime directory: {exc.strerror or exc}; set TMPDIR to another folder"
-                raise of_os(exc, what, otherwise=InvalidRequest, details={"path": str(folder)}) from exc
-        else:
-            directory = cls(Path(path).resolve(), temporary=False)
+        folder = places.temporary() if path is None else Path(path).resolve()
+        directory = None
         try:
+            made = Path(tempfile.mkdtemp(prefix=runtime_dir.PREFIX, dir=folder)) if path is None else folder
+            directory = cls(made, temporary=path is None)
             directory._make()
-        except OSError as exc:
-            directory.close()
-            what = f"{directory.path} can't be the runtime directory: {exc.strerror or exc}; choose another one"
-            details = {"reason": "runtime_dir", "path": str(directory.path)}
-            raise of_os(exc, what, otherwise=InvalidRequest, details=details) from exc
-        except BaseException:
-            directory.close()
-            raise
+        except BaseException as exc:
+            if directory is not None:
+                directory.close()
+            if not isinstance(exc, OSError):
+                raise
+            what, cure = "can't be the runtime directory", "choose another one"
+            if path is None:
+                what, cure = "takes no runtime directory", "set TMPDIR to another folder"
+            details = {"reason": "runtime_dir", "path": str(folder)}
+            text = f"{folder} {what}: {exc.strerror or exc}; {cure}"
+            raise of_os(exc, text, otherwise=InvalidRequest, details=details) from exc
         return directory
 
     def _make(self) -> None:
@@ -198,7 +197,7 @@ class UnixListener:
 
     @property
     def arguments(self) -> tuple[str, str]:
-        """What the worker is told: ``--socket PATH``."""
+        """The worker's arguments: ``--socket PATH``."""
         return ("--socket", os.fspath(self.path))
 
     async def connect(self, protocol: asyncio.BaseProtocol, admit: Callable[[Peer], bool]) -> None:
@@ -243,7 +242,7 @@ def safe_id(lane_id: str) -> str:
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Return uid and pid of the process at the other end, as far as the platform tells."""
+    """Return uid and pid of the process at the other end, as far as the platform knows."""
     if sys.platform == "linux":
         pid, uid, _gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return Peer(uid, pid)
@@ -280,7 +279,7 @@ def _is_file(handle: IO[bytes] | None, path: Path) -> bool:
 
 
 def _take_lock(path: Path, *, private: bool) -> IO[bytes]:
-    """Lock the file *path* and write into it whose it is; InvalidRequest tells who holds it."""
+    """Lock the file *path* and write into it whose it is; InvalidRequest names who holds it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
     handle = os.fdopen(os.open(path, flags, 0o600), "a+b")
     try:
@@ -304,7 +303,7 @@ def _take_lock(path: Path, *, private: bool) -> IO[bytes]:
 
 
 def _check_private(path: Path) -> None:
-    """Refuse a directory that isn't ours alone: whoever can write there can stand in for a worker."""
+    """Refuse a directory that isn't ours alone: whoever can write there can pose as a worker."""
     if os.name != "posix":
         return
     entry = path.lstat()

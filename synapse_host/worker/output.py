@@ -67,27 +67,19 @@ class LogRing:
         if not 0 <= position <= self.written:
             position = 0
         skip = max(0, position - first)
-        runs = []
-        for stream, data in self.segments():
-            if skip < len(data):
-                runs.append((stream, data[skip:]))
-            skip = max(0, skip - len(data))
-        return runs, max(0, first - position)
-
-    def segments(self) -> list[tuple[Stream, bytes]]:
-        """Return the content as runs of one stream each."""
         runs: list[tuple[Stream, bytes]] = []
         for stream, data in self._segments:
-            if runs and runs[-1][0] == stream:
-                runs[-1] = (stream, runs[-1][1] + data)
-            else:
-                runs.append((stream, data))
-        return runs
+            part, skip = data[skip:], max(0, skip - len(data))
+            if part and runs and runs[-1][0] == stream:
+                runs[-1] = (stream, runs[-1][1] + part)
+            elif part:
+                runs.append((stream, part))
+        return runs, max(0, first - position)
 
-    def render(self) -> str:
-        """Return the content as text, every line preceded by ``[stdout] `` or ``[stderr] ``; lossy UTF-8."""
+    def render(self, position: int = 0) -> str:
+        """Return what came after *position* as text, each line behind ``[stdout] `` or ``[stderr] ``; lossy UTF-8."""
         lines: list[str] = []
-        for stream, data in self.segments():
+        for stream, data in self.since(position)[0]:
             text = data.decode("utf-8", "replace")
             lines += [f"[{stream}] {line}" for line in text.removesuffix("\n").split("\n")]
         return "\n".join(lines)

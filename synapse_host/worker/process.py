@@ -1,4 +1,7 @@
-"""One worker process: spawn, reduced environment, both pipes drained, exit watched, killed with its whole group."""
+"""One worker process: spawn, reduced environment, both pipes drained, exit watched, killed with its whole group.
+
+:class:`Death` is the diagnosis of its end, which a strike, its callers and the log share.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
-from synapse_host.placement.child import reap
+from msgspec import Struct
+
+from synapse_host.placement.child import reap, signal_name
 from synapse_host.worker.output import Stream
 
 DUMP_GRACE: Final = 0.2
@@ -30,6 +35,7 @@ OOM_SCORE_ADJ: Final = "1000"
 
 
 Output = Callable[[Stream, bytes], None]
+Cause: TypeAlias = Literal["exit", "eof", "protocol", "silence", "handshake"]
 
 
 class WorkerProcess:
@@ -80,7 +86,7 @@ class WorkerProcess:
             if sys.platform == "win32":
                 from synapse_host.worker import windows
 
-                self._job = windows.contain(self.pid)
+                self._job = windows.contain(int(self._popen._handle))  # type: ignore[attr-defined,unused-ignore]
             self._watch_pipes()
             self._watch_exit()
         except BaseException:
@@ -118,7 +124,12 @@ class WorkerProcess:
             with suppress(OSError, OverflowError):
                 if os.getsid(pid) == self.pid:
                     return True
-        return self.pid in _ancestors(pid)
+        import psutil
+
+        try:
+            return any(parent.pid == self.pid for parent in psutil.Process(pid).parents())
+        except (psutil.Error, OverflowError):
+            return False
 
     def dump(self) -> None:
         """Ask the worker's faulthandler for a traceback of every thread."""
@@ -289,26 +300,61 @@ def _first_to_go(pid: int) -> None:
             Path(f"/proc/{pid}/oom_score_adj").write_text(OOM_SCORE_ADJ)
 
 
-def _ancestors(pid: int) -> list[int]:
-    """Return the pids above *pid*, nearest first; as far as they can be read."""
-    found: list[int] = []
-    while pid > 1 and len(found) < 64:
-        pid = _parent(pid)
-        found.append(pid)
-    return found
+class Death(Struct):
+    """How a worker generation ended, with what it left behind."""
+
+    generation: int
+    cause: Cause
+    message: str
+    pid: int | None
+    exit_status: int | None
+    signal: str | None
+    reaped: bool
+    """False when the process could not be confirmed dead: nothing may replace it yet."""
+    llama: bool = True
+    """False for a worker of another engine: it has no llama-cpp-python to rebuild."""
+    taken: bool = False
+    """True where it ended by itself and somebody else took its exit status: how it ended isn't known."""
+    log_tail: str = ""
+    """The last output of this generation."""
+
+    def describe(self) -> str:
+        """Return one sentence for people."""
+        if self.signal == "SIGILL" and not self.llama:
+            return f"{self.message}: a library of this engine was built for another CPU (SIGILL)"
+        if self.signal == "SIGILL":
+            return f"{self.message}: llama-cpp-python was built for another CPU, rebuild it"
+        if self.signal is not None and self.cause in ("exit", "eof", "handshake"):
+            return f"{self.message} ({self.signal})"
+        if self.exit_status is not None and self.cause in ("exit", "eof", "handshake"):
+            return f"{self.message} (exit status {self.exit_status})"
+        if self.taken:
+            return f"{self.message} (exit status unknown: another part of this program took it)"
+        return self.message
 
 
-def _parent(pid: int) -> int:
-    if sys.platform == "linux":
-        try:
-            # The command name may hold spaces and parentheses; the fields after the last one are plain.
-            return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            return 0
-    else:
-        import psutil
+class StartFailed(Exception):
+    """The worker died, hung or talked nonsense before the ACK: a strike."""
 
-        try:
-            return psutil.Process(pid).ppid()
-        except psutil.Error:
-            return 0
+    def __init__(self, death: Death) -> None:
+        super().__init__(death.describe())
+        self.death = death
+
+
+async def diagnose(process: WorkerProcess, cause: Cause, message: str, *, generation: int, llama: bool) -> Death:
+    """Kill and reap *process*, drain its pipes, and say how it ended."""
+    own_end = cause != "silence" and not process.running
+    reaped = await process.destroy()
+    returncode = process.returncode
+    return Death(
+        generation=generation,
+        cause=cause,
+        message=message,
+        pid=process.pid,
+        # What we did to it explains nothing: only its own end is reported.
+        exit_status=returncode if own_end and returncode is not None and returncode >= 0 else None,
+        signal=signal_name(returncode) if own_end else None,
+        reaped=reaped,
+        taken=own_end and returncode is None,
+        llama=llama,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from typing import Any, Final
+from typing import Final
 
 from engines.protocol.errors import ErrorCode, LocalProtocolError
 from engines.protocol.messages import Err
@@ -42,19 +42,8 @@ def stopping(lane_id: str) -> QueueFull:
 
 def stopped(lane_id: str, stage: str) -> EngineCrashed:
     """The host closed while a worker had the request."""
-    return EngineCrashed(
-        f"lane {lane_id}: the host stopped while the request ran",
-        details={
-            "lane_id": lane_id,
-            "stage": stage,
-            "cause": "exit",
-            "exit_status": None,
-            "signal": None,
-            "log_tail": "",
-            "quarantined": False,
-            "reason": "stopping",
-        },
-    )
+    said = {"exit_status": None, "signal": None, "log_tail": "", "reason": "stopping"}
+    return _not_struck(lane_id, stage, "exit", "the host stopped while the request ran", **said)
 
 
 def in_use(spec: LaneSpec, waiting: int) -> ModelInUse:
@@ -84,9 +73,8 @@ def unkillable(lane_id: str, pid: int) -> EngineCrashed:
 
 def no_resources(lane_id: str, exc: OSError) -> EngineCrashed:
     """The host lacks descriptors, memory or processes for a spawn."""
-    error = _not_struck(lane_id, "spawn", "handshake", f"the host could not start a worker: {exc.strerror or exc}")
-    error.details["errno"] = errno.errorcode.get(exc.errno or 0)
-    return error
+    text = f"the host could not start a worker: {exc.strerror or exc}"
+    return _not_struck(lane_id, "spawn", "handshake", text, errno=errno.errorcode.get(exc.errno or 0))
 
 
 def no_memory(lane_id: str, stage: str) -> SynapseError:
@@ -102,8 +90,8 @@ def broken(lane_id: str, stage: str) -> EngineCrashed:
     return _not_struck(lane_id, stage, "exit", "the host itself failed here, see its log; the worker is replaced")
 
 
-def _not_struck(lane_id: str, stage: str, cause: str, text: str) -> EngineCrashed:
-    details: dict[str, Any] = {"lane_id": lane_id, "stage": stage, "cause": cause, "quarantined": False}
+def _not_struck(lane_id: str, stage: str, cause: str, text: str, **more: str | None) -> EngineCrashed:
+    details = {"lane_id": lane_id, "stage": stage, "cause": cause, "quarantined": False, **more}
     return EngineCrashed(f"lane {lane_id}: {text}", details=details)
 
 

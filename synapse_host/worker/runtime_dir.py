@@ -34,26 +34,22 @@ def roots() -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def sweep(root: Path) -> list[Path]:
+def sweep(root: Path, *, remove: bool = True) -> list[Path]:
     """Remove the private runtime directories in *root* whose hosts are dead; return them. Never raises OSError."""
-    removed = []
+    found = []
     for path in _candidates(root):
         # Held until it is gone: two sweepers never remove one directory, or its successor.
         with _claimed(path) as dead:
             if dead:
-                shutil.rmtree(path, ignore_errors=True)
-                removed.append(path)
-    return removed
+                found.append(path)
+                if remove:
+                    shutil.rmtree(path, ignore_errors=True)
+    return sorted(found)
 
 
 def abandoned(root: Path) -> list[Path]:
     """Return what :func:`sweep` would remove."""
-    found = []
-    for path in _candidates(root):
-        with _claimed(path) as dead:
-            if dead:
-                found.append(path)
-    return sorted(found)
+    return sweep(root, remove=False)
 
 
 def _candidates(root: Path) -> Iterator[Path]:

@@ -1,7 +1,22 @@
-"""One worker generation: handshake, one exchange at a time under its watchdog, death with its diagnosis.
+"""One worker generation: handshake, one exchange at a time under its watchdog, and its end with a diagnosis.
 
-Nothing here runs per call but plain functions and one Future: reading goes on in the protocol's callbacks whether or
-not the caller still waits, so a caller who leaves needs no task to drain the reply for it.
+Theory of operation. A :class:`Session` owns one process and one connection from spawn to reaping, and is used for
+nothing after that. It has three phases:
+
+1. the birth (`startup`): listen, spawn, admit exactly this child, check HELLO, answer with ACK, under one deadline.
+   What arrives before the ACK goes to the birth; its errors come out of :meth:`Session.start`;
+2. the exchanges: :meth:`Session.begin` writes a request and starts the watchdog. The protocol's callbacks read the
+   reply whether or not a caller still waits, so an abandoned request needs no task to drain it. One timer serves the
+   silence window and the caller's deadline; the deadline ends the wait, the window ends the worker;
+3. the end, for the first reason that appears: a broken rule, the end of the stream, the process's exit, silence, or a
+   planned stop. ``dead`` is set at once, later signs are consequences. A task kills the process group before the leader
+   is reaped, drains both pipes for a moment and describes the death; only then the owner learns of it.
+
+The owner hears of an exchange or of the end by the methods of :class:`Owner`, once for each cause, on the loop's
+thread. The end of the stream and the exit explain each other, so each waits :data:`EXIT_GRACE` for the other. What runs
+at the same time is at most one exchange, the reading of both output pipes, and one ending task.
+
+Nothing here runs per call but plain functions and one Future.
 """
 
 from __future__ import annotations
@@ -10,40 +25,37 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
-from engines.protocol.connection import (
-    Event,
-    HelloReceived,
-    ProgressReceived,
-    ReplyReceived,
-    ReplyStarted,
-    State,
-)
+from msgspec import Struct
+
 from engines.protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from engines.protocol.messages import LLAMA_ENGINE, Hello, Ping, Shutdown
-from synapse_host.config import HostConfig
-from synapse_host.placement.spec import LaneSpec
-from synapse_host.worker.counters import LaneCounters
-from synapse_host.worker.crash import Cause, Death, StartFailed, diagnose
+from engines.protocol.rules import Event, HelloReceived, ProgressReceived, ReplyReceived, ReplyStarted, State
 from synapse_host.worker.exchange import Exchange
 from synapse_host.worker.handshake import HandshakeFault
-from synapse_host.worker.listener import RuntimeDirectory, safe_id
-from synapse_host.worker.output import LineForwarder, LogRing, Stream
-from synapse_host.worker.process import DUMP_GRACE, WorkerProcess
+from synapse_host.worker.listener import safe_id
+from synapse_host.worker.output import LineForwarder, Stream
+from synapse_host.worker.process import DUMP_GRACE, Cause, Death, StartFailed, WorkerProcess, diagnose
 from synapse_host.worker.refusals import no_resources
-from synapse_host.worker.startup import Birth
+from synapse_host.worker.startup import Birth, LaneContext
 from synapse_host.worker.transport import Channel
 from synapse_host.worker.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from synapse_host.worker.crash import Death
 
 EXIT_GRACE: Final = 0.5
 """Seconds between the end of the stream and the exit that explains it, or the other way round: on a busy machine a
 worker that dies of an exception needs a while to write its traceback and to be gone."""
 
 _log = logging.getLogger(__name__)
+
+
+class Underway(Struct, frozen=True):
+    """How far an exchange is: operation, phase and count of the last progress, seconds since it was sent."""
+
+    stage: str
+    phase: str | None
+    completed: int
+    running_s: float
 
 
 class Owner(Protocol):
@@ -73,20 +85,17 @@ class Session:
 
     def __init__(
         self,
-        spec: LaneSpec,
+        context: LaneContext,
         *,
         generation: int,
-        config: HostConfig,
-        runtime: RuntimeDirectory,
         forwarder: LineForwarder,
         owner: Owner,
         revision: str | None,
-        counters: LaneCounters,
-        journal: LogRing,
     ) -> None:
-        self.spec = spec
+        config = context.config
+        self.spec = context.spec
         self.generation = generation
-        self.worker_id = f"{safe_id(spec.lane_id)}-{generation}"
+        self.worker_id = f"{safe_id(self.spec.lane_id)}-{generation}"
         self.model_ref: str | None = None
         self.open: Exchange | None = None
         self.dead = False
@@ -95,20 +104,19 @@ class Session:
         """When the last exchange was sent, in loop time."""
         self.progress: ProgressReceived | None = None
         """The open exchange's last progress."""
-        self._counters = counters
-        self._journal = journal
-        self._config = config
+        self._counters = context.counters
+        self._journal = context.journal
+        self._handshake = config.handshake
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._ring = LogRing(config.log_ring_bytes)
+        self._log_start = context.journal.written
         self._forwarder = forwarder
         self._watchdog = Watchdog(config.windows, self._counters.gaps)
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._engine = ""
-        self._ended = False
-        self._burial: asyncio.Task[None] | None = None
-        self._stopping: asyncio.Task[None] | None = None
+        self._eof = False
+        self._ending: asyncio.Task[None] | None = None
         self._serial = 0
         self._channel = Channel(
             max_frame=config.max_frame,
@@ -118,9 +126,7 @@ class Session:
             counters=self._counters,
         )
         self._birth = Birth(
-            spec,
-            config=config,
-            runtime=runtime,
+            context,
             worker_id=self.worker_id,
             channel=self._channel,
             revision=revision,
@@ -158,11 +164,11 @@ class Session:
             return await self._birth.run()
         except (HandshakeFault, ProtocolError) as exc:
             text = f"the handshake failed: {exc}"
-            raise StartFailed(await self._bury("handshake", text)) from exc
+            raise StartFailed(await self._end("handshake", text)) from exc
         except TimeoutError as exc:
             reached = "connected, but sent no HELLO" if self._channel.connected else "did not connect"
-            text = f"the worker {reached} within {self._config.handshake:g} s"
-            raise StartFailed(await self._bury("handshake", text)) from exc
+            text = f"the worker {reached} within {self._handshake:g} s"
+            raise StartFailed(await self._end("handshake", text)) from exc
 
     # --- exchanges ---------------------------------------------------------------------------------------------------
 
@@ -181,17 +187,13 @@ class Session:
         self._serial += 1
         return f"{self.generation}-{self._serial}"
 
-    def underway(self, now: float) -> dict[str, Any] | None:
-        """Return how far the open exchange is: operation, phase and count of finished work; None when idle."""
+    def underway(self, now: float) -> Underway | None:
+        """Return how far the open exchange is; None when idle."""
         exchange, last = self.open, self.progress
         if exchange is None or not self.serving:
             return None
-        return {
-            "stage": exchange.stage,
-            "phase": None if last is None else last.progress.phase.value,
-            "completed": 0 if last is None else last.progress.completed,
-            "running_s": now - self.began,
-        }
+        phase, completed = (None, 0) if last is None else (last.progress.phase.value, last.progress.completed)
+        return Underway(exchange.stage, phase, completed, now - self.began)
 
     def begin(self, exchange: Exchange) -> None:
         """Send a request; its waiter resolves through its owner. LocalProtocolError: nothing was written."""
@@ -253,7 +255,7 @@ class Session:
                     return
                 if self._channel.sending:
                     self.open = exchange
-                    self._counters.reject("out_of_turn")
+                    self._counters.rejected["out_of_turn"] += 1
                     self._fail("protocol", "the worker answered before it had read the whole request")
                     return
                 self._owner.replied(self, exchange, event.reply, event.payload)
@@ -275,7 +277,7 @@ class Session:
     def _violated(self, exc: RemoteProtocolError | MemoryError) -> None:
         self._channel.abort()
         if isinstance(exc, RemoteProtocolError):
-            self._counters.reject(exc.reason)
+            self._counters.rejected[exc.reason] += 1
         if not self._birth.over:
             self._birth.fault(exc)
         elif isinstance(exc, MemoryError):
@@ -288,16 +290,16 @@ class Session:
         if self.dead or self.process is None:
             return
         self._unwatch()
-        self._stopping = self._loop.create_task(self._stop(self.process, 0.0))
+        self._ending = self._loop.create_task(self._stop(self.process, 0.0))
         self._owner.starved(self, self._cut_off())
 
     def _lost(self) -> None:
-        self._ended = True
+        self._eof = True
         if self._birth.over:
             where = "during a request" if self.open is not None else "while idle"
             torn = ", inside a frame" if self._channel.connection.mid_frame else ""
             if torn:
-                self._counters.reject("torn")
+                self._counters.rejected["torn"] += 1
             self._fail("eof", f"the worker's connection ended {where}{torn}")
         else:
             self._birth.fault(None)
@@ -313,10 +315,10 @@ class Session:
             return
         self._unwatch()
         self._channel.deafen()
-        self._burial = self._loop.create_task(self._die(cause, message))
+        self._ending = self._loop.create_task(self._die(cause, message))
 
     async def _die(self, cause: Cause, message: str) -> None:
-        death = await self._bury(cause, message)
+        death = await self._end(cause, message)
         self._owner.died(self, death, self._cut_off())
 
     def _cut_off(self) -> Exchange | None:
@@ -325,7 +327,7 @@ class Session:
         self._rearm()
         return exchange
 
-    async def _bury(self, cause: Cause, message: str) -> Death:
+    async def _end(self, cause: Cause, message: str) -> Death:
         """Kill, reap, drain the pipes and write the diagnosis."""
         process = self.process
         assert process is not None
@@ -334,10 +336,11 @@ class Session:
             process.dump()
             await process.wait(DUMP_GRACE)
         self._shut()
-        if self._ended and await process.wait(EXIT_GRACE) and cause == "eof":
+        if self._eof and await process.wait(EXIT_GRACE) and cause == "eof":
             cause, message = "exit", message.replace("connection ended", "process ended")
         llama = self.spec.expected_engine == LLAMA_ENGINE
-        death = await diagnose(process, cause, message, generation=self.generation, ring=self._ring, llama=llama)
+        death = await diagnose(process, cause, message, generation=self.generation, llama=llama)
+        death.log_tail = self._journal.render(self._log_start)
         if not death.reaped:
             _log.error("worker can't be killed: lane=%s pid=%d", self.spec.lane_id, process.pid)
         self._forwarder.restart()
@@ -360,17 +363,14 @@ class Session:
     async def stop(self, grace: float) -> None:
         """Planned end: SHUTDOWN to an idle worker and *grace* seconds to obey, else SIGKILL. Never a strike.
 
-        It goes on to its end when its caller leaves: see :meth:`buried`.
+        It goes on to its end when its caller leaves: see :meth:`ended`.
         """
-        if self._burial is None and self._stopping is None:
+        if self._ending is None:
             self._unwatch()
             if self.process is None:
                 return
-            self._stopping = self._loop.create_task(self._stop(self.process, grace))
-        if self._stopping is not None:
-            await asyncio.shield(self._stopping)
-        else:
-            await self.buried()
+            self._ending = self._loop.create_task(self._stop(self.process, grace))
+        await asyncio.shield(self._ending)
 
     async def _stop(self, process: WorkerProcess, grace: float) -> None:
         if not self.serving and not self._channel.closed and self._channel.connection.state in (State.IDLE, State.BUSY):
@@ -382,17 +382,15 @@ class Session:
         if (exchange := self._cut_off()) is not None:
             self._owner.stopped(exchange)
 
-    async def buried(self, timeout: float | None = None) -> None:
+    async def ended(self, timeout: float | None = None) -> None:
         """Wait until the end, planned or not, is complete (and charged), at most *timeout* seconds."""
-        end = self._burial or self._stopping
-        if end is not None:
-            await asyncio.wait({end}, timeout=timeout)
+        if self._ending is not None:
+            await asyncio.wait({self._ending}, timeout=timeout)
 
     @property
-    def buried_now(self) -> bool:
+    def has_ended(self) -> bool:
         """True once the end is complete; the process may still be unconfirmed (``Death.reaped``)."""
-        end = self._burial or self._stopping
-        return end is not None and end.done()
+        return self._ending is not None and self._ending.done()
 
     def _shut(self) -> None:
         self._unwatch()
@@ -406,6 +404,5 @@ class Session:
         self._rearm()
 
     def _output(self, stream: Stream, data: bytes) -> None:
-        self._ring.write(stream, data)
         self._journal.write(stream, data)
         self._forwarder.feed(self.worker_id, stream, data, self._loop.time())

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from msgspec import Struct, field
+
 from engines.protocol.errors import LocalProtocolError, RemoteProtocolError, VersionMismatch
 from engines.protocol.messages import VERSION, Hello, HelloAck
 from synapse_host.config import HostConfig
@@ -18,25 +20,42 @@ from synapse_host.errors import BackendMissing, SynapseError
 from synapse_host.placement.child import worker_environment
 from synapse_host.placement.spec import LaneSpec
 from synapse_host.worker import release
+from synapse_host.worker.counters import LaneCounters
 from synapse_host.worker.handshake import HandshakeFault, Peer, refused_release, refused_version, verify
 from synapse_host.worker.listener import Listener, RuntimeDirectory
+from synapse_host.worker.output import LogRing
 from synapse_host.worker.process import Output, WorkerProcess
 from synapse_host.worker.transport import Channel
 from synapse_host.worker.watchdog import JUMP
 
 
+class LaneContext(Struct, frozen=True):
+    """What everything that runs one lane works with.
+
+    Attributes:
+        spec: what the worker is started with; a generation may have another one than the lane itself.
+        runtime: where the worker's socket lies.
+        counters: plain integers, for :mod:`synapse_host.serve.metrics`.
+        journal: the last output of the lane's workers, across generations.
+    """
+
+    spec: LaneSpec
+    config: HostConfig
+    runtime: RuntimeDirectory
+    counters: LaneCounters = field(default_factory=LaneCounters)
+    journal: LogRing = field(default_factory=LogRing)
+
+
 class Birth:
-    """One spawn up to its ACK. What arrives on *channel* before that is told to :meth:`greet` or :meth:`fault`.
+    """One spawn up to its ACK. What arrives on *channel* before that goes to :meth:`greet` or :meth:`fault`.
 
     *revision*: the kernel revision of the lane's previous generation, if there was one.
     """
 
     def __init__(
         self,
-        spec: LaneSpec,
+        context: LaneContext,
         *,
-        config: HostConfig,
-        runtime: RuntimeDirectory,
         worker_id: str,
         channel: Channel,
         revision: str | None,
@@ -44,9 +63,9 @@ class Birth:
         on_exit: Callable[[], None],
     ) -> None:
         self.process: WorkerProcess | None = None
-        self._spec = spec
-        self._limit = config.handshake
-        self._runtime = runtime
+        self._spec = context.spec
+        self._limit = context.config.handshake
+        self._runtime = context.runtime
         self._worker_id = worker_id
         self._channel = channel
         self._revision = revision

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, cast
 
-from engines.protocol.connection import Connection, Event, Role
+from engines.protocol.connection import Connection
 from engines.protocol.errors import RemoteProtocolError
 from engines.protocol.messages import Buffer, HelloAck, Message
+from engines.protocol.rules import Event, Role
 from synapse_host.worker.counters import LaneCounters
 
 SMALL: Final = 64 * 1024

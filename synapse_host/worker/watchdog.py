@@ -11,81 +11,51 @@ JUMP: Final = 1.0
 """Seconds by which a check may come late before the lateness counts as a stopped host, not as a silent worker."""
 
 
-def window_name(request: type[Request], phase: Phase) -> str:
-    """Return which of :class:`Windows` holds for an exchange in *phase*."""
-    # PING and UNLOAD share the control phase, but not the window: 120 s against 600 s.
-    return "ping" if request is Ping else phase.value
-
-
-def window(request: type[Request], phase: Phase, windows: Windows) -> float:
-    """Return the silence window in seconds of an exchange in *phase*."""
-    seconds: float = getattr(windows, window_name(request, phase))
-    return seconds
-
-
 class Watchdog:
     """Watches one exchange at a time; ``deadline`` is None while idle, because idle is not silence.
 
     The caller has validated every progress frame; bytes alone never come here.
+
+    Attributes:
+        deadline: when the exchange has been silent for its whole window, in the caller's clock.
+        window: the window in force, in seconds.
+        gaps: the longest silence seen, in seconds, by the window it was measured against.
     """
 
-    __slots__ = ("_first", "_header", "_name", "_request", "_since", "_window", "_windows", "deadline", "gaps")
-
     def __init__(self, windows: Windows, gaps: dict[str, float] | None = None) -> None:
-        self.gaps: dict[str, float] = {} if gaps is None else gaps
-        """The longest silence seen, in seconds, by the window it was measured against."""
-        self._name = "control"
-        self._since = 0.0
-        self._windows = windows
-        self._window = 0.0
-        self._header = False
-        self._request: type[Request] = Request
         self.deadline: float | None = None
-        self._first: dict[tuple[type[Request], str], tuple[str, float]] = {}
-
-    @property
-    def window(self) -> float:
-        """The window in force, in seconds."""
-        return self._window
+        self.window = 0.0
+        self.gaps: dict[str, float] = {} if gaps is None else gaps
+        self._windows = windows
+        self._request: type[Request]
+        self._name: str
+        self._since: float
+        self._header: bool
 
     def start(self, request: type[Request], engine: str, now: float) -> None:
         """Start watching: the stream is owned, the permit is held and the request is about to be written."""
         self._request = request
         self._header = False
-        first = self._first.get((request, engine))
-        if first is None:
-            phase = phases(request, engine)[0]
-            first = window_name(request, phase), window(request, phase, self._windows)
-            self._first[request, engine] = first
-        self._name, self._window = first
-        self._since = now
-        self.deadline = now + self._window
+        self._renew(phases(request, engine)[0], now)
 
     def progress(self, phase: Phase, now: float) -> None:
         """Renew with the window of *phase*."""
         self._heard(now)
-        self._name = window_name(self._request, phase)
-        self._window = window(self._request, phase, self._windows)
-        self.deadline = now + self._window
+        self._renew(phase, now)
 
     def header(self, now: float) -> None:
         """Renew, once: the terminal header came and its raw frame must follow within this window."""
         if not self._header:
             self._header = True
             self._heard(now)
-            self.deadline = now + self._window
+            self._since = now
+            self.deadline = now + self.window
 
     def stop(self, now: float | None = None) -> None:
         """Nothing to watch any more; *now* when the reply is drained, None when the exchange was given up."""
         self.deadline = None
-        if now is not None and now - self._since > self.gaps.get(self._name, 0.0):
+        if now is not None:
             self._heard(now)
-
-    def _heard(self, now: float) -> None:
-        gap = now - self._since
-        self._since = now
-        if gap > self.gaps.get(self._name, 0.0):
-            self.gaps[self._name] = gap
 
     def expired(self, now: float, *, late: float = 0.0) -> bool:
         """Return whether the exchange has been silent for its whole window.
@@ -97,7 +67,18 @@ class Watchdog:
             return False
         if late > JUMP:
             self._since = now
-            self.deadline = now + self._window
+            self.deadline = now + self.window
             return False
         self._heard(now)
         return True
+
+    def _renew(self, phase: Phase, now: float) -> None:
+        # PING and UNLOAD share the control phase, but not the window: 120 s against 600 s.
+        self._name = "ping" if self._request is Ping else phase.value
+        self.window = getattr(self._windows, self._name)
+        self._since = now
+        self.deadline = now + self.window
+
+    def _heard(self, now: float) -> None:
+        """Keep the silence that ends now, if it is the longest of its window."""
+        self.gaps[self._name] = max(now - self._since, self.gaps.get(self._name, 0.0))

@@ -1,10 +1,14 @@
-"""Windows only: the host's end of a named pipe, and the job object that ends a worker with all its children."""
+"""Windows only: the host's end of a named pipe, and the job object that ends a worker with all its children.
+
+Handles come from `_winapi`, as in CPython's own asyncio; ctypes makes the calls that `_winapi` lacks.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import os
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +20,14 @@ OWNER_ONLY: Final = "D:P(A;;GA;;;OW)"
 """SDDL: a protected list with one entry, everything for the owner (OWNER RIGHTS), nothing for anybody else."""
 BUFFER: Final = 64 * 1024
 
-# CreateNamedPipeW, winbase.h
-PIPE_ACCESS_DUPLEX: Final = 0x3
-FILE_FLAG_FIRST_PIPE_INSTANCE: Final = 0x00080000
-FILE_FLAG_OVERLAPPED: Final = 0x40000000
-PIPE_TYPE_BYTE: Final = 0x0
-PIPE_READMODE_BYTE: Final = 0x0
-PIPE_REJECT_REMOTE_CLIENTS: Final = 0x8
+# winbase.h: PIPE_ACCESS_DUPLEX, FILE_FLAG_OVERLAPPED and FILE_FLAG_FIRST_PIPE_INSTANCE; PIPE_REJECT_REMOTE_CLIENTS, and
+# byte mode for type and reads, which is 0.
+OPEN_MODE: Final = 0x3 | 0x40000000 | 0x00080000
+PIPE_MODE: Final = 0x8
 SDDL_REVISION_1: Final = 1
+# winnt.h
+EXTENDED_LIMIT_INFORMATION: Final = 9
+KILL_ON_JOB_CLOSE: Final = 0x2000
 
 
 def pipe_name(runtime_dir: Path, worker_id: str, *, pid: int | None = None) -> str:
@@ -47,20 +51,24 @@ class PipeListener:
 
     @property
     def arguments(self) -> tuple[str, str]:
-        """What the worker is told: ``--pipe NAME``."""
+        """The worker's arguments: ``--pipe NAME``."""
         return ("--pipe", self._name)
 
     async def connect(self, protocol: asyncio.BaseProtocol, admit: Callable[[Peer], bool]) -> None:
         """Give *protocol* the first client whose process *admit* takes; others are disconnected."""
         loop: Any = asyncio.get_running_loop()
+        kernel32, ctypes = _library("kernel32")
         while True:
             # The Proactor's own calls: asyncio has no public way to adopt a pipe handle for both directions.
             await loop._proactor.accept_pipe(self._handle)
-            if admit(Peer(None, _client_pid(self._handle))):
-                handle, self._handle = self._handle, None
-                loop._make_duplex_pipe_transport(handle, protocol)
+            handle = ctypes.c_void_p(self._handle.handle)
+            pid = ctypes.c_ulong()
+            known = kernel32.GetNamedPipeClientProcessId(handle, ctypes.byref(pid))
+            if admit(Peer(None, pid.value if known else None)):
+                adopted, self._handle = self._handle, None
+                loop._make_duplex_pipe_transport(adopted, protocol)
                 return
-            _disconnect(self._handle)
+            kernel32.DisconnectNamedPipe(handle)
 
     def close(self) -> None:
         """Close the pipe unless it became the connection; idempotent."""
@@ -69,80 +77,34 @@ class PipeListener:
             handle.close()
 
 
+def _library(name: str) -> tuple[Any, Any]:
+    """Return a system library, and ctypes."""
+    if sys.platform != "win32":
+        raise NotImplementedError("named pipes and job objects exist on Windows only")
+    else:
+        import ctypes
+
+        return ctypes.WinDLL(name, use_last_error=True), ctypes
+
+
 def _create(name: str) -> Any:
-    """Return the server end as an asyncio PipeHandle."""
-    if sys.platform != "win32":
-        raise NotImplementedError("named pipes exist on Windows only")
-    else:
-        import ctypes
-        from asyncio.windows_utils import PipeHandle
-        from ctypes import wintypes
+    """Return the server end as an asyncio PipeHandle; it is the owner's alone, local, and the first of its name."""
+    advapi32, ctypes = _library("advapi32")
+    import _winapi
+    from asyncio.windows_utils import PipeHandle  # type: ignore[attr-defined,unused-ignore]
 
-        class SecurityAttributes(ctypes.Structure):
-            _fields_ = (("length", wintypes.DWORD), ("descriptor", wintypes.LPVOID), ("inherit", wintypes.BOOL))
-
-        kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)
-        advapi32 = ctypes.WinDLL("advapi32", use_last_error=True)
-        convert = advapi32.ConvertStringSecurityDescriptorToSecurityDescriptorW
-        convert.argtypes = (wintypes.LPCWSTR, wintypes.DWORD, ctypes.POINTER(wintypes.LPVOID), wintypes.LPVOID)
-        create = kernel32.CreateNamedPipeW
-        create.argtypes = (wintypes.LPCWSTR, *([wintypes.DWORD] * 6), ctypes.POINTER(SecurityAttributes))
-        create.restype = wintypes.HANDLE
-        kernel32.LocalFree.argtypes = (wintypes.LPVOID,)
-
-        descriptor = wintypes.LPVOID()
-        if not convert(OWNER_ONLY, SDDL_REVISION_1, ctypes.byref(descriptor), None):
-            raise ctypes.WinError(ctypes.get_last_error())
-        try:
-            attributes = SecurityAttributes(ctypes.sizeof(SecurityAttributes), descriptor, False)
-            handle = create(
-                name,
-                PIPE_ACCESS_DUPLEX | FILE_FLAG_OVERLAPPED | FILE_FLAG_FIRST_PIPE_INSTANCE,
-                PIPE_TYPE_BYTE | PIPE_READMODE_BYTE | PIPE_REJECT_REMOTE_CLIENTS,
-                1,
-                BUFFER,
-                BUFFER,
-                0,
-                ctypes.byref(attributes),
-            )
-            error = ctypes.get_last_error()
-        finally:
-            kernel32.LocalFree(descriptor)
-        if handle is None or handle == wintypes.HANDLE(-1).value:
-            raise ctypes.WinError(error)
-        return PipeHandle(handle)
-
-
-def _client_pid(handle: Any) -> int | None:
-    """Return the pid of the process that opened the pipe."""
-    if sys.platform != "win32":
-        return None
-    else:
-        import ctypes
-        from ctypes import wintypes
-
-        pid = wintypes.ULONG()
-        kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)
-        kernel32.GetNamedPipeClientProcessId.argtypes = (wintypes.HANDLE, ctypes.POINTER(wintypes.ULONG))
-        known = kernel32.GetNamedPipeClientProcessId(handle.handle, ctypes.byref(pid))
-        return pid.value if known else None
-
-
-def _disconnect(handle: Any) -> None:
-    if sys.platform == "win32":
-        import ctypes
-        from ctypes import wintypes
-
-        kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)
-        kernel32.DisconnectNamedPipe.argtypes = (wintypes.HANDLE,)
-        kernel32.DisconnectNamedPipe(handle.handle)
-
-
-# JOBOBJECT_EXTENDED_LIMIT_INFORMATION and its flags, winnt.h
-EXTENDED_LIMIT_INFORMATION: Final = 9
-KILL_ON_JOB_CLOSE: Final = 0x2000
-PROCESS_TERMINATE: Final = 0x1
-PROCESS_SET_QUOTA: Final = 0x100
+    descriptor = ctypes.c_void_p()
+    make = advapi32.ConvertStringSecurityDescriptorToSecurityDescriptorW
+    if not make(OWNER_ONLY, SDDL_REVISION_1, ctypes.byref(descriptor), None):
+        raise ctypes.WinError(ctypes.get_last_error())
+    try:
+        # SECURITY_ATTRIBUTES: its own size, the descriptor, and that no child inherits the handle.
+        attributes = ctypes.create_string_buffer(struct.pack("@IPi4x", 24, descriptor.value, 0), 24)
+        api: Any = _winapi
+        where = ctypes.addressof(attributes)
+        return PipeHandle(api.CreateNamedPipe(name, OPEN_MODE, PIPE_MODE, 1, BUFFER, BUFFER, 0, where))
+    finally:
+        _library("kernel32")[0].LocalFree(descriptor)
 
 
 class Job:
@@ -164,67 +126,19 @@ class Job:
             self._kernel32.CloseHandle(handle)
 
 
-def contain(pid: int) -> Job:
-    """Return a new job that holds the process *pid* and everything it will start. OSError when Windows refuses."""
-    if sys.platform != "win32":
-        raise NotImplementedError("job objects exist on Windows only")
-    else:
-        import ctypes
-        from ctypes import wintypes
-
-        class BasicLimits(ctypes.Structure):
-            _fields_ = (
-                ("per_process_time", ctypes.c_int64),
-                ("per_job_time", ctypes.c_int64),
-                ("flags", wintypes.DWORD),
-                ("minimum_working_set", ctypes.c_size_t),
-                ("maximum_working_set", ctypes.c_size_t),
-                ("active_processes", wintypes.DWORD),
-                ("affinity", ctypes.c_size_t),
-                ("priority_class", wintypes.DWORD),
-                ("scheduling_class", wintypes.DWORD),
-            )
-
-        class ExtendedLimits(ctypes.Structure):
-            _fields_ = (
-                ("basic", BasicLimits),
-                ("io_counters", ctypes.c_uint64 * 6),
-                ("process_memory", ctypes.c_size_t),
-                ("job_memory", ctypes.c_size_t),
-                ("peak_process_memory", ctypes.c_size_t),
-                ("peak_job_memory", ctypes.c_size_t),
-            )
-
-        kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)
-        kernel32.CreateJobObjectW.argtypes = (wintypes.LPVOID, wintypes.LPCWSTR)
-        kernel32.CreateJobObjectW.restype = wintypes.HANDLE
-        kernel32.SetInformationJobObject.argtypes = (wintypes.HANDLE, ctypes.c_int, wintypes.LPVOID, wintypes.DWORD)
-        kernel32.AssignProcessToJobObject.argtypes = (wintypes.HANDLE, wintypes.HANDLE)
-        kernel32.TerminateJobObject.argtypes = (wintypes.HANDLE, wintypes.UINT)
-        kernel32.OpenProcess.argtypes = (wintypes.DWORD, wintypes.BOOL, wintypes.DWORD)
-        kernel32.OpenProcess.restype = wintypes.HANDLE
-        kernel32.CloseHandle.argtypes = (wintypes.HANDLE,)
-
-        handle = kernel32.CreateJobObjectW(None, None)
-        if not handle:
-            raise ctypes.WinError(ctypes.get_last_error())
-        job = Job(kernel32, handle)
-        limits = ExtendedLimits()
-        limits.basic.flags = KILL_ON_JOB_CLOSE
-        process = kernel32.OpenProcess(PROCESS_SET_QUOTA | PROCESS_TERMINATE, False, pid)
-        try:
-            if not (
-                kernel32.SetInformationJobObject(
-                    handle, EXTENDED_LIMIT_INFORMATION, ctypes.byref(limits), ctypes.sizeof(limits)
-                )
-                and process
-                and kernel32.AssignProcessToJobObject(handle, process)
-            ):
-                raise ctypes.WinError(ctypes.get_last_error())
-        except BaseException:
-            job.close()
-            raise
-        finally:
-            if process:
-                kernel32.CloseHandle(process)
-        return job
+def contain(process: int) -> Job:
+    """Return a new job that holds a process (its handle, as Popen has it) and everything it will start, or OSError."""
+    kernel32, ctypes = _library("kernel32")
+    kernel32.CreateJobObjectW.restype = ctypes.c_void_p
+    job = Job(kernel32, ctypes.c_void_p(kernel32.CreateJobObjectW(None, None)))
+    # JOBOBJECT_EXTENDED_LIMIT_INFORMATION of 64-bit Windows: 144 bytes, of which LimitFlags at 16 is all we set.
+    limits = struct.pack("16xI124x", KILL_ON_JOB_CLOSE)
+    if not (
+        job._handle
+        and kernel32.SetInformationJobObject(job._handle, EXTENDED_LIMIT_INFORMATION, limits, len(limits))
+        and kernel32.AssignProcessToJobObject(job._handle, ctypes.c_void_p(process))
+    ):
+        error = ctypes.get_last_error()
+        job.close()
+        raise ctypes.WinError(error)
+    return job

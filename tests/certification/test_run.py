@@ -199,14 +199,6 @@ def test_each_sabotage_fails_its_own_gates_only(name: str, tmp_path: Path) -> No
     assert failed(document) == SABOTAGES[name].gates
 
 
-def test_a_worker_that_dies_ends_the_run_uncertified(tmp_path: Path) -> None:
-    document = foreign_run(tmp_path, Sabotage("embed", set(), "crash"))
-    assert document.verdict == "uncertified"
-    assert document.fault is not None and document.fault.code == "engine_crashed"
-    assert failed_groups(document) == {"worker"}
-    assert document.inputs is None
-
-
 def test_a_bundle_without_fixtures_ends_uncertified(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "toy")
     document = run(bundle, "embed", foreign_matrix(tmp_path, command()))
@@ -287,22 +279,19 @@ def ane_run(tmp_path: Path, task: str, share: float | None, plan: int = 95) -> E
 
 
 @pytest.mark.parametrize("task", ["embed", "rerank"])
-@pytest.mark.parametrize(("share", "plan"), [(0.89, 89), (0.91, 91)])
-def test_placement_decides_for_both_tasks(task: str, share: float, plan: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("share", "plan", "gates"),
+    [(0.91, 91, set()), (0.89, 89, {"placement_share", "function_share"}), (None, 95, {"placement_share"})],
+)
+def test_placement_decides_for_both_tasks(
+    task: str, share: float | None, plan: int, gates: set[str], tmp_path: Path
+) -> None:
     document = ane_run(tmp_path, task, share, plan)
     assert document.placement is not None and document.placement.share == share
-    low = {"placement_share", "function_share"} if share < 0.9 else set()
     # A scripted worker is about as fast "on the CPU", so whether the speed-up is reached says nothing here.
-    assert failed(document) - {"speedup"} == low
+    assert failed(document) - {"speedup"} == gates
+    assert ("placement_unreported" in document.reasons) == (share is None)
     assert len(document.placement.forced_ms) == len(document.placement.native_ms) == 16
-
-
-@pytest.mark.parametrize("task", ["embed", "rerank"])
-def test_a_missing_share_fails(task: str, tmp_path: Path) -> None:
-    document = ane_run(tmp_path, task, None)
-    assert "placement_share" in failed(document)
-    assert "placement_unreported" in document.reasons
-    assert failed_groups(document) == {"placement"}
 
 
 def test_without_the_frameworks_plan_placement_is_unreported(tmp_path: Path) -> None:
@@ -311,14 +300,6 @@ def test_without_the_frameworks_plan_placement_is_unreported(tmp_path: Path) -> 
     document = run(ane_bundle(tmp_path / "toy", "embed"), "embed", matrix)
     assert {"functions_unreported", "function_share", "cost_share"} <= failed(document)
     assert document.placement is not None and document.placement.reason
-
-
-def test_the_reference_evaluator_ends_uncertified(tmp_path: Path) -> None:
-    script = {"engine": "ane-reference", "dims": foreign.DIMS, "buckets": [16, 32], "placement_share": 1.0}
-    matrix = foreign_matrix(tmp_path, command(script), engine="ane", device="ane", format="coreml")
-    document = run(ane_bundle(tmp_path / "toy", "embed"), "embed", matrix)
-    assert document.verdict == "uncertified"
-    assert failed(document) == {"identity"}
 
 
 # --- orders that make no sense ---------------------------------------------------------------------------------------

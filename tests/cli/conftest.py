@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,22 +80,72 @@ class Command:
             common += ["--matrix", str(self.matrix)]
         return [sys.executable, "-m", "synapse_host", words[0], *common, *words[1:]]
 
-    def __call__(self, *words: str, stdin: str = "", bare: bool = False) -> Done:
-        environment, mark = self.env()
-        arguments = [sys.executable, "-m", "synapse_host", *words] if bare else self.arguments(*words)
+    def __call__(self, *words: str, stdin: str = "", prefix: Sequence[str] = (), **environment: str) -> Done:
+        """Run a command to its end; *prefix*: the program that runs it."""
+        inherited, mark = self.env()
         done = subprocess.run(
-            arguments,
+            [*prefix, *self.arguments(*words)],
             input=stdin,
             capture_output=True,
             text=True,
-            env=environment,
+            env={**inherited, **environment},
             timeout=120,
             check=False,
             cwd=self.root,
         )
         self.check_clean(mark)
-        assert "Traceback" not in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
         return Done(done.returncode, done.stdout, done.stderr)
+
+    @contextmanager
+    def started(self, *words: str, prefix: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+        """Start a command and yield its process; it has ended, and left nothing, when the block is left."""
+        environment, mark = self.env()
+        with subprocess.Popen(
+            [*prefix, *self.arguments(*words)], env=environment, cwd=self.root, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) as process:  # fmt: skip
+            try:
+                yield process
+            finally:
+                process.kill()
+        self.check_clean(mark)
+
+    def on_terminal(self, *words: str, **environment: str) -> tuple[int, str]:
+        """Run a command whose three streams are one terminal of 200 columns; return its exit code and the screen."""
+        inherited, _ = self.env()
+        inherited.pop("NO_COLOR", None)
+        master, slave = pty.openpty()
+        process = subprocess.Popen(
+            self.arguments(*words), env={**inherited, "TERM": "xterm-256color", "COLUMNS": "200", **environment},
+            stdin=slave, stdout=slave, stderr=slave, cwd=self.root, start_new_session=True,
+        )  # fmt: skip
+        os.close(slave)
+        seen = bytearray()
+
+        def read() -> None:
+            # The read fails when the other end is closed.
+            with suppress(OSError):
+                while data := os.read(master, 65536):
+                    seen.extend(data)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        code = process.wait(60)
+        reader.join(60)
+        os.close(master)
+        return code, seen.decode()
+
+    @contextmanager
+    def held(self, *words: str, prefix: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+        """Start a command whose worker holds its first EMBED_BATCH; ``go`` in the folder lets it answer."""
+        started = self.root / "started"
+        do = [{"touch": str(started)}, {"wait_for": str(self.root / "go")}]
+        self.setup({"rules": [{"on": "EMBED_BATCH", "do": do}]})
+        with self.started(*words, prefix=prefix) as process:
+            while not started.exists() and process.poll() is None:
+                time.sleep(0.01)
+            yield process
 
     def check_clean(self, mark: str) -> None:
         left = [path.name for path in (self.root / "tmp").iterdir() if path.name.startswith("synapse-")]

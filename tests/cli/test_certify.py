@@ -186,12 +186,6 @@ def test_without_a_model_there_is_nothing_to_certify(cli: Command) -> None:
     assert cli("certificates").out.startswith("No lane is certified on this machine.")
 
 
-def test_a_bundle_without_fixtures(cli: Command) -> None:
-    done = cli("certify", "embed", "--model", "toy", "--out", out(cli))
-    assert done.code == 1
-    assert "reference_fixture_missing" in done.out
-
-
 def test_a_demanded_certificate_opens_the_lane(certifiable: Command) -> None:
     lanes = {"embed": {"task": "embed", "engines": ["scripted"], "require_certificate": True}}
     certifiable.setup(lanes=lanes)
@@ -199,29 +193,6 @@ def test_a_demanded_certificate_opens_the_lane(certifiable: Command) -> None:
     assert (refused.code, refused.document["error"]["code"]) == (3, "not_certified")
     assert certifiable("certify", "embed", "--model", "toy", "--out", out(certifiable)).code == 0
     assert certifiable("embed", "a", "--model", "toy").code == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["certify"], 2, "name a lane"),
-        (["certify", "embed", "--all"], 2, "not both"),
-        (["certify", "--all", "--model", "toy"], 2, "takes every model"),
-        (["certify", "nowhere"], 2, "no lane 'nowhere'"),
-        (["certify", "nowhere", "--model", "toy"], 2, "no lane 'nowhere'"),
-        (["certify", "embed", "--model", "nowhere"], 2, "no model 'nowhere'"),
-        (["certify", "embed", "--model", "toy", "--engine", "cuda"], 2, "no engine 'cuda'"),
-        (["certify", "rerank", "--model", "toy"], 2, "no lane 'rerank' for toy"),
-        (["certify", "embed", "--model", "toy", "--min-placement-share", "2"], 2, "0 to 1"),
-        (["certify", "--recheck", "nowhere.json"], 2, "nowhere.json"),
-        (["certify", "embed", "--recheck", "e.json"], 2, "not both"),
-    ],
-)
-def test_bad_input(cli: Command, words: list[str], code: int, said: str) -> None:
-    done = cli(*words)
-    assert done.code == code
-    assert said in done.err
-    assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -67,22 +66,15 @@ def test_of_a_request(cli: Command, verb: str) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("more", [(), ("--out", "x.npy")])
 def test_the_command_ends_while_a_huge_text_is_still_tokenised(cli: Command, more: tuple[str, ...]) -> None:
-    cli.setup().bundle("toy")
     (cli.root / "long.jsonl").write_text(json.dumps("a " * 20_000) + "\n")
-    stuck = (
-        "import sys, time; from synapse_host.cli import main; from synapse_host.text.tokenizer import TextTokenizer\n"
+    (cli.root / "sitecustomize.py").write_text(
+        "import time\nfrom synapse_host.text.tokenizer import TextTokenizer\n"
         "TextTokenizer.rows = lambda *_, **__: time.sleep(600)\n"
-        "sys.exit(main())"
     )
-    words = cli.arguments("embed", "--model", "toy", "--file", str(cli.root / "long.jsonl"), "--deadline", "0.5", *more)
-    environment, mark = cli.env()
-    done = subprocess.run(
-        [sys.executable, "-c", stuck, *words[3:]], env=environment, cwd=cli.root, capture_output=True, timeout=60,
-        text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (5, "")
-    assert done.stderr == "synapse: the deadline passed while the texts were tokenised\n"
-    cli.check_clean(mark)
+    cli.environment["PYTHONPATH"] = f"{cli.root}:{Path(__file__).parents[2]}"
+    done = cli("embed", "--model", "toy", "--file", "long.jsonl", "--deadline", "0.5", *more)
+    assert (done.code, done.out) == (5, "")
+    assert done.err == "synapse: the deadline passed while the texts were tokenised\n"
 
 
 @pytest.mark.process
@@ -90,18 +82,12 @@ def test_the_command_ends_while_a_huge_text_is_still_tokenised(cli: Command, mor
 @pytest.mark.parametrize("source", ["-", "pipe"])
 def test_it_counts_while_the_input_is_read(cli: Command, words: tuple[str, ...], source: str) -> None:
     """Nobody writes to stdin, or opens the pipe; what remains of it after the input is what the request gets."""
-    cli.setup().bundle("toy")
     os.mkfifo(cli.root / "pipe")
-    environment, mark = cli.env()
-    arguments = cli.arguments(words[0], "--model", "toy", "--file", source, "--deadline", "0.5", *words[1:])
-    with subprocess.Popen(
-        arguments, env=environment, cwd=cli.root, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as command:
+    with cli.started(*words, "--model", "toy", "--file", source, "--deadline", "0.5") as command:
         assert command.stderr is not None
         said = command.stderr.read()
         assert command.wait(60) == 5
     assert said == "synapse: the deadline of 0.5 s passed while the input was read\n"
-    cli.check_clean(mark)
 
 
 def test_what_remains_of_it_is_what_a_request_gets() -> None:

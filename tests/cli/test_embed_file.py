@@ -1,83 +1,202 @@
-"""Two runs never write one ``--out``."""
+"""``synapse embed --file … --out …``: what may be read, what is never harmed, and one run on one file at a time."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import stat
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from synapse_host.bulk.output import alone
+from synapse_host.bulk.output import alone, good_rows, reserve_blocks
 from synapse_host.errors import InvalidRequest
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, Here
+
+pytestmark = [pytest.mark.process, pytest.mark.skipif(os.name == "nt", reason="Unix files, links and signals")]
+TOY = ("embed", "--model", "toy")
+
+# --- what --out must not harm ----------------------------------------------------------------------------------------
+
+NO_PLACE = {
+    "in.jsonl": "would overwrite the input",
+    "./in.jsonl": "would overwrite the input",
+    "link.jsonl": "would overwrite the input",
+    "hard.jsonl": "would overwrite the input",
+    "x.npy": "would overwrite the input",  # whose record is the input
+    "fifo": "fifo: can't be written: it is not a regular file",
+    "folder": "folder: can't be written: it is not a regular file",
+    "socket": "socket: can't be written: it is not a regular file",
+    "": "is not a file name",
+    "/": "is not a file name",
+    "loop": "loop: can't be written",
+}
 
 
-@pytest.mark.process
-def test_a_second_run_on_one_file_is_refused_in_one_line(cli: Command) -> None:
-    started, out = cli.root / "started", cli.root / "x.npy"
-    cli.setup(
-        {"rules": [{"on": "EMBED_BATCH", "do": [{"touch": str(started)}, {"wait_for": str(cli.root / "go")}]}]}
-    ).bundle("toy")
-    environment, mark = cli.env()
-    arguments = cli.arguments("embed", "--model", "toy", "--out", str(out), "a", "b")
-    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as first:
-        limit = time.monotonic() + 60
-        while not started.exists() and first.poll() is None and time.monotonic() < limit:
-            time.sleep(0.01)
-        (cli.root / "link.npy").symlink_to(out)
-        for place in (out, cli.root / "link.npy"):
-            words = cli.arguments("embed", "--model", "toy", "--out", str(place), "b", "a")
-            second = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
-            assert second.returncode == 2 and second.stdout == ""
-            assert second.stderr.startswith(f"synapse: {place} is being written by pid {first.pid} (synapse, started ")
-            assert second.stderr.count("\n") == 1
-        (cli.root / "go").touch()
-        assert first.wait(60) == 0
-    assert np.load(out).shape == (2, 8)
-    assert sorted(path.name for path in cli.root.glob("x.npy*")) == ["x.npy", "x.npy.meta.json"]
-    cli.check_clean(mark)
-
-
-@pytest.mark.process
-def test_an_out_that_is_a_link_is_written_through_it(cli: Command) -> None:
-    """microsoft/terminal#10787: the large disk's file behind the link would be left stale."""
-    (cli.root / "big").mkdir()
-    target, link = cli.root / "big" / "o.npy", cli.root / "o.npy"
-    for step in ("dangling", "again"):
-        if step == "dangling":
-            link.symlink_to(target)
-        done = cli("embed", "--model", "toy", "--out", "o.npy", "--json", "a", "b")
-        assert done.code == 0 and done.document["out"] == "o.npy"
-        assert link.is_symlink() and np.load(target).shape == (2, 8)
-    assert sorted(path.name for path in (cli.root / "big").iterdir()) == ["o.npy", "o.npy.meta.json"]
+@pytest.mark.parametrize("out", NO_PLACE)
+def test_a_place_that_is_refused_is_left_as_it_was(cli: Command, here: Here, out: str) -> None:
+    source = cli.root / ("x.npy.progress.json" if out == "x.npy" else "in.jsonl")
+    source.write_text('"a"\n"b"\n')
+    (cli.root / "link.jsonl").symlink_to("in.jsonl")
+    os.link(source, cli.root / "hard.jsonl")
+    os.mkfifo(cli.root / "fifo")
+    (cli.root / "folder").mkdir()
+    os.mknod(cli.root / "socket", stat.S_IFSOCK | 0o600)
     (cli.root / "loop").symlink_to("loop")
-    refused = cli("embed", "--model", "toy", "--out", "loop", "a")
-    assert refused.code == 2 and "loop: can't be written" in refused.err and "internal error" not in refused.err
+    before = {path.name: (path.lstat().st_ino, path.lstat().st_mode) for path in cli.root.iterdir()}
+    done = here(*TOY, "--file", source.name, "--out", out)
+    assert done.code == 2 and NO_PLACE[out] in done.err and done.err.count("\n") == 1
+    assert source.read_text() == '"a"\n"b"\n'
+    assert {path.name: (path.lstat().st_ino, path.lstat().st_mode) for path in cli.root.iterdir()} == before
 
 
-@pytest.mark.process
-@pytest.mark.skipif(sys.platform == "win32", reason="no limit of file sizes")
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--model", "judge", "a"), 2),
+        (("--model", "toy", "--file", "bad.jsonl"), 2),
+        (("--model", "toy", ""), 2),
+        (("--model", "toy", "--deadline", "0.000001", "a"), 5),
+    ],
+)
+def test_a_run_that_fails_at_once_leaves_an_older_result_alone(
+    cli: Command, here: Here, arguments: tuple[str, ...], code: int
+) -> None:
+    cli.bundle("judge", task="rerank")
+    (cli.root / "bad.jsonl").write_text('"a"\n{"no": "text"}\n')
+    (cli.root / "x.npy").write_bytes(b"an older result")
+    assert here("embed", *arguments, "--out", "x.npy").code == code
+    assert {path.name: path.read_bytes() for path in cli.root.glob("x.npy*")} == {"x.npy": b"an older result"}
+
+
 @pytest.mark.parametrize("room", [150, 300], ids=["no blocks for two rows", "no record of the first chunk"])
 def test_what_can_t_be_written_leaves_nothing_but_an_older_result(cli: Command, room: int) -> None:
     """Two rows take 192 bytes, their record some 400: the kernel refuses the one or the other."""
     (cli.root / "x.npy").write_bytes(b"older")
-    environment, mark = cli.env()
-    words = cli.arguments("embed", "--model", "toy", "--out", "x.npy", "a", "b")
     limit = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}));"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{limit} os.execv(sys.argv[1], sys.argv[1:])", *words],
-        env=environment, cwd=cli.root, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2 and done.stderr == "synapse: x.npy: can't be written: File too large\n"
+    prefix = [sys.executable, "-c", f"{limit} os.execv(sys.argv[1], sys.argv[1:])"]
+    done = cli(*TOY, "--out", "x.npy", "a", "b", prefix=prefix)
+    assert done.code == 2 and done.err == "synapse: x.npy: can't be written: File too large\n"
     assert {path.name: path.read_bytes() for path in cli.root.glob("x.npy*")} == {"x.npy": b"older"}
-    cli.check_clean(mark)
 
 
-@pytest.mark.process
-@pytest.mark.skipif(sys.platform == "win32", reason="no limit of file sizes")
+@pytest.mark.parametrize("call", ["posix_fallocate", "none", "full"])
+def test_out_has_its_blocks_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A hole that is mapped and written on a full disk ends the process by SIGBUS."""
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    out = tmp_path / "x.npy"
+    np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(9000, 64))
+    if call == "none":
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    if call == "full":
+        monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+        with pytest.raises(OSError, match="No space left"):
+            reserve_blocks(out)
+        assert not out.exists()
+        return
+    reserve_blocks(out)
+    assert out.stat().st_blocks * 512 >= 9000 * 64 * 4
+    assert np.load(out).shape == (9000, 64)
+
+
+def test_an_out_that_is_a_link_is_written_through_it(cli: Command, here: Here) -> None:
+    """microsoft/terminal#10787: the large disk's file behind the link would be left stale."""
+    (cli.root / "big").mkdir()
+    target, link = cli.root / "big" / "o.npy", cli.root / "o.npy"
+    link.symlink_to(target)
+    for _ in ("dangling", "again"):
+        assert here(*TOY, "--out", "o.npy", "--json", "a", "b").document["out"] == "o.npy"
+        assert link.is_symlink() and np.load(target).shape == (2, 8)
+    assert [path.name for path in (cli.root / "big").iterdir() if "meta" not in path.name] == ["o.npy"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows_done": True},
+        {"rows_done": -1},
+        {"rows_done": 99},
+        {"truncated": ["x"]},
+        {"truncated": [5]},
+        {"read": 2},
+        {"skipped": [3]},
+        "deep",
+        "zip",
+    ],
+    ids=str,
+)
+def test_a_record_that_lies_is_not_believed(tmp_path: Path, changes: dict[str, object] | str) -> None:
+    out, note = tmp_path / "x.npy", tmp_path / "x.npy.progress.json"
+    with (tmp_path / "x.npy.partial").open("wb") as file:
+        (np.savez if changes == "zip" else np.save)(file, np.zeros((4, 2), np.float32))  # type: ignore[operator]
+    honest = {"input_digest": "d", "rows_done": 2, "read": 3, "truncated": [1], "skipped": [{"entry": 1}]}
+    note.write_text(json.dumps(honest))
+    assert good_rows(out, {"input_digest": "d"}, (4, 2)) == (None if changes == "zip" else honest)
+    note.write_text(json.dumps({**honest, **changes}) if isinstance(changes, dict) else "[" * 100_000)
+    assert good_rows(out, {"input_digest": "d"}, (4, 2)) is None
+
+
+# --- what --file may be ----------------------------------------------------------------------------------------------
+
+
+def test_a_pipe_as_file_is_read_once(cli: Command, here: Here) -> None:
+    """``--file <(command)``: nothing can be read from it twice."""
+    os.mkfifo(cli.root / "pipe")
+    writer = threading.Thread(target=lambda: (cli.root / "pipe").write_text('"a"\n"b"\n'), daemon=True)
+    writer.start()
+    assert here(*TOY, "--file", "pipe", "--out", "x.npy").code == 0
+    writer.join(10)
+    assert np.load(cli.root / "x.npy").shape[0] == 2
+
+
+def test_an_interrupt_ends_a_run_whose_pipe_stands_still(cli: Command) -> None:
+    os.mkfifo(cli.root / "pipe")
+    # The pipe opens once the command reads it, so the signal meets the wait.
+    with cli.started(*TOY, "--file", "pipe", "--out", "o.npy") as run, (cli.root / "pipe").open("w"):
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=30)
+    assert run.returncode == 130, err
+
+
+@pytest.mark.parametrize("out", [(), ("--out", "x.npy")])
+@pytest.mark.parametrize("source", ["/dev/zero", "long.jsonl"])
+def test_a_line_without_an_end_is_refused(cli: Command, here: Here, source: str, out: tuple[str, ...]) -> None:
+    with (cli.root / "long.jsonl").open("wb") as file:
+        file.truncate(70 * 1024 * 1024)
+    done = here(*TOY, "--file", source, *out)
+    assert done.code == 2 and "longer than" in done.err
+
+
+# --- one run at a time -----------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_on_one_file_is_refused_in_one_line(cli: Command) -> None:
+    out = cli.root / "x.npy"
+    with cli.held(*TOY, "--out", str(out), "a", "b") as first:
+        (cli.root / "link.npy").symlink_to(out)
+        environment, _ = cli.env()
+        for place in (out, cli.root / "link.npy"):
+            words = cli.arguments(*TOY, "--out", str(place), "b", "a")
+            second = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
+            by = f"synapse: {place} is being written by pid {first.pid} (synapse, started "
+            assert (second.returncode, second.stdout, second.stderr.count("\n")) == (2, "", 1)
+            assert second.stderr.startswith(by)
+        (cli.root / "go").touch()
+        first.communicate(timeout=60)
+    assert first.returncode == 0 and np.load(out).shape == (2, 8)
+    assert sorted(path.name for path in cli.root.glob("x.npy*")) == ["x.npy", "x.npy.meta.json"]
+
+
 def test_a_lock_that_can_t_be_written_isn_t_left(tmp_path: Path) -> None:
     code = (
         "import pathlib, resource\nfrom synapse_host.bulk.output import alone\n"
@@ -90,7 +209,6 @@ def test_a_lock_that_can_t_be_written_isn_t_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.process
 def test_a_killed_run_locks_nobody_out(tmp_path: Path) -> None:
     code = "import sys, pathlib; from synapse_host.bulk.output import alone\n" + (
         f"with alone(pathlib.Path({str(tmp_path / 'x.npy')!r})): print('held', flush=True); sys.stdin.read()"
@@ -104,16 +222,10 @@ def test_a_killed_run_locks_nobody_out(tmp_path: Path) -> None:
     with alone(tmp_path / "x.npy"):
         pass
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_of_somebody_else_s_is_not_taken_for_a_lock(tmp_path: Path) -> None:
+    # A file of somebody else's is not taken for a lock, and a folder that isn't there is told.
     theirs = tmp_path / "x.npy.progress.json.lock"
     theirs.write_text("precious")
-    with pytest.raises(InvalidRequest, match="in the way"), alone(tmp_path / "x.npy"):
-        pass
+    for out, why in ((tmp_path / "x.npy", "in the way"), (tmp_path / "no" / "x.npy", "can't be written: No such file")):
+        with pytest.raises(InvalidRequest, match=why), alone(out):
+            pass
     assert theirs.read_text() == "precious"
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="can't be written: No such file"), alone(tmp_path / "no" / "x.npy"):
-        pass

@@ -2,56 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import subprocess
 import sys
 
 import pytest
 
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, Here
 from tests.support.small_bundle import write_matrix
 
 
-def test_the_matrix_of_the_environment_is_taken_and_an_option_wins(cli: Command) -> None:
+def test_the_matrix_of_the_environment_is_taken_and_an_option_wins(
+    cli: Command, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = cli.root / "own"
     own.mkdir()
     path = write_matrix(own, lanes={"mine": {"task": "embed", "engines": ["scripted"]}})
-    environment, _ = cli.env()
-    environment["SYNAPSE_MATRIX"] = str(path)
-    for options, expected in (([], ["mine"]), (["--matrix", str(cli.matrix)], ["embed", "rerank", "generate"])):
-        done = subprocess.run(
-            [sys.executable, "-m", "synapse_host", "matrix", "explain", "--json", *options],
-            env=environment, capture_output=True, text=True, timeout=60, check=False, cwd=cli.root,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert [f'"lane": "{name}"' in done.stdout or f'"{name}"' in done.stdout for name in expected] == [True] * len(
-            expected
-        )
-        assert ("mine" in done.stdout) is (expected == ["mine"])
+    monkeypatch.setenv("SYNAPSE_MATRIX", str(path))
+    lanes = [
+        [row["lane"] for row in here("matrix", "explain", "--json", *options, bare=True).document["lanes"]]
+        for options in ([], ["--matrix", str(cli.matrix)])
+    ]
+    assert lanes == [["mine"], ["embed", "rerank", "generate"]]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no pty")
 @pytest.mark.parametrize("asked", [True, False])
 def test_no_color_means_none_on_a_terminal(cli: Command, asked: bool) -> None:
-    environment, mark = cli.env()
-    environment |= {"TERM": "xterm-256color", "COLUMNS": "120"}
-    environment.pop("NO_COLOR", None)
-    if asked:
-        environment["NO_COLOR"] = "1"
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        cli.arguments("matrix", "explain"), env=environment, stdin=slave, stdout=slave, stderr=slave, cwd=cli.root
-    )
-    os.close(slave)
-    seen = b""
-    try:
-        while chunk := os.read(master, 65536):
-            seen += chunk
-    except OSError:
-        pass  # the other end has gone
-    finally:
-        process.wait(60)
-        os.close(master)
-    assert process.returncode == 0 and b"scripted" in seen
-    assert (b"\x1b[3" in seen or b"\x1b[1" in seen) is not asked, seen
-    cli.check_clean(mark)
+    code, seen = cli.on_terminal("matrix", "explain", **({"NO_COLOR": "1"} if asked else {}))
+    assert code == 0 and "scripted" in seen
+    assert ("\x1b[3" in seen or "\x1b[1" in seen) is not asked, seen

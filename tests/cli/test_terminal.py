@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import subprocess
 import sys
-import threading
 import unicodedata
 from pathlib import Path
 
@@ -24,34 +20,6 @@ TITLE = "\x1b]0;owned\x07"
 COLOURS = re.compile(r"\x1b\[(?:[0-9;]*)m")
 
 
-def on_terminal(cli: Command, *words: str) -> tuple[int, str]:
-    """Run a command whose three streams are one terminal of 200 columns; return its exit code and what was seen."""
-    environment, _ = cli.env()
-    environment |= {"TERM": "xterm", "COLUMNS": "200", **cli.environment}
-    environment.pop("NO_COLOR", None)
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        cli.arguments(*words), env=environment, stdin=slave, stdout=slave, stderr=slave, cwd=cli.root,
-        start_new_session=True,
-    )  # fmt: skip
-    os.close(slave)
-    seen = bytearray()
-
-    def read() -> None:
-        try:
-            while data := os.read(master, 65536):
-                seen.extend(data)
-        except OSError:
-            pass  # the other end is closed
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    code = process.wait(60)
-    reader.join(60)
-    os.close(master)
-    return code, seen.decode()
-
-
 def steering(text: str) -> str:
     """Return what of a screen is neither text nor one of the colours and cursor moves that we make ourselves."""
     plain = re.sub(r"\x1b\[\?25[hl]|\x1b\[\d*[AK]|\r", "", COLOURS.sub("", text))
@@ -61,13 +29,13 @@ def steering(text: str) -> str:
 @pytest.mark.process
 def test_the_last_words_of_a_worker(cli: Command) -> None:
     cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"stderr": f"{TITLE}boom\x9b2J"}, {"abort": True}]}]})
-    code, seen = on_terminal(cli, "embed", "--model", "toy", "a")
+    code, seen = cli.on_terminal("embed", "--model", "toy", "a")
     assert code == 1 and "| \\x1b]0;owned\\x07boom" in seen, seen
     assert steering(seen) == ""
-    code, seen = on_terminal(cli, "embed", "--model", "toy", "--json", "a")
+    code, seen = cli.on_terminal("embed", "--model", "toy", "--json", "a")
     assert json.loads(seen)["error"]["details"]["log_tail"].startswith(f"[stderr] {TITLE}boom") and steering(seen) == ""
     cli.environment["SYNAPSE_LOG"] = "info"
-    code, seen = on_terminal(cli, "embed", "--model", "toy", "a")
+    code, seen = cli.on_terminal("embed", "--model", "toy", "a")
     assert "stderr: \\x1b]0;owned\\x07boom" in seen and steering(seen) == ""
 
 
@@ -77,9 +45,9 @@ def test_logs_and_whatever_else_is_said_of_a_running_host(cli: Command, runtime_
     with running(cli, runtime_dir, "--load", "toy") as host:
         where = ("--runtime-dir", str(runtime_dir))
         until(lambda: "hello" in host("logs").out)
-        code, seen = on_terminal(cli, "logs", *where)
+        code, seen = cli.on_terminal("logs", *where)
         assert code == 0 and "embed [stderr] \\x1b]0;owned\\x07hello" in seen and steering(seen) == ""
-        code, seen = on_terminal(cli, "load", f"{TITLE}toy", *where)
+        code, seen = cli.on_terminal("load", f"{TITLE}toy", *where)
         assert code == 2 and "\\x1b]0;owned" in seen and steering(seen) == ""
         # Through a pipe the bytes stay what they were: another program reads them.
         assert host("logs").out == f"embed [stderr] {TITLE}hello\n"
@@ -91,13 +59,13 @@ def test_logs_and_whatever_else_is_said_of_a_running_host(cli: Command, runtime_
 @pytest.mark.process
 def test_names_and_files(cli: Command) -> None:
     for words in (["embed", "--model", f"{TITLE}m", "a"], ["embed", "--file", f"{TITLE}f", "--model", "toy"]):
-        code, seen = on_terminal(cli, *words)
+        code, seen = cli.on_terminal(*words)
         assert code == 2 and "owned" in seen and steering(seen) == ""
     broken = cli.root / "models" / "broken"
     broken.mkdir()
     (broken / "manifest.json").write_text(json.dumps({TITLE: 1}))
     for words in (["models"], ["doctor"], ["models", "verify", "broken"]):
-        _, seen = on_terminal(cli, *words)
+        _, seen = cli.on_terminal(*words)
         assert "broken" in seen and steering(seen) == "", words
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -40,19 +39,6 @@ def test_two_onnxruntimes_clash() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("python", "os", "severity"),
-    [
-        ((3, 10), "linux", "warning"),
-        ((3, 11), "linux", None),
-        ((3, 13), "darwin", None),
-        ((3, 14), "darwin", "failure"),
-    ],
-)
-def test_python(python: tuple[int, int], os: str, severity: str | None) -> None:
-    assert [finding.severity for finding in machine.python_findings(python, os)] == ([severity] if severity else [])
-
-
 def test_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gib = machine.GIB
     usage = shutil.disk_usage(tmp_path)
@@ -70,40 +56,15 @@ def test_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [finding.fix for finding in machine.descriptor_findings(64)] == ["ulimit -n 1024"]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Unix sockets")
-def test_stale_sockets_are_told_from_live_ones(runtime_dir: Path) -> None:
-    dead = runtime_dir / "synapse-dead1" / "synapse" / "workers"
-    live = runtime_dir / "synapse-live1" / "synapse" / "workers"
-    for folder in (dead, live):
-        folder.mkdir(parents=True)
-    with socket.socket(socket.AF_UNIX) as gone, socket.socket(socket.AF_UNIX) as listening:
-        gone.bind(str(dead / "embed-1.sock"))
-        gone.close()
-        listening.bind(str(live / "embed-1.sock"))
-        listening.listen()
-        (finding,) = machine.stale_findings(runtime_dir)
-    assert finding.id == "socket.stale" and finding.fix == f"rm -r {runtime_dir / 'synapse-dead1'}"
-    for folder in (dead, live):
-        (folder / "embed-1.sock").unlink()
-    assert list(machine.stale_findings(runtime_dir)) == []
-
-
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform == "win32", reason="Unix only")
 def test_a_killed_hosts_directory_is_told_once_and_how_to_remove_it(runtime_dir: Path) -> None:
     abandoned_dir, _ = kill_one(runtime_dir)
     (finding,) = machine.abandoned_findings([runtime_dir])
     assert finding.id == "runtime.abandoned" and finding.fix == f"rm -r {abandoned_dir}"
-    assert list(machine.stale_findings(runtime_dir)) == []
     assert abandoned_dir.exists()
     remains.sweep(runtime_dir)
     assert list(machine.abandoned_findings([runtime_dir])) == []
-
-
-def test_long_socket_paths(tmp_path: Path) -> None:
-    assert list(machine.socket_findings(Path("/tmp"))) == []
-    (finding,) = machine.socket_findings(Path("/" + "x" * 80))
-    assert finding.id == "socket.path"
 
 
 @pytest.mark.parametrize(
@@ -144,15 +105,6 @@ def test_only_what_can_be_installed_is_advised(missing: str, status: str) -> Non
     floor = Floor("refused", f"cuda_runtime_missing:{missing}")
     report = engines.report_on(matrix, matrix.engines["onnx-cpu"], LINUX, floor, "")
     assert report.status == status
-
-
-def test_a_worker_of_another_version() -> None:
-    assert list(engines.version_findings([report("ok", worker="synapse-worker-llama 0.3.0 protocol=3")], "0.3.0")) == []
-    (finding,) = engines.version_findings([report("ok", worker="synapse-worker-llama 0.2.9 protocol=3")], "0.3.0")
-    assert finding.severity == "failure" and "0.2.9" in finding.what and "0.3.0" in finding.what
-    # A foreign worker counts its versions by itself, and a tree that was never installed has none.
-    for line, host in (("their-worker 7.1 protocol=3", "0.3.0"), ("synapse-worker-llama unknown", "0+unknown")):
-        assert list(engines.version_findings([report("ok", worker=line)], host)) == []
 
 
 def test_lanes_that_nothing_serves() -> None:

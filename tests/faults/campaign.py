@@ -84,9 +84,7 @@ PLANS: dict[str, Plan] = {
     "R14": Plan(quarantine_model.r14, {"steps": 2000}, {"steps": 2000}, {"steps": 200_000}),
     "R16": Plan(syscalls.r16, {"limit": 2, "processes": False}, {}, {}, loop=SteppedLoop),
     "R17": Plan(clocks.r17, {}, {"rounds": 5}, {"rounds": 200}, loop=SteppedLoop),
-    "PG": Plan(endings.wrappers, {"count": 1}, {"count": 3}, {"count": 100}),
 }
-"""PG: process groups. A wrapper's worker dies with it, and Ctrl-C at the host reaches no worker."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from synapse_host.config import Windows
 from synapse_host.errors import EngineCrashed
@@ -14,6 +16,7 @@ from tests.faults.inprocess import SteppedLoop, ThreadProcess, Wire, threads_for
 from tests.faults.ledger import Row
 from tests.support.lanes import FAST
 
+Case: TypeAlias = Callable[[Arena, type[ThreadProcess], dict[str, Any], str], Any]
 CONFIG = dataclasses.replace(FAST, windows=Windows(setup=4.0, control=4.0, ping=4.0, inference=4.0), handshake=4.0)
 
 
@@ -57,32 +60,47 @@ async def _holding(ground: Arena, script: dict[str, Any], name: str, *, on: str 
     return lane, task, go
 
 
-async def _suspend(ground: Arena, factory: type[ThreadProcess], script: dict[str, Any], name: str) -> None:
-    """An hour passes at once in the middle of an exchange."""
-    lane, task, go = await _holding(ground, script, name)
+async def _suspend(go: Path) -> None:
+    """An hour passes at once, three times."""
     for _ in range(3):
         await _loop().step(3600.0)
         await asyncio.sleep(0.01)
-    ground.row.check(lane.health()["strikes"] == 0 and not task.done(), f"{name}: a suspend was taken for silence")
+
+
+async def _blocked(go: Path) -> None:
+    """The host's loop stands still beyond the window while the reply waits in the socket."""
     go.touch()
-    await task
-    ground.row.check(lane.health()["generation"] == 1, f"{name}: the worker was replaced")
-    await lane.aclose()
+    _loop().offset += 10.0
+    time.sleep(0.05)
 
 
-async def _suspend_in_load(ground: Arena, factory: type[ThreadProcess], script: dict[str, Any], name: str) -> None:
-    """An hour passes during LOAD."""
-    lane, task, go = await _holding(ground, script, name, on="LOAD")
-    await _loop().step(3600.0)
-    await asyncio.sleep(0.01)
-    ground.row.check(not task.done(), f"{name}: a suspend was taken for silence")
-    go.touch()
-    await task
-    ground.row.check(lane.health()["generation"] == 1, f"{name}: the worker was replaced")
-    await lane.aclose()
+async def _wall_clock(go: Path) -> None:
+    """Somebody sets the wall clock, a day back and a year on."""
+    real = time.time
+    try:
+        for step in (-86_400.0, 3.2e7):
+            time.time = lambda step=step: real() + step  # type: ignore[misc]
+            await _loop().step(0.5)
+    finally:
+        time.time = real
 
 
-async def _suspend_in_handshake(ground: Arena, factory: type[ThreadProcess], script: dict[str, Any], name: str) -> None:
+def _undisturbed(disturb: Callable[[Path], Any], on: str = "EMBED_BATCH") -> Case:
+    """Return the check that what happens while an exchange of a kind runs is not taken for silence."""
+
+    async def check(ground: Arena, factory: type[ThreadProcess], script: dict[str, Any], name: str) -> None:
+        lane, task, go = await _holding(ground, script, name, on=on)
+        await disturb(go)
+        ground.row.check(go.exists() or not task.done(), f"{name}: it was taken for silence")
+        go.touch()
+        await task
+        ground.row.check((lane.health()["strikes"], lane.health()["generation"]) == (0, 1), f"{name}: a strike")
+        await lane.aclose()
+
+    return check
+
+
+async def _handshake(ground: Arena, factory: type[ThreadProcess], script: dict[str, Any], name: str) -> None:
     """An hour passes between spawn and HELLO: the worker had no time at all meanwhile."""
     go = ground.file(f"{name}.go")
 
@@ -96,51 +114,21 @@ async def _suspend_in_handshake(ground: Arena, factory: type[ThreadProcess], scr
     lane = ground.lanes(script, config=CONFIG, lane_id=name)
     task = asyncio.create_task(ground.history.embed(lane))
     await until(lambda: factory.made and factory.made[-1].wire is not None, f"{name}: the connection")
-    await asyncio.sleep(0.01)
-    await _loop().step(3600.0)
-    await asyncio.sleep(0.01)
+    await _suspend(go)
     ground.row.check(not task.done(), f"{name}: a suspend was taken for a silent connector")
     go.touch()
     await asyncio.gather(task, return_exceptions=True)
-    ground.row.check(lane.health()["strikes"] == 0 and lane.health()["generation"] == 1, f"{name}: a strike")
+    ground.row.check((lane.health()["strikes"], lane.health()["generation"]) == (0, 1), f"{name}: a strike")
     await lane.aclose()
 
 
-async def _suspend_while_idle(ground: Arena, factory: type[ThreadProcess], script: dict[str, Any], name: str) -> None:
+async def _idle(ground: Arena, factory: type[ThreadProcess], script: dict[str, Any], name: str) -> None:
     """A day passes while nothing is asked."""
     lane = ground.lanes(script, config=CONFIG, lane_id=name)
     await ground.history.embed(lane)
     await _loop().step(86_400.0)
     await ground.history.embed(lane)
-    ground.row.check(lane.health()["generation"] == 1 and lane.health()["strikes"] == 0, f"{name}: idle is not silence")
-    await lane.aclose()
-
-
-async def _blocked(ground: Arena, factory: type[ThreadProcess], script: dict[str, Any], name: str) -> None:
-    """The host's loop stands still beyond the window while the reply waits in the socket."""
-    lane, task, go = await _holding(ground, script, name)
-    go.touch()
-    _loop().offset += 10.0
-    time.sleep(0.05)
-    await task
-    ground.row.check(lane.health()["strikes"] == 0, f"{name}: a blocked loop was taken for silence")
-    await lane.aclose()
-
-
-async def _wall_clock(ground: Arena, factory: type[ThreadProcess], script: dict[str, Any], name: str) -> None:
-    """Somebody sets the wall clock, a day back and a year on."""
-    lane, task, go = await _holding(ground, script, name)
-    real = time.time
-    try:
-        for step in (-86_400.0, 3.2e7):
-            time.time = lambda step=step: real() + step  # type: ignore[misc]
-            await _loop().step(0.5)
-        ground.row.check(not task.done(), f"{name}: the wall clock decided")
-        go.touch()
-        await task
-    finally:
-        time.time = real
-    ground.row.check(lane.health()["strikes"] == 0, f"{name}: a strike")
+    ground.row.check((lane.health()["strikes"], lane.health()["generation"]) == (0, 1), f"{name}: idle is not silence")
     await lane.aclose()
 
 
@@ -159,12 +147,12 @@ async def _silence(ground: Arena, factory: type[ThreadProcess], script: dict[str
     await lane.aclose()
 
 
-CASES = {
-    "suspend": _suspend,
-    "suspend-load": _suspend_in_load,
-    "suspend-handshake": _suspend_in_handshake,
-    "suspend-idle": _suspend_while_idle,
-    "blocked": _blocked,
-    "wall-clock": _wall_clock,
+CASES: dict[str, Case] = {
+    "suspend": _undisturbed(_suspend),
+    "suspend-load": _undisturbed(_suspend, "LOAD"),
+    "suspend-handshake": _handshake,
+    "suspend-idle": _idle,
+    "blocked": _undisturbed(_blocked),
+    "wall-clock": _undisturbed(_wall_clock),
     "silence": _silence,
 }

@@ -1,10 +1,9 @@
-"""R11 the host's sudden death, R13 its orderly one; the wrapper's worker and Ctrl-C."""
+"""R11 the host's sudden death, R13 its orderly one."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,8 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.faults.arena import alive, arena, kill, until
-from tests.faults.host_program import wrapper
+from tests.faults.arena import alive, kill
 from tests.faults.ledger import Row
 
 ROOT = Path(__file__).parents[2]
@@ -125,44 +123,5 @@ def r13(count: int) -> Any:
                 row.mismatched += told["mismatched"]
                 row.took(told["took"])
                 row.survived += right and typed and status == 0
-
-    return row, body
-
-
-def wrappers(count: int) -> Any:
-    """Process group: a wrapper command's worker dies with it, and Ctrl-C at the host reaches no worker."""
-    row = Row("PG", f"{count} killed wrappers, {count} Ctrl-C at the host", limit=1.0)
-
-    async def body() -> None:
-        async with arena(row) as ground:
-            for n in range(count):
-                pid_file = ground.file(f"wrapped{n}")
-                lane = ground.lanes({}, lane_id=f"wrapped{n}", command=wrapper({}, pid_file))
-                await ground.history.embed(lane)
-                wrapper_pid, worker_pid = lane.health()["worker_pid"], int(pid_file.read_text())
-                row.check(wrapper_pid != worker_pid, "the wrapper execs its worker: nothing was tested")
-                start = time.monotonic()
-                kill(wrapper_pid)
-                row.injected += 1
-                await until(lambda pid=worker_pid: not alive(pid), "the end of a wrapper's worker", 10)
-                row.took(time.monotonic() - start)
-                await until(lambda lane=lane: lane.health()["strikes"] == 1, "the notice of the wrapper's end", 10)
-                await ground.history.embed(lane)
-                # And the other way round: the planned end takes both.
-                pids = lane.health()["worker_pid"], int(pid_file.read_text())
-                await lane.aclose()
-                gone = not any(alive(pid) for pid in pids)
-                row.check(gone, "a wrapper or its worker outlives aclose")
-                row.survived += gone
-        for _ in range(count):
-            with host_program("interrupt") as program:
-                ready = program.line()
-                row.injected += 1
-                os.killpg(program.process.pid, signal.SIGINT)
-                (told, status) = program.line(), program.process.wait(LIMIT_S)
-                right = told["same"] and told["strikes"] == 0 and told["mismatched"] == 0 and status == 0
-                row.check(right, f"after Ctrl-C: {told}, exit {status}")
-                row.check(not alive(ready["pid"]), "the worker lives on")
-                row.survived += right
 
     return row, body

@@ -51,15 +51,15 @@ def r12(mebibytes: int) -> Any:
                 await ground.history.embed(lane)
                 row.took(*watch.read())
                 replies += 1
-                most = max(most, len(lane._workers.session._ring))
+                most = max(most, len(lane._workers.session._journal))
             row.injected = row.survived = 2
             row.notes |= {"replies_meanwhile": replies, "ring_bytes": most}
             row.check(most <= 8192, f"the ring grew to {most}")
             await asyncio.sleep(0)
-            ring = lane._workers.session._ring
+            ring = lane._workers.session._journal
             await until(lambda: _settled(ring), "the last bytes")
             by_stream: dict[str, bytes] = {"stdout": b"", "stderr": b""}
-            for stream, data in ring.segments():
+            for stream, data in ring.since(0)[0]:
                 by_stream[stream] += data
             row.check(sum(map(len, by_stream.values())) == 8192, "the ring isn't full")
             for stream, data in by_stream.items():
@@ -73,7 +73,7 @@ def r12(mebibytes: int) -> Any:
 
 def _settled(ring: Any) -> bool:
     last = getattr(ring, "_campaign", None)
-    now = ring.segments()
+    now = ring.since(0)[0]
     ring_state = (len(ring), now[-1][1][-64:] if now else b"")
     object.__setattr__(ring, "_campaign", ring_state)
     return bool(last == ring_state)

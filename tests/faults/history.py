@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from engines.protocol.messages import EmbedBatch, Generate, Item, Pooling, Rerank, Segment
+from engines.protocol.messages import Generate, Rerank, Segment
 from synapse_host.errors import SynapseError
 from synapse_host.supervision.supervisor import Supervisor
+from tests.support.lanes import embed
 from tests.support.scripted import expected_score, expected_text, expected_vector
 
 FIRST_ORDINARY = 1_000_000
@@ -53,16 +55,9 @@ class History:
     async def embed(self, lane: Supervisor, first: int | None = None, *, deadline: float | None = None) -> Any:
         """Embed two rows of ids that nobody else uses, the first beginning with *first*; raise what the lane raises."""
         rows = ([self.fresh() if first is None else first, self.fresh()], [self.fresh()])
-        call = self.begin(
-            lane.spec.lane_id, (*rows[0], *rows[1]), [*expected_vector(rows[0]), *expected_vector(rows[1])]
-        )
-
-        def build(req_id: str, ref: str) -> Any:
-            items = [Item(str(n), len(row)) for n, row in enumerate(rows)]
-            request = EmbedBatch(req_id=req_id, model_ref=ref, pooling=Pooling.MEAN, normalize=False, items=items)
-            return request, _payload(call.ids)
-
-        return await self._ask(lane, call, build, deadline, lambda reply, array: array.tolist())
+        expected = [*expected_vector(rows[0]), *expected_vector(rows[1])]
+        call = self.begin(lane.spec.lane_id, (*rows[0], *rows[1]), expected)
+        return await self._ask(lane, call, embed(*rows), deadline, lambda reply, array: array.tolist())
 
     async def generate(self, lane: Supervisor, *, deadline: float | None = None) -> Any:
         """Generate from ids that nobody else uses."""
@@ -70,21 +65,20 @@ class History:
         call = self.begin(lane.spec.lane_id, ids, expected_text(ids, 8)[0])
 
         def build(req_id: str, ref: str) -> Any:
-            return Generate(req_id=req_id, model_ref=ref, max_tokens=8), _payload(ids)
+            return Generate(req_id=req_id, model_ref=ref, max_tokens=8), struct.pack("<2i", *ids)
 
         return await self._ask(lane, call, build, deadline, lambda reply, array: reply.text)
 
     async def rerank(self, lane: Supervisor, *, deadline: float | None = None) -> Any:
         """Score two candidates that nobody else uses."""
         query, one, two = [self.fresh()], [self.fresh(), self.fresh()], [self.fresh()]
-        call = self.begin(
-            lane.spec.lane_id, (*query, *one, *two), [expected_score(query, one), expected_score(query, two)]
-        )
+        ids = (*query, *one, *two)
+        call = self.begin(lane.spec.lane_id, ids, [expected_score(query, one), expected_score(query, two)])
 
         def build(req_id: str, ref: str) -> Any:
             candidates = [Segment(n_tokens=2), Segment(n_tokens=1)]
             request = Rerank(req_id=req_id, model_ref=ref, query_n_tokens=1, candidates=candidates)
-            return request, _payload(call.ids)
+            return request, struct.pack("<4i", *ids)
 
         return await self._ask(lane, call, build, deadline, lambda reply, array: array.tolist())
 
@@ -116,12 +110,5 @@ class History:
 
     def counts(self) -> dict[str, int]:
         """Return how often each kind of outcome occurred."""
-        found: dict[str, int] = {}
-        for call in self.calls:
-            for kind, _ in call.outcomes:
-                found[kind] = found.get(kind, 0) + 1
+        found = Counter(kind for call in self.calls for kind, _ in call.outcomes)
         return dict(sorted(found.items()))
-
-
-def _payload(ids: tuple[int, ...]) -> bytes:
-    return struct.pack(f"<{len(ids)}i", *ids)

@@ -1,10 +1,9 @@
-"""A small host of its own process, for what can only be seen from outside: R11 its death, R13 its SIGTERM, Ctrl-C.
+"""A small host of its own process, for what can only be seen from outside: R11 its death, R13 its SIGTERM.
 
     python -m tests.faults.host_program MODE PATH
 
 Prints JSON lines. ``orphans``: the pids of its workers, then nothing, until it is killed. ``drain``: on SIGTERM it
-stops, a second one hurries it, and it prints the outcome of every request. ``interrupt``: serves, says so, waits for a
-SIGINT, serves again with the same worker.
+stops, a second one hurries it, and it prints the outcome of every request.
 """
 
 from __future__ import annotations
@@ -105,32 +104,11 @@ async def drain(lanes: Lanes, root: Path, history: History) -> None:
     say(outcomes=told, lost=len(history.lost()), mismatched=len(history.mismatched()), took=took)
 
 
-async def interrupt(lanes: Lanes, root: Path, history: History) -> None:
-    """A SIGINT to the whole group of the host must not reach its workers."""
-    lane = lanes(
-        {"rules": [{"first_id": LONG, "do": [{"touch": str(root / "running")}, {"wait_for": str(root / "go")}]}]}
-    )
-    seen = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, seen.set)
-    await history.embed(lane)
-    pid = lane.health()["worker_pid"]
-    running = asyncio.create_task(history.embed(lane, LONG))
-    while not (root / "running").exists():
-        await asyncio.sleep(0.002)
-    say(ready=True, pid=pid)
-    await seen.wait()
-    await asyncio.sleep(0.1)
-    (root / "go").touch()
-    await running
-    await history.embed(lane)
-    say(same=lane.health()["worker_pid"] == pid, strikes=lane.health()["strikes"], mismatched=len(history.mismatched()))
-
-
 async def main(mode: str, root: Path) -> None:
     """Run one mode."""
     async with lanes_in(root / "rt") as lanes:
         lanes.permits = Permits({"cpu": 16})
-        await {"orphans": orphans, "drain": drain, "interrupt": interrupt}[mode](lanes, root, History())
+        await {"orphans": orphans, "drain": drain}[mode](lanes, root, History())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ which runs a slice of every row, doesn't look.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import statistics
@@ -15,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 COLUMNS = ("injected", "survived", "lost", "mismatched", "leaked")
 
@@ -115,25 +119,19 @@ class Stopwatch:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as text."""
-    head = ["id", *COLUMNS, "worst ms", "limit", "took s", "result", "what"]
-    lines = [head]
+    """Return the rows as text, and below them what is wrong."""
+    made = Table("id", *COLUMNS, "worst ms", "limit", "took s", "result", "what", box=None)
     for row in rows:
         worst = "-" if row.worst is None else f"{row.worst * 1000:.1f}"
         limit = "-" if row.limit is None else f"{row.limit * 1000:.0f}"
         counts = [str(getattr(row, name)) for name in COLUMNS]
-        lines.append([row.id, *counts, worst, limit, f"{row.seconds:.1f}", "pass" if row.passed else "FAIL", row.what])
-    widths = [max(len(line[n]) for line in lines) for n in range(len(head))]
-    text = []
-    for line in lines:
-        cells = [
-            cell.rjust(width) if 0 < n < 9 else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        text.append("  ".join(cells).rstrip())
+        made.add_row(row.id, *counts, worst, limit, f"{row.seconds:.1f}", "pass" if row.passed else "FAIL", row.what)
+    page = Console(file=io.StringIO(), width=200)
+    page.print(made)
     for row in rows:
-        text += [f"{row.id}: {problem}" for problem in [*row.problems[:10], *row.slow]]
-    return "\n".join(text)
+        for problem in [*row.problems[:10], *row.slow]:
+            page.print(f"{row.id}: {problem}", markup=False, soft_wrap=True)
+    return page.file.getvalue().rstrip()
 
 
 def write(rows: Sequence[Row], path: Path, *, size: str) -> None:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from engines.protocol import messages as m
-from engines.protocol.connection import Connection, Role, State
+from engines.protocol.connection import Connection
 from engines.protocol.errors import RemoteProtocolError
+from engines.protocol.rules import Role, State
 from synapse_host.config import Windows
 from synapse_host.errors import EngineCrashed, LaneRefused, WorkerError
 from tests.faults.arena import Arena, arena, run
@@ -30,6 +31,7 @@ from tests.faults.history import History
 from tests.faults.inprocess import SteppedLoop, ThreadProcess, Wire, threads_for_processes
 from tests.faults.ledger import Row
 from tests.support.lanes import FAST
+from tests.support.pair import receive
 
 ROOT = Path(__file__).parents[2]
 SCRIPT: dict[str, Any] = {"rules": [{"on": "EMBED_BATCH", "do": [{"progress": {"completed": [1, 2]}}]}]}
@@ -81,7 +83,7 @@ def headers(count: int, seed: int) -> tuple[Counter[str], list[str]]:
         end = waiting_end(aim, payload)
         before = end.state
         try:
-            events = end.receive(LENGTH.pack(len(payload)) + payload)
+            events = receive(end, LENGTH.pack(len(payload)) + payload)
             outcomes["event" if events else "waiting"] += 1
             if end.state is before and not events:
                 findings.append(f"{aim} {payload.hex()}: a whole control frame moved nothing")

@@ -245,6 +245,8 @@ async def _process_case(ground: Arena, injector: Injector) -> None:
                 outcomes.append("ok")
             except SynapseError as exc:
                 outcomes.append(exc.code)
+                row.check(exc.details.get("errno") in (injector.fault, None), f"another reason is told: {exc.details}")
+                row.check(injector.kind != "Popen" or exc.details["errno"], "the reason is not told")
         strikes = lane.health()["strikes"]
         await lane.aclose()
     ground.lanes.made.remove(lane)

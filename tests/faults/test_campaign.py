@@ -19,7 +19,7 @@ SLICES = [name for name, plan in campaign.PLANS.items() if plan.sizes["slice"] i
 REPORTS = {
     "R1": (
         *("triton-inference-server/server#8448", "vllm-project/vllm#2050", "noxdafox/pebble#97"),
-        "Lightning-AI/LitServe#532",
+        *("Lightning-AI/LitServe#532", "triton-inference-server/server#5381"),
     ),
     "R2": ("vllm-project/vllm#41530",),
     "R7": ("redis/redis-py#2624", "huggingface/sentence-transformers#2955"),

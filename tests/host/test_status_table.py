@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
+def status_table() -> ModuleType:
     spec = importlib.util.spec_from_file_location("status_table", ROOT / "scripts" / "status_table.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -26,13 +26,13 @@ def script() -> ModuleType:
     return module
 
 
-def test_the_readme_says_what_the_documents_say(script: ModuleType) -> None:
+def test_the_readme_says_what_the_documents_say(status_table: ModuleType) -> None:
     text = (ROOT / "README.md").read_text("utf-8")
-    made = script.table(load(ROOT / "hw_matrix.yaml"), ROOT / "evidence")
-    assert script.placed(text, made) == text, "make it anew: .venv/bin/python scripts/status_table.py --write"
+    made = status_table.table(load(ROOT / "hw_matrix.yaml"), ROOT / "evidence")
+    assert status_table.placed(text, made) == text, "make it anew: .venv/bin/python scripts/status_table.py --write"
 
 
-def test_a_document_counts_as_what_its_measurements_say(script: ModuleType, tmp_path: Path) -> None:
+def test_a_document_counts_as_what_its_measurements_say(status_table: ModuleType, tmp_path: Path) -> None:
     """One that passed, one that failed, one that was edited, and engines without any."""
     failed = msgspec.structs.replace(evidence("rerank"), repeat_differs=1)
     from synapse_host.certificates.verdict import judge
@@ -45,7 +45,8 @@ def test_a_document_counts_as_what_its_measurements_say(script: ModuleType, tmp_
     edited.write_text(json.dumps(plain))
     (tmp_path / "llama-cpu-a-cpu-linux" / "hardware.json").write_text("{}")
     rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in script.table(load(), tmp_path).splitlines()
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in status_table.table(load(), tmp_path).splitlines()
     ]
     verdicts = [row[3] for row in rows if row[0] == "llama-cpu"]
     assert sorted(verdicts) == ["certified", "refused", "uncertified"]

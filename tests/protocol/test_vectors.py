@@ -11,10 +11,11 @@ import msgspec
 import pytest
 
 from engines.protocol import messages
-from engines.protocol.connection import Connection, Event, ReplyStarted, Role, State
+from engines.protocol.connection import Connection
 from engines.protocol.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, VersionMismatch
 from engines.protocol.messages import DEFAULT_MAX_FRAME, Phase, Pooling
-from tests.support.pair import Cut, byte_by_byte, joined, random_cuts, whole
+from engines.protocol.rules import Event, ReplyStarted, Role, State
+from tests.support.pair import Cut, byte_by_byte, joined, random_cuts, receive, whole
 
 FOLDER = Path(__file__).parent.parent / "vectors"
 GROUPS = [json.loads(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.json"))]
@@ -91,7 +92,7 @@ def feed(connection: Connection, data: bytes, cut: Cut) -> list[Event]:
     """Feed *data*; ReplyStarted depends on where the stream was cut and is no part of a vector."""
     events: list[Event] = []
     for piece in cut(data):
-        events += [event for event in connection.receive(piece) if not isinstance(event, ReplyStarted)]
+        events += [event for event in receive(connection, piece) if not isinstance(event, ReplyStarted)]
     return events
 
 

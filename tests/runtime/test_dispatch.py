@@ -21,6 +21,7 @@ from engines.protocol.messages import (
     EmbedBatch,
     Err,
     Evicted,
+    FinishReason,
     Generate,
     Item,
     Load,
@@ -102,37 +103,38 @@ def desk() -> Desk:
 # --- what works ------------------------------------------------------------------------------------------------------
 
 
-def test_embed(desk: Desk) -> None:
-    answer = desk.ask(embed([2, 1, 3]), ids(1, 2, 3, 4, 5, 6))
-    assert answer.reply == Vectors("r", dims=4, n=3)
-    assert floats(answer)[::4] == [3.0, 3.0, 15.0]
-    assert desk.engine.calls == [("embed", {"pooling": Pooling.CLS, "normalize": False, "packed_width": None})]
-
-
-def test_rerank_separates_query_and_candidates(desk: Desk) -> None:
-    answer = desk.ask(rerank(2, [1, 2]), ids(1, 1, 5, 6, 7))
-    assert answer.reply == Scores("r")
-    assert floats(answer) == [2005.0, 2013.0]
-
-
-def test_rerank_sequences(desk: Desk) -> None:
-    assert floats(desk.ask(sequences([2, 1]), ids(1, 2, 3))) == [3.0, 3.0]
-
-
-def test_generate(desk: Desk) -> None:
-    reply = desk.ask(Generate("r", "toy:0", 3), ids(1, 2)).reply
-    assert isinstance(reply, Text)
-    assert (reply.text, reply.n_prompt, reply.n_gen, reply.generated_token_ids) == ("xxx", 2, 3, [1, 1, 1])
-
-
-def test_shapes_and_packed_widths() -> None:
+@pytest.mark.parametrize(
+    ("request_", "payload", "reply", "numbers", "call"),
+    [
+        (
+            *(embed([2, 1, 3]), ids(1, 2, 3, 4, 5, 6), Vectors("r", dims=4, n=3), [3.0, 3.0, 15.0]),
+            ("embed", {"pooling": Pooling.CLS, "normalize": False, "packed_width": None}),
+        ),
+        (
+            *(embed([1], packed_width=256), ids(1), Vectors("r", dims=4, n=1), [1.0]),
+            ("embed", {"pooling": Pooling.CLS, "normalize": False, "packed_width": 256}),
+        ),
+        (rerank(2, [1, 2]), ids(1, 1, 5, 6, 7), Scores("r"), [2005.0, 2013.0], None),
+        (sequences([2, 1]), ids(1, 2, 3), Scores("r"), [3.0, 3.0], None),
+        (
+            *(Generate("r", "toy:0", 3), ids(1, 2)),
+            *(Text("r", "xxx", 2, 3, FinishReason.LENGTH, [1, 1, 1]), None, None),
+        ),
+        (AneAdmitShape("r", "toy:0", 128), None, Admitted, None, None),
+        (AneAdmitPacked("r", "toy:0", 256), None, Admitted, None, None),
+        (AneEvictShape("r", "toy:0", 128), None, Evicted("r"), None, None),
+        (AneEvictPacked("r", "toy:0", 256), None, Evicted("r"), None, None),
+    ],
+)
+def test_every_request_is_answered(request_: Any, payload: Any, reply: Any, numbers: Any, call: Any) -> None:
     desk = Desk(ToyEngine(packed=(256,)))
-    assert isinstance(desk.ask(AneAdmitShape("r", "toy:0", 128)).reply, Admitted)
-    assert isinstance(desk.ask(AneAdmitPacked("r", "toy:0", 256)).reply, Admitted)
-    assert isinstance(desk.ask(AneEvictShape("r", "toy:0", 128)).reply, Evicted)
-    assert isinstance(desk.ask(AneEvictPacked("r", "toy:0", 256)).reply, Evicted)
-    desk.ask(embed([1], packed_width=256), ids(1))
-    assert desk.engine.calls[-1][1]["packed_width"] == 256
+    answer = desk.ask(request_, payload)
+    assert answer.reply == reply or type(answer.reply) is reply
+    if numbers is None:
+        assert answer.payload is None
+    else:
+        assert floats(answer)[:: 4 if isinstance(answer.reply, Vectors) else 1] == numbers
+    assert call is None or desk.engine.calls == [call]
 
 
 # --- counts and bytes ------------------------------------------------------------------------------------------------
@@ -176,6 +178,7 @@ def test_the_message_tells_which_id_is_negative(desk: Desk) -> None:
 
 
 def test_a_reply_that_would_not_fit_is_refused_before_computing() -> None:
+    assert Desk(max_frame=500).refusal(Generate("r", "toy:0", 600), ids(1)).code is ErrorCode.INVALID_REQUEST
     desk = Desk(ToyEngine(dims=100), max_frame=4096)
     desk.ask(embed([1] * 10), ids(*range(10)))
     desk.engine.calls.clear()
@@ -183,10 +186,6 @@ def test_a_reply_that_would_not_fit_is_refused_before_computing() -> None:
     assert error.code is ErrorCode.INVALID_REQUEST
     assert "4400 bytes" in error.msg
     assert desk.engine.calls == []
-
-
-def test_a_text_that_would_not_fit_is_refused() -> None:
-    assert Desk(max_frame=500).refusal(Generate("r", "toy:0", 600), ids(1)).code is ErrorCode.INVALID_REQUEST
 
 
 @pytest.mark.parametrize(
@@ -208,9 +207,15 @@ def test_an_unknown_ref_is_model_not_loaded(desk: Desk, request_: AnyRequest, pa
 # --- what isn't served -----------------------------------------------------------------------------------------------
 
 
-def test_a_type_beyond_serves_is_unsupported(desk: Desk) -> None:
+@pytest.mark.parametrize("packed", [None, (), (384,)])
+def test_what_a_worker_does_not_serve_or_advertise(packed: tuple[int, ...] | None) -> None:
+    desk = Desk(ToyEngine(packed=packed))
+    width = ErrorCode.UNSUPPORTED_PACKED_WIDTH
+    assert desk.refusal(embed([1], packed_width=256), ids(1)).code is width
+    for request in (AneAdmitPacked("r", "toy:0", 256), AneEvictPacked("r", "toy:0", 256)):
+        assert desk.refusal(request).code is (ErrorCode.UNSUPPORTED_REQUEST if packed is None else width)
     desk.engine.serves = frozenset()  # type: ignore[misc]
-    for request, payload in [
+    for other, payload in [
         (embed([1]), ids(1)),
         (rerank(1, [1]), ids(1, 2)),
         (sequences([1]), ids(1)),
@@ -218,70 +223,30 @@ def test_a_type_beyond_serves_is_unsupported(desk: Desk) -> None:
         (AneAdmitShape("r", "toy:0", 1), None),
         (AneEvictShape("r", "toy:0", 1), None),
     ]:
-        error = desk.refusal(request, payload)
+        error = desk.refusal(other, payload)
         assert error.code is ErrorCode.UNSUPPORTED_REQUEST
-        assert error.msg == f"{request.__struct_config__.tag} is not supported by this worker"
-
-
-def test_packed_frames_to_a_worker_without_packed_are_unsupported(desk: Desk) -> None:
-    assert desk.refusal(AneAdmitPacked("r", "toy:0", 256)).code is ErrorCode.UNSUPPORTED_REQUEST
-    assert desk.refusal(AneEvictPacked("r", "toy:0", 256)).code is ErrorCode.UNSUPPORTED_REQUEST
-
-
-@pytest.mark.parametrize("packed", [None, (), (384,)])
-def test_a_width_that_was_not_advertised(packed: tuple[int, ...] | None) -> None:
-    desk = Desk(ToyEngine(packed=packed))
-    assert desk.refusal(embed([1], packed_width=256), ids(1)).code is ErrorCode.UNSUPPORTED_PACKED_WIDTH
-    if packed is not None:
-        assert desk.refusal(AneAdmitPacked("r", "toy:0", 256)).code is ErrorCode.UNSUPPORTED_PACKED_WIDTH
-        assert desk.refusal(AneEvictPacked("r", "toy:0", 256)).code is ErrorCode.UNSUPPORTED_PACKED_WIDTH
+        assert error.msg == f"{other.__struct_config__.tag} is not supported by this worker"
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-def test_refs_count_up_and_are_never_reused(desk: Desk) -> None:
-    refs = []
-    for _ in range(3):
-        reply = desk.ask(load()).reply
-        assert isinstance(reply, Loaded)
-        refs.append(reply.model_ref)
-        assert isinstance(desk.ask(Unload("r", reply.model_ref)).reply, Unloaded)
-    assert refs == ["toy:1", "toy:2", "toy:3"]
-    assert [model.closed for model in desk.engine.models] == [0, 1, 1, 1]
-
-
-def test_a_second_model_where_one_is_the_limit() -> None:
-    desk = Desk(ToyEngine(max_models=1))
-    assert desk.refusal(load()).code is ErrorCode.CONFIG_INVALID
-    assert len(desk.engine.models) == 1
-    desk.ask(Unload("r", "toy:0"))
-    assert isinstance(desk.ask(load()).reply, Loaded)
-
-
-def test_cold_load_is_measured_around_the_engines_load(desk: Desk) -> None:
-    def slow(request: Load, progress: object) -> None:
-        desk.clock.advance(1.25)
-
-    desk.engine.on_load = slow
-    reply = desk.ask(load()).reply
-    assert isinstance(reply, Loaded)
-    assert reply.cold_load_ms == 1250
-
-
-def test_buckets_are_told_only_where_there_are_some(desk: Desk) -> None:
+def test_the_models_of_a_worker(desk: Desk) -> None:
+    """Refs count up and are never reused, LOAD is timed around the engine, each model is closed once."""
+    desk.engine.on_load = lambda request, progress: desk.clock.advance(1.25)
     assert b"buckets" not in encode(desk.ask(load()).reply)
     desk.engine.buckets = (128, 256)
-    reply = desk.ask(load()).reply
-    assert isinstance(reply, Loaded)
-    assert reply.buckets == [128, 256]
-
-
-def test_close_closes_every_model_once(desk: Desk) -> None:
-    desk.ask(load())
+    for n in (2, 3):
+        reply = desk.ask(load()).reply
+        assert reply == Loaded("r", f"toy:{n}", dims=4, cold_load_ms=1250, buckets=[128, 256])
+        assert desk.ask(Unload("r", f"toy:{n}")).reply == Unloaded("r")
+    assert [model.closed for model in desk.engine.models] == [0, 0, 1, 1]
+    desk.engine.max_models = 2  # type: ignore[misc]
+    assert desk.refusal(load()).code is ErrorCode.CONFIG_INVALID and len(desk.engine.models) == 4
     desk.dispatcher.close()
     desk.dispatcher.close()
-    assert [model.closed for model in desk.engine.models] == [1, 1]
+    assert [model.closed for model in desk.engine.models] == [1, 1, 1, 1]
+    assert isinstance(desk.ask(load()).reply, Loaded)
 
 
 # --- PONG ------------------------------------------------------------------------------------------------------------
@@ -302,11 +267,8 @@ def test_resident_memory_grows_with_what_is_touched() -> None:
     assert 60 < grown < 160  # the block, and perhaps still the bytes that filled it
 
 
-def test_pong_omits_what_is_unknown(desk: Desk) -> None:
+def test_pong_omits_what_is_unknown_takes_the_worst_share_and_maps_residents_by_ref(desk: Desk) -> None:
     assert set(msgspec.to_builtins(desk.ask(Ping("r")).reply)) == {"type", "req_id", "rss_mb", "models_loaded"}
-
-
-def test_pong_takes_the_worst_share_and_maps_residents_by_ref(desk: Desk) -> None:
     desk.ask(load())
     statuses = iter([ModelStatus(0.97, (128, 256), (256, 128)), ModelStatus(0.91, (128,), (), (384,))])
     for model in desk.engine.models:
@@ -342,12 +304,6 @@ def hooked(result: Any) -> Desk:
     return desk
 
 
-def test_nonfinite_scores() -> None:
-    out = np.array([0.5, np.nan], np.float32)
-    assert hooked(out).refusal(rerank(1, [1, 1]), ids(1, 2, 3)).code is ErrorCode.NONFINITE_OUTPUT
-    assert hooked(out).refusal(sequences([1, 1]), ids(1, 2)).code is ErrorCode.NONFINITE_OUTPUT
-
-
 @pytest.mark.parametrize(
     "out",
     [
@@ -365,34 +321,31 @@ def test_a_wrong_dtype_shape_or_layout_is_our_bug(out: Any) -> None:
         hooked(out).ask(embed([1, 1]), ids(1, 2))
 
 
-@pytest.mark.parametrize("code", list(ErrorCode))
-def test_an_engine_error_becomes_err_with_its_code(code: ErrorCode) -> None:
-    error = hooked(EngineError(code, "why")).refusal(embed([1]), ids(1))
-    assert (error.code, error.msg) == (code, "why")
-
-
-def test_memory_errors_are_oom() -> None:
-    assert hooked(MemoryError()).refusal(embed([1]), ids(1)).code is ErrorCode.OOM
-    desk = Desk()
-
-    def no_memory(request: Load, progress: object) -> None:
-        raise MemoryError
-
-    desk.engine.on_load = no_memory
-    assert desk.refusal(load()).code is ErrorCode.OOM
+@pytest.mark.parametrize(
+    ("result", "code", "msg", "lost"),
+    [
+        *((EngineError(code, "why"), code, "why", False) for code in ErrorCode),
+        (DeviceLost(ErrorCode.INFERENCE_FAILED, "CUDA error 700"), ErrorCode.INFERENCE_FAILED, "CUDA error 700", True),
+        (MemoryError(), ErrorCode.OOM, "out of memory", False),
+        (MemoryError("no room"), ErrorCode.OOM, "no room", False),
+        (
+            *(np.array([0.5, np.nan], np.float32), ErrorCode.NONFINITE_OUTPUT),
+            *("row 1 of 2 holds NaN or infinity", False),
+        ),
+    ],
+)
+def test_what_a_model_answers_instead(result: Any, code: ErrorCode, msg: str, lost: bool) -> None:
+    desk = hooked(result)
+    for request, payload in ((rerank(1, [1, 1]), ids(1, 2, 3)), (sequences([1, 1]), ids(1, 2))):
+        error = desk.refusal(request, payload)
+        assert (error.code, error.msg) == (code, msg)
+    assert desk.dispatcher.device_lost is lost
 
 
 @pytest.mark.parametrize("bug", [RuntimeError("boom"), ValueError(), KeyError("x"), OSError(5, "io"), TimeoutError()])
 def test_anything_else_is_a_bug_and_gets_out(bug: Exception) -> None:
     with pytest.raises(type(bug)):
         hooked(bug).ask(embed([1]), ids(1))
-
-
-def test_a_lost_device_is_remembered() -> None:
-    desk = hooked(DeviceLost(ErrorCode.INFERENCE_FAILED, "CUDA error 700"))
-    assert not desk.dispatcher.device_lost
-    assert desk.refusal(embed([1]), ids(1)).code is ErrorCode.INFERENCE_FAILED
-    assert desk.dispatcher.device_lost
 
 
 @pytest.mark.parametrize("max_frame", [200, 1024, 2**20])
@@ -408,6 +361,14 @@ def test_an_error_message_is_cut_to_the_frame_and_valid(msg: str, max_frame: int
     desk.engine.hook = hook
     answer = desk.ask(embed([1]), ids(1))
     data = encode(answer.reply)
-    assert len(data) <= max_frame
-    assert len(data) <= 4096
+    assert len(data) <= min(max_frame, 4096)
     assert msgspec.json.decode(data)["code"] == "inference_failed"
+
+
+@pytest.mark.parametrize(("max_frame", "limit"), [(200, 200), (2**20, 4096)])
+def test_a_message_that_just_fits_is_whole(max_frame: int, limit: int) -> None:
+    room = limit - len(encode(Err(req_id="r", code=ErrorCode.OOM, msg="")))
+    for extra in (0, 1):
+        desk = hooked(EngineError(ErrorCode.OOM, "x" * (room + extra)))
+        desk.dispatcher.max_frame = max_frame
+        assert len(desk.refusal(embed([1]), ids(1)).msg) == (room if not extra else (room + 1) // 2)

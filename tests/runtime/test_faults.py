@@ -20,8 +20,8 @@ import pytest
 
 from engines.protocol.connection import Connection
 from engines.protocol.errors import ProtocolError
-from engines.protocol.events import PeerClosed
 from engines.protocol.messages import EmbedBatch, Item, Load, Loaded, Ping, Pong, Pooling, Shutdown, Vectors
+from engines.protocol.rules import PeerClosed
 from engines.runtime.transport import SocketTransport, TransportFailed, connect_socket
 from tests.support.desk import DIGEST, WorkerThread
 from tests.support.toy_engine import ToyEngine
@@ -172,33 +172,19 @@ def test_any_other_failure_ends_with_one_line(fault: str, kind: str, capfd: pyte
 # --- connecting ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM, errno.ENFILE])
-def test_no_socket_to_be_had(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError(code, "no")
-
-    monkeypatch.setattr(socket, "socket", refuse)
-    with pytest.raises(TransportFailed):
-        connect_socket("/tmp/none.sock")
-
-
-@pytest.mark.parametrize("code", [errno.ENOENT, errno.ECONNREFUSED, errno.EACCES, errno.EAGAIN])
-def test_a_connect_that_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+@pytest.mark.parametrize("call", ["__init__", "connect"])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOENT, errno.ECONNREFUSED, errno.EACCES])
+def test_a_connect_that_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch, code: int, call: str) -> None:
     attempts = []
 
-    def refuse(self: socket.socket, path: str) -> None:
-        attempts.append(path)
+    def refuse(self: socket.socket, *arguments: object) -> None:
+        attempts.append(arguments)
         raise OSError(code, "no")
 
-    monkeypatch.setattr(socket, "socket", type("Refusing", (socket.socket,), {"connect": refuse}))
+    monkeypatch.setattr(socket, "socket", type("Refusing", (socket.socket,), {call: refuse}))
     with pytest.raises(TransportFailed, match=r"/tmp/none\.sock"):
         connect_socket("/tmp/none.sock")
     assert len(attempts) == 1
-
-
-def test_a_path_too_long_for_a_socket_is_a_typed_end() -> None:
-    with pytest.raises(TransportFailed, match="too long"):
-        connect_socket("/tmp/" + "x" * 200)
 
 
 # --- gathered sends --------------------------------------------------------------------------------------------------

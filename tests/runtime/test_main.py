@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from msgspec import UNSET
 
 from engines.protocol.messages import Ping, encode
 from engines.runtime import main as runtime_main
@@ -38,12 +39,12 @@ def test_version_is_one_line_that_starts_with_program_and_distribution() -> None
     ]
 
 
-def test_probe_floor_is_one_json_line() -> None:
+def test_help_goes_to_stderr_and_a_floor_is_one_json_line() -> None:
+    result = run("--help")
+    assert (result.returncode, result.stdout) == (0, "") and "--probe-floor" in result.stderr
     result = run("--probe-floor")
-    assert result.returncode == 0
-    lines = result.stdout.splitlines()
-    assert len(lines) == 1
-    assert json.loads(lines[0]) == {"status": "ok", "code": "ok", "required": {}, "observed": {}}
+    assert (result.returncode, result.stdout.count("\n")) == (0, 1)
+    assert json.loads(result.stdout) == {"status": "ok", "code": "ok", "required": {}, "observed": {}}
 
 
 def test_a_refused_probe_exits_2() -> None:
@@ -101,12 +102,6 @@ def test_wrong_usage_exits_2_and_says_why_on_stderr(arguments: list[str]) -> Non
     assert "Traceback" not in result.stderr
 
 
-def test_help_goes_to_stderr() -> None:
-    result = run("--help")
-    assert (result.returncode, result.stdout) == (0, "")
-    assert "--probe-floor" in result.stderr
-
-
 @pytest.mark.parametrize("arguments", [["--socket", "/nonexistent/x.sock"], ["--pipe", r"\\.\pipe\none"]])
 def test_no_host_to_connect_to_is_one_line_and_status_1(arguments: list[str]) -> None:
     result = run(*arguments, "--nonce", "0123456789abcdef")
@@ -123,24 +118,18 @@ def test_a_name_in_identity_that_is_not_the_engines_is_a_bug() -> None:
         runtime_main.identify(toy, runtime_main.WorkerOptions())
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1", "metal", "ane"])
-def test_the_device_is_echoed(device: str) -> None:
-    with WorkerClient(command(), device=device) as worker:
-        assert worker.hello.engine.build_flags == {"device": device}
-
-
-@pytest.mark.parametrize(("flag", "widths"), [([], None), (["--packed", "256,384"], [256, 384])])
-def test_packed_widths_reach_hello(flag: list[str], widths: list[int] | None) -> None:
-    script = {"engine": "ane-coreml-worker", "packed": True if flag else None}
-    with WorkerClient(command(script), arguments=flag) as worker:
-        packed = worker.hello.packed
-        assert (packed.widths if hasattr(packed, "widths") else None) == widths
-
-
-def test_the_manifest_is_hashed_by_the_worker_itself(tmp_path: Path) -> None:
+def test_what_the_arguments_do_to_hello(tmp_path: Path) -> None:
+    """The device is echoed, packed widths are advertised, the manifest is hashed by the worker itself."""
     manifest = tmp_path / "manifest.json"
     manifest.write_text('{"b": 1, "a": "x"}')
-    with WorkerClient(command({"engine": "owned-cuda"}), arguments=["--manifest", str(manifest)]) as worker:
+    for device in ("cpu", "cuda:1", "ane"):
+        with WorkerClient(command(), device=device) as worker:
+            assert worker.hello.engine.build_flags == {"device": device} and worker.hello.packed is UNSET
+    arguments = ["--manifest", str(manifest), "--packed", "256,384"]
+    script = {"engine": "ane-coreml-worker", "packed": True}
+    with WorkerClient(command(script), device="ane", arguments=arguments) as worker:
+        packed = worker.hello.packed
+        assert packed is not UNSET and packed.widths == [256, 384]
         assert worker.hello.manifest_digest == hashlib.sha256(b'{"a":"x","b":1}').hexdigest()
 
 
@@ -181,20 +170,14 @@ def test_a_worker_dies_with_its_parent_even_while_the_socket_lives() -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no SIGUSR1")
-def test_sigusr1_dumps_all_threads_and_the_worker_goes_on() -> None:
+def test_sigusr1_dumps_all_threads_and_a_worker_interrupted_by_hand_is_quiet() -> None:
     with WorkerClient(command()) as worker:
         worker.ping()
         worker.process.send_signal(signal.SIGUSR1)
-        assert worker.shutdown() == 0
-        assert worker.stderr().count("most recent call first") >= 2
-
-
-def test_interrupting_a_worker_by_hand_is_quiet() -> None:
-    with WorkerClient(command()) as worker:
         worker.ping()
         worker.process.send_signal(signal.SIGINT)
         assert worker.process.wait(60) == 130
-        assert "Traceback" not in worker.stderr()
+        assert worker.stderr().count("most recent call first") >= 2 and "Traceback" not in worker.stderr()
 
 
 @pytest.mark.parametrize(

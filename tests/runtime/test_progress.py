@@ -18,21 +18,21 @@ def reporter(clock: ManualClock, phase: Phase = Phase.INFERENCE) -> tuple[Progre
     return ProgressReporter(lambda completed, p: sent.append((completed, p)), phase=phase, clock=clock), sent
 
 
-def test_work_within_the_first_interval_is_held_back(clock: ManualClock) -> None:
+def test_only_finished_work_is_sent_and_only_when_an_interval_has_passed(clock: ManualClock) -> None:
     progress, sent = reporter(clock)
     progress.advance(5)
     clock.advance(COALESCE_S / 2)
     progress.advance()
-    assert sent == []
-    assert progress.completed == 6
-
-
-def test_a_later_report_carries_everything_done_so_far(clock: ManualClock) -> None:
-    progress, sent = reporter(clock)
-    progress.advance(5)
-    clock.advance(COALESCE_S)
+    assert (sent, progress.completed) == ([], 6)
+    clock.advance(3600)
+    assert sent == [], "time alone sends nothing"
     progress.advance(2)
-    assert sent == [(7, Phase.INFERENCE)]
+    assert sent == [(8, Phase.INFERENCE)], "a later report carries everything done so far"
+    progress.close()
+    clock.advance(10)
+    progress.advance()
+    progress.switch(100)
+    assert len(sent) == 1, "nothing follows the close"
 
 
 def test_at_most_one_frame_an_interval_and_each_rises(clock: ManualClock) -> None:
@@ -45,29 +45,11 @@ def test_at_most_one_frame_an_interval_and_each_rises(clock: ManualClock) -> Non
     assert counts == sorted(set(counts))
 
 
-def test_time_alone_sends_nothing(clock: ManualClock) -> None:
-    progress, sent = reporter(clock)
-    progress.advance()
-    clock.advance(3600)
-    assert sent == []
-    progress.close()
-    assert sent == []
-
-
 @pytest.mark.parametrize("units", [0, -1])
 def test_no_work_is_not_progress(clock: ManualClock, units: int) -> None:
     progress, _ = reporter(clock)
     with pytest.raises(ValueError, match="is not work"):
         progress.advance(units)
-
-
-def test_nothing_follows_close(clock: ManualClock) -> None:
-    progress, sent = reporter(clock)
-    progress.close()
-    clock.advance(10)
-    progress.advance()
-    progress.switch(100)
-    assert sent == []
 
 
 def test_the_switch_is_sent_at_once_and_changes_the_phase(clock: ManualClock) -> None:

@@ -9,8 +9,8 @@ import pytest
 from engines.protocol.messages import Ping
 from synapse_host.errors import EngineCrashed, LaneRefused, ProbeRequired, QueueFull
 from synapse_host.supervision.standing import Standing
-from synapse_host.worker.crash import Death
 from synapse_host.worker.exchange import Exchange
+from synapse_host.worker.process import Death
 from tests.support.lanes import embed, lane
 
 

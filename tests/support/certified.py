@@ -14,7 +14,7 @@ from engines.bundle import manifest
 from engines.bundle.manifest import Artifact, Bundle, FileRef, Function
 from synapse_host.certificates import binding, standing, verdict
 from synapse_host.certificates import document as documents
-from synapse_host.certificates.binding import Binding, Identity
+from synapse_host.certificates.binding import Identity
 from synapse_host.certificates.document import Evidence
 from synapse_host.placement import hardware
 from synapse_host.placement.hardware import HostProfile
@@ -36,60 +36,26 @@ def document(
 ) -> Evidence:
     """Return a clean document about the bundle's first artifact for that engine. *identity*: None asks the worker."""
     engine = matrix.engines[engine_id]
-    artifact = bundle.artifacts(engine.format)[0]
     profile = hardware.detect(hardware.floor_keys(matrix, [engine_id]))
-    identity = identity or binding.identity_of(binding.version_line(matrix, engine))
-    now = binding.present(matrix, engine, bundle, artifact, profile, identity)
-    return bound_to(evidence(bundle.manifest.task, **clean), now, engine_id, bundle, expected=engine.worker_engine)
-
-
-def bound_to(clean: Evidence, now: Binding, engine_id: str, bundle: Bundle, *, expected: str) -> Evidence:
-    """Return a document with the facts of a binding in their places."""
-    described, artifact = bundle.manifest, bundle.artifacts(now.format)[0]
-    replace = msgspec.structs.replace
-    assert clean.fixture is not None and isinstance(described.fixtures, FileRef)
-    changed = replace(
-        clean,
-        fixture=replace(clean.fixture, expected_digest=described.fixtures.digest, digest=described.fixtures.digest),
-        software={**clean.software, **now.software},
-        model=replace(
-            clean.model,
-            model_id=described.model_id,
-            family=described.family,
-            dims=described.dims,
-            max_tokens=described.max_tokens,
-            manifest_digest=now.manifest_digest,
-            artifact_digest=artifact.digest,
-            tree=artifact.tree or None,
-            format=now.format,
-            dtype=now.dtype,
-            bytes=artifact.bytes or None,
-            tokenizer=now.tokenizer,
-        ),
-        engine=replace(
-            clean.engine,
-            id=engine_id,
-            device=now.device,
-            runtime_config={"threads": "1", **now.runtime_config},
-            packages=now.packages,
-            expected=expected,
-            observed=now.engine,
-            version=now.engine_version,
-            kernel_revision=now.kernel_revision,
-            build_flags={"device": now.device},
-            env=now.env,
-            build=now.build,
-        ),
-        machine=replace(
-            clean.machine,
-            os=now.os,
-            os_build=now.os_build,
-            arch=now.arch,
-            cpu=now.cpu,
-            cpu_features=now.cpu_features,
-            driver=now.driver,
-            accelerator=now.accelerator,
-        ),
+    said = identity or binding.identity_of(binding.version_line(matrix, engine))
+    made, expected = evidence(bundle.manifest.task, **clean), bundle.manifest.fixtures
+    assert made.fixture is not None and isinstance(expected, FileRef)
+    facts = binding.engine_facts(
+        matrix,
+        engine,
+        runtime_config={"threads": "1", **engine.runtime_config},
+        observed=said.engine,
+        version=said.engine_version,
+        kernel_revision=said.kernel_revision,
+        build_flags={"device": engine.device},
+    )
+    changed = msgspec.structs.replace(
+        made,
+        fixture=msgspec.structs.replace(made.fixture, expected_digest=expected.digest, digest=expected.digest),
+        software=binding.software_facts(),
+        model=binding.model_of(bundle, bundle.artifacts(engine.format)[0], made.model.name),
+        engine=facts,
+        machine=binding.machine_facts(engine, profile),
     )
     return verdict.judge(changed)
 

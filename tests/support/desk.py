@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import NamedTuple
 
 from engines.protocol.connection import Connection
-from engines.protocol.events import Event, HelloReceived, ProgressReceived, ReplyReceived, ReplyStarted
 from engines.protocol.messages import (
     DEFAULT_MAX_FRAME,
     AnyReply,
@@ -23,7 +22,7 @@ from engines.protocol.messages import (
     Progress,
     Shutdown,
 )
-from engines.protocol.states import Role
+from engines.protocol.rules import Event, HelloReceived, ProgressReceived, ReplyReceived, ReplyStarted, Role
 from engines.runtime import main as runtime_main
 from engines.runtime.engine import Engine
 from engines.runtime.transport import SocketTransport

@@ -20,6 +20,7 @@ from synapse_host.placement.spec import LaneSpec, LoadSpec
 from synapse_host.supervision.queueing import Permits
 from synapse_host.supervision.supervisor import Build, Supervisor
 from synapse_host.worker.listener import RuntimeDirectory
+from synapse_host.worker.startup import LaneContext
 from tests.support import scripted
 
 FAST = HostConfig(
@@ -124,7 +125,7 @@ class Lanes:
         spec = lane(script, **changes)
         if "lane_id" not in changes and self.made:
             spec = dataclasses.replace(spec, lane_id=f"toy{len(self.made)}")
-        supervisor = Supervisor(spec, config=config, runtime=self.runtime, permits=self.permits)
+        supervisor = Supervisor(LaneContext(spec, config, self.runtime), permits=self.permits)
         self.made.append(supervisor)
         return supervisor
 

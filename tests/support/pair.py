@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from engines.protocol.connection import Connection, Event, Role, State
+from engines.protocol.connection import Connection
 from engines.protocol.framing import Allocate, allocate_fresh
 from engines.protocol.messages import (
     DEFAULT_MAX_FRAME,
@@ -17,6 +17,7 @@ from engines.protocol.messages import (
     HelloAck,
     Message,
 )
+from engines.protocol.rules import Event, Role, State
 
 Cut = Callable[[bytes], Iterator[bytes]]
 """Cuts a stretch of the stream into the pieces that one read after another delivers."""
@@ -48,6 +49,21 @@ def random_cuts(seed: int) -> Cut:
             start += size
 
     return cut
+
+
+def receive(connection: Connection, data: Buffer) -> list[Event]:
+    """Feed bytes from the peer as one read after another would, and return the events that they complete."""
+    events: list[Event] = []
+    view = memoryview(data)
+    while view:
+        target = connection.get_buffer()
+        count = min(len(target), len(view))
+        target[:count] = view[:count]
+        connection.buffer_updated(count)
+        view = view[count:]
+        while (event := connection.next_event()) is not None:
+            events.append(event)
+    return events
 
 
 def joined(buffers: Sequence[Buffer]) -> bytes:
@@ -118,6 +134,6 @@ class ConnectionPair:
         connection = self.end(to)
         events: list[Event] = []
         for piece in self.cut(data):
-            events += connection.receive(piece)
+            events += receive(connection, piece)
         (self.host_events if to is Role.HOST else self.worker_events).extend(events)
         return events

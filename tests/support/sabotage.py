@@ -1,19 +1,10 @@
-"""Bundles, references and workers with exactly one thing wrong, made from good ones; and good ones to start from.
-
-    python -m tests.support.sabotage [--embed BUNDLE] [--rerank BUNDLE]
-
-certifies every sabotage of the two bundles (default: the installed minilm and ms-marco) on onnx-cpu and prints which
-gates failed. Exit 0 when each failed its own gates and no other. Takes three minutes on two idle cores.
-"""
+"""Bundles, references and workers with exactly one thing wrong, made from good ones; and good ones to start from."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import shutil
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +20,9 @@ from engines.protocol.messages import Pooling
 from synapse_host import HostConfig
 from synapse_host.certificates.document import Evidence
 from synapse_host.certification.run import Order, certify
-from synapse_host.placement.matrix import HardwareMatrix, load
+from synapse_host.placement.matrix import HardwareMatrix
 from tests.support import foreign
-from tests.support.evidence import REFERENCE, N, failed_groups
+from tests.support.evidence import REFERENCE, N
 from tests.support.scripted import expected_score, expected_text, expected_vector
 
 PACKAGE = "safetensors-package"
@@ -249,34 +240,3 @@ def sabotaged(good: Path, out: Path, kind: str) -> Path:
 def run(bundle: Path, task: str, matrix: HardwareMatrix, *, engine: str | None = None, **more: Any) -> Evidence:
     """Certify a bundle; nothing is written."""
     return asyncio.run(certify(Order(task, bundle.name, bundle, engine), matrix, HostConfig(), **more))
-
-
-def main() -> int:
-    """Run as a program."""
-    from synapse_host.models import catalogue
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--embed", type=Path, default=catalogue.locate("minilm"))
-    parser.add_argument("--rerank", type=Path, default=catalogue.locate("ms-marco"))
-    args = parser.parse_args()
-    if args.embed is None or args.rerank is None:
-        parser.error("name the bundles, or: synapse models install minilm ms-marco")
-    matrix, wrong = load(), 0
-
-    def judge(kind: str, document: Evidence, group: str) -> None:
-        nonlocal wrong
-        groups = failed_groups(document)
-        wrong += groups != {group}
-        failed = ", ".join(f"{gate.name} {gate.value}" for gate in document.gates if not gate.passed)
-        print(f"{'ok ' if groups == {group} else 'BAD'} {kind}: {document.verdict}; failed: {failed}", flush=True)
-
-    with tempfile.TemporaryDirectory() as scratch:
-        for number, (kind, (task, _, group)) in enumerate(BUNDLES.items()):
-            bundle = sabotaged(args.embed if task == "embed" else args.rerank, Path(scratch) / f"b{number}", kind)
-            judge(kind, run(bundle, task, matrix, engine="onnx-cpu"), group)
-            shutil.rmtree(bundle)
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

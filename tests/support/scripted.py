@@ -47,6 +47,7 @@ Actions (objects of one key)
     raise STR           an exception out of the engine
     stderr / stdout     {bytes: N, text: "x", newline: false} or a string (with a newline)
     grandchild {..}     a child that keeps stdout open: ``seconds``, ``new_session``, ``pid_file``
+    allocate_mb N       take N MiB and keep them
     touch PATH          create a file;  ``wait_for PATH``: until it exists
     report PATH         write pid, environment, argv, cwd, descriptors, modules as JSON
     thread [..]         run actions on another thread, at the same time
@@ -67,7 +68,6 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engines.protocol.connection import State
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import (
     ANE_ENGINE,
@@ -87,6 +87,7 @@ from engines.protocol.messages import (
     phases,
     type_name,
 )
+from engines.protocol.rules import State
 from engines.runtime import main as runtime_main
 from engines.runtime.dispatch import Answer
 from engines.runtime.engine import (
@@ -332,6 +333,9 @@ class Actions:
         )
         if "pid_file" in spec:
             _publish(spec["pid_file"], str(child.pid))
+
+    def do_allocate_mb(self, mebibytes: int) -> None:
+        self.kept = bytearray(b"x" * (mebibytes << 20))  # written, so that they are resident
 
     def do_touch(self, path: str) -> None:
         _publish(path, "")

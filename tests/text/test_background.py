@@ -50,33 +50,6 @@ def test_no_more_threads_than_the_limit_and_none_afterwards(monkeypatch: pytest.
     assert not background.busy()
 
 
-def test_a_machine_without_threads_refuses_and_hangs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
-    real = threading.Thread.start
-
-    def none_left(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    async def body() -> None:
-        monkeypatch.setattr(threading.Thread, "start", none_left)
-        ran: list[int] = []
-        with pytest.raises(QueueFull, match="no further thread"):
-            beside(lambda: ran.append(1))
-        monkeypatch.setattr(threading.Thread, "start", real)
-        first = beside(lambda: go.wait(60))
-        monkeypatch.setattr(threading.Thread, "start", none_left)
-        second = beside(lambda: 2)  # the thread that runs takes it
-        go.set()
-        assert [await first, await second] == [True, 2] and not ran
-        monkeypatch.setattr(threading.Thread, "start", real)
-        assert (
-            await asyncio.gather(*(beside(lambda: 3) for _ in range(2 * background.LIMIT)))
-            == [3] * 2 * background.LIMIT
-        )
-
-    asyncio.run(asyncio.wait_for(body(), 30))
-
-
 def test_a_loop_does_not_wait_for_it_at_its_end() -> None:
     go, ended = threading.Event(), threading.Event()
 
@@ -117,8 +90,9 @@ def test_a_forked_child_starts_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_thread_that_cannot_be_started_is_told_and_harms_no_later_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system gives no thread: with LIMIT refusals behind it, work still runs once there is one again."""
+def test_where_the_system_gives_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is refused where none runs, else one that runs takes it; LIMIT refusals later all is as it was."""
+    go, ran = threading.Event(), []
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -127,31 +101,17 @@ def test_a_thread_that_cannot_be_started_is_told_and_harms_no_later_work(monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             for _ in range(background.LIMIT):
-                with pytest.raises(QueueFull) as refused:
-                    beside(lambda: 1)
+                with pytest.raises(QueueFull, match="no further thread") as refused:
+                    beside(lambda: ran.append(1))
                 assert refused.value.details == {"reason": "threads"}
             assert not background.busy()
-        assert await asyncio.wait_for(beside(lambda: 2), 60) == 2
-
-    asyncio.run(body())
-
-
-def test_work_that_got_no_thread_waits_for_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
-    start, starts = threading.Thread.start, 0
-
-    def once(self: threading.Thread) -> None:
-        nonlocal starts
-        starts += 1
-        if starts > 1:
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    async def body() -> None:
+        first = beside(lambda: go.wait(60))
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", once)
-            first, second = beside(lambda: go.wait(60)), beside(lambda: 2)
+            patch.setattr(threading.Thread, "start", refuse)
+            second = beside(lambda: 2)
         go.set()
-        assert await asyncio.wait_for(asyncio.gather(first, second), 60) == [True, 2]
+        assert [await first, await second] == [True, 2] and not ran
+        many = 2 * background.LIMIT
+        assert await asyncio.gather(*(beside(lambda: 3) for _ in range(many))) == [3] * many
 
-    asyncio.run(body())
+    asyncio.run(asyncio.wait_for(body(), 60))

@@ -50,14 +50,6 @@ def check(h: Hello, s: LaneSpec | None = None, *, peer=Peer(1000, 42), descends=
     verify(h, spec=s or spec(), nonce=NONCE, peer=peer, uid=1000, descends=descends, revision=revision)
 
 
-def refusal(h: Hello, s: LaneSpec | None = None, **options) -> dict:
-    with pytest.raises(LaneRefused) as caught:
-        check(h, s, **options)
-    assert caught.value.transient is False
-    assert "unload or reload" in caught.value.message
-    return caught.value.details
-
-
 def test_the_right_worker_is_accepted():
     check(hello())
     check(hello(), spec(kernel_revision="r1"), revision="r1")
@@ -81,42 +73,6 @@ def test_nonce_uid_and_pid_are_faults(changes, options, text):
         check(hello(**changes), **options)
 
 
-def test_another_engine_is_refused():
-    details = refusal(hello(engine=EngineInfo("llama.cpp-worker", "1", {"device": "cuda:0"})))
-    assert details == {
-        "lane_id": "l",
-        "reason": "engine",
-        "expected": "owned-cuda",
-        "observed": "llama.cpp-worker",
-    }
-
-
-@pytest.mark.parametrize("observed", ["b" * 64, msgspec.UNSET])
-def test_a_missing_or_different_manifest_is_refused(observed):
-    details = refusal(hello(manifest_digest=observed))
-    assert details["reason"] == "manifest" and details["expected"] == DIGEST
-    assert details["observed"] == (None if observed is msgspec.UNSET else observed)
-
-
-@pytest.mark.parametrize("observed", ["r2", msgspec.UNSET])
-def test_kernel_revision_against_pin_and_against_the_last_generation(observed):
-    assert refusal(hello(kernel_revision=observed), spec(kernel_revision="r1"))["reason"] == "kernel_revision"
-    assert refusal(hello(kernel_revision=observed), revision="r1")["expected"] == "r1"
-
-
-def test_the_manifest_is_told_before_the_kernel_revision():
-    wrong = hello(manifest_digest="b" * 64, kernel_revision="r2")
-    assert refusal(wrong, spec(kernel_revision="r1"))["reason"] == "manifest"
-
-
-@pytest.mark.parametrize("left_out", ["manifest_digest", "kernel_revision"])
-@pytest.mark.parametrize("observed", [msgspec.UNSET, ""])
-def test_an_owned_worker_reports_both_also_where_nothing_is_pinned(left_out, observed):
-    check(hello(), spec(manifest_digest=None))
-    details = refusal(hello(**{left_out: observed}), spec(manifest_digest=None))
-    assert details["reason"] == left_out.removesuffix("_digest") and details["observed"] is None
-
-
 def test_a_worker_that_is_not_owned_is_never_bound():
     llama = hello(
         engine=EngineInfo("llama.cpp-worker", "1", {"device": "cpu"}),
@@ -126,32 +82,52 @@ def test_a_worker_that_is_not_owned_is_never_bound():
     check(llama, spec(expected_engine="llama.cpp-worker", owned=False, device="cpu", kernel_revision="r9"))
 
 
-def test_another_device_is_refused():
-    details = refusal(hello(engine=EngineInfo("owned-cuda", "1", {"device": "cpu"})))
-    assert (details["reason"], details["expected"], details["observed"]) == ("device", "cuda:0", "cpu")
+UNSET = msgspec.UNSET
+OTHER = EngineInfo("llama.cpp-worker", "1", {"device": "cuda:0"})
+ELSEWHERE = EngineInfo("owned-cuda", "1", {"device": "cpu"})
+SILENT = EngineInfo("owned-cuda", "1")
+B = "b" * 64
 
 
-def test_a_missing_device_echo_is_refused_from_our_own_workers_only():
-    silent = hello(engine=EngineInfo("owned-cuda", "1"))
-    assert refusal(silent)["observed"] is None
-    check(silent, spec(own_worker=False))
+@pytest.mark.parametrize(
+    ("changes", "pins", "revision", "reason", "expected", "observed"),
+    [
+        ({"engine": OTHER}, {}, None, "engine", "owned-cuda", "llama.cpp-worker"),
+        ({"manifest_digest": B}, {}, None, "manifest", DIGEST, B),
+        ({"manifest_digest": UNSET}, {}, None, "manifest", DIGEST, None),
+        ({"manifest_digest": ""}, {"manifest_digest": None}, None, "manifest", "its digest", None),
+        ({"manifest_digest": B, "kernel_revision": "r2"}, {"kernel_revision": "r1"}, None, "manifest", DIGEST, B),
+        ({"kernel_revision": "r2"}, {"kernel_revision": "r1"}, None, "kernel_revision", "r1", "r2"),
+        ({"kernel_revision": UNSET}, {"kernel_revision": "r1"}, None, "kernel_revision", "r1", None),
+        ({"kernel_revision": "r2"}, {}, "r1", "kernel_revision", "r1", "r2"),
+        ({"kernel_revision": UNSET}, {}, "r1", "kernel_revision", "r1", None),
+        ({"kernel_revision": ""}, {"manifest_digest": None}, None, "kernel_revision", "one", None),
+        ({"engine": ELSEWHERE}, {}, None, "device", "cuda:0", "cpu"),
+        ({"engine": ELSEWHERE}, {"own_worker": False}, None, "device", "cuda:0", "cpu"),
+        ({"engine": SILENT}, {}, None, "device", "cuda:0", None),
+    ],
+)
+def test_a_deployment_error_names_reason_expected_and_observed(changes, pins, revision, reason, expected, observed):
+    with pytest.raises(LaneRefused) as caught:
+        check(hello(**changes), spec(**pins), revision=revision)
+    error = caught.value
+    assert error.details == {"lane_id": "l", "reason": reason, "expected": expected, "observed": observed}
+    said = "nothing" if observed is None else repr(observed)
+    assert f"{reason.replace('_', ' ')} is {said}, expected {expected!r}" in error.message
+    assert not error.transient and error.message.endswith("then unload or reload the lane")
 
 
-def test_order_nonce_before_engine_and_pid_before_engine():
-    other = EngineInfo("x", "1")
+def test_a_foreign_worker_that_echoes_no_device_claims_nothing():
+    check(hello(engine=SILENT), spec(own_worker=False))
+
+
+def test_a_fault_comes_before_a_refusal():
     with pytest.raises(HandshakeFault, match="nonce"):
-        check(hello(engine=other, nonce="bad", pid=7))
+        check(hello(engine=OTHER, nonce="bad", pid=7))
     with pytest.raises(HandshakeFault, match="pid"):
-        check(hello(engine=other, pid=7))
+        check(hello(engine=OTHER, pid=7))
 
 
 def test_another_version_is_a_refusal():
     error = refused_version(spec(), VersionMismatch(2, 3))
     assert error.details == {"lane_id": "l", "reason": "version", "expected": 3, "observed": 2}
-
-
-def test_a_worker_that_reports_nothing_is_told_as_nothing():
-    with pytest.raises(LaneRefused, match="manifest is nothing, expected"):
-        check(hello(manifest_digest=msgspec.UNSET))
-    with pytest.raises(LaneRefused, match="kernel revision is 'r1', expected 'r2'"):
-        check(hello(), revision="r2")

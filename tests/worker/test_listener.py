@@ -18,22 +18,8 @@ from synapse_host.worker.handshake import Peer
 from synapse_host.worker.listener import RuntimeDirectory, peer_of, safe_id
 
 
-@pytest.fixture
-def directory(runtime_dir):
-    made = RuntimeDirectory.open(runtime_dir)
-    yield made
-    made.close()
-
-
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
-
-
-def reason(call) -> dict:
-    with pytest.raises(InvalidRequest) as caught:
-        call()
-    assert caught.value.exit_code == 2
-    return caught.value.details
 
 
 def test_a_private_directory_is_removed_at_the_end():
@@ -45,11 +31,72 @@ def test_a_private_directory_is_removed_at_the_end():
     assert not made.path.exists()
 
 
-def test_two_private_directories_at_once():
-    first, second = RuntimeDirectory.open(None), RuntimeDirectory.open(None)
-    assert first.path != second.path
-    first.close()
-    second.close()
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_an_explicit_directory_is_private_whatever_the_umask_and_stays(runtime_dir, umask):
+    old = os.umask(umask)
+    try:
+        made = RuntimeDirectory.open(runtime_dir / "deep" / "rt")
+        listener = made.listen("toy-1")
+    finally:
+        os.umask(old)
+    assert listener.path == made.path / "synapse" / "workers" / "toy-1.sock"
+    assert listener.arguments == ("--socket", str(listener.path))
+    assert {mode(part) for part in (made.path.parent, made.path, made.path / "synapse", made.workers)} == {0o700}
+    assert mode(listener.path) == 0o600
+    with pytest.raises(InvalidRequest, match="is in use by") as caught:
+        RuntimeDirectory.open(made.path)
+    assert (caught.value.details["reason"], caught.value.details["pid"]) == ("runtime_dir_busy", os.getpid())
+    listener.close()
+    listener.close()
+    assert not listener.path.exists()
+    made.close()
+    RuntimeDirectory.open(made.path).close()
+
+
+def link(runtime_dir: Path) -> None:
+    (runtime_dir / "synapse").mkdir(mode=0o700)
+    (runtime_dir / "elsewhere").mkdir(mode=0o700)
+    (runtime_dir / "synapse" / "workers").symlink_to(runtime_dir / "elsewhere")
+
+
+def opened(inner: str, bits: int):
+    """Return what makes an inner folder that is open to others."""
+
+    def make(runtime_dir: Path) -> None:
+        for part in [runtime_dir / "synapse", runtime_dir / "synapse" / "workers"][: len(Path(inner).parts)]:
+            part.mkdir(mode=0o700)
+        (runtime_dir / inner).chmod(bits)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        *((lambda path, bits=bits: path.chmod(bits), "runtime_dir_mode") for bits in (0o755, 0o710, 0o701)),
+        *((opened("synapse", bits), "runtime_dir_mode") for bits in (0o777, 0o770)),
+        *((opened("synapse/workers", bits), "runtime_dir_mode") for bits in (0o777, 0o755)),
+        (link, "runtime_dir"),
+        (lambda path: (path.rmdir(), path.write_text("")), "runtime_dir"),
+        (None, "runtime_dir_owner"),
+    ],
+)
+def test_a_directory_that_is_not_ours_alone_is_refused_and_left_as_it_was(tmp_path, monkeypatch, prepare, reason):
+    path = tmp_path / "rt"
+    path.mkdir(mode=0o700)
+    if prepare is None:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    else:
+        prepare(path)
+    before = [(entry, mode(entry)) for entry in sorted(path.rglob("*"))], mode(path)
+    with pytest.raises(InvalidRequest) as caught:
+        RuntimeDirectory.open(path)
+    assert caught.value.exit_code == 2 and caught.value.details["reason"] == reason
+    if reason == "runtime_dir_mode":
+        # Not `chmod 700` alone: the folder may be /etc.
+        assert "choose another runtime directory, or" in caught.value.message and "chmod 700" in caught.value.message
+    kept = {entry for entry, _ in before[0]}
+    assert ([(entry, mode(entry)) for entry in sorted(path.rglob("*")) if entry in kept], mode(path)) == before
 
 
 def test_a_directory_that_was_removed_is_made_again_and_locked(runtime_dir):
@@ -88,21 +135,6 @@ def test_a_forked_childs_copy_removes_nothing(directory):
     listener.close()
 
 
-def test_an_explicit_directory_is_made_private_and_stays(runtime_dir):
-    path = runtime_dir / "deep" / "rt"
-    made = RuntimeDirectory.open(path)
-    assert mode(path) == mode(path / "synapse") == mode(path / "synapse" / "workers") == 0o700
-    made.close()
-    assert path.is_dir()
-    RuntimeDirectory.open(path).close()
-
-
-def test_a_second_host_is_refused_and_told_by_whom(directory):
-    details = reason(lambda: RuntimeDirectory.open(directory.path))
-    assert details["reason"] == "runtime_dir_busy"
-    assert details["pid"] == os.getpid()
-
-
 @pytest.mark.process
 def test_another_process_is_named_and_the_lock_ends_with_it(runtime_dir):
     code = (
@@ -111,43 +143,11 @@ def test_another_process_is_named_and_the_lock_ends_with_it(runtime_dir):
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        assert reason(lambda: RuntimeDirectory.open(runtime_dir))["pid"] == holder.pid
+        with pytest.raises(InvalidRequest) as caught:
+            RuntimeDirectory.open(runtime_dir)
+        assert caught.value.details["pid"] == holder.pid
         holder.kill()
     RuntimeDirectory.open(runtime_dir).close()
-
-
-@pytest.mark.parametrize("bits", [0o755, 0o710, 0o701])
-def test_a_directory_open_to_others_is_refused(runtime_dir, bits):
-    runtime_dir.chmod(bits)
-    details = reason(lambda: RuntimeDirectory.open(runtime_dir))
-    assert details["reason"] == "runtime_dir_mode"
-
-
-def test_a_directory_of_another_user_is_refused(runtime_dir, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert reason(lambda: RuntimeDirectory.open(runtime_dir))["reason"] == "runtime_dir_owner"
-
-
-def test_a_workers_directory_that_is_a_link_is_refused(runtime_dir):
-    (runtime_dir / "synapse").mkdir(mode=0o700)
-    (runtime_dir / "elsewhere").mkdir(mode=0o700)
-    (runtime_dir / "synapse" / "workers").symlink_to(runtime_dir / "elsewhere")
-    assert reason(lambda: RuntimeDirectory.open(runtime_dir))["reason"] == "runtime_dir"
-
-
-def test_a_file_in_place_of_the_directory_is_refused(runtime_dir):
-    (runtime_dir / "file").write_text("")
-    assert reason(lambda: RuntimeDirectory.open(runtime_dir / "file"))["reason"] == "runtime_dir"
-
-
-def test_the_socket_has_the_seeds_path_and_is_private(directory):
-    listener = directory.listen("toy-1")
-    assert listener.path == directory.path / "synapse" / "workers" / "toy-1.sock"
-    assert mode(listener.path) == 0o600
-    assert listener.arguments == ("--socket", str(listener.path))
-    listener.close()
-    listener.close()
-    assert not listener.path.exists()
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from synapse_host.placement import probe
-from synapse_host.placement.child import signal_name, worker_environment
-from synapse_host.worker.crash import diagnose
-from synapse_host.worker.output import LogRing
-from synapse_host.worker.process import WorkerProcess
+from synapse_host.placement.child import signal_name
+from synapse_host.worker.process import Death, WorkerProcess, diagnose
 
 pytestmark = pytest.mark.process
 
@@ -74,7 +72,7 @@ async def test_a_status_that_somebody_else_took_is_unknown_and_not_zero(sigchld_
     os.kill(child.process.pid, signal.SIGKILL)
     assert await child.process.wait(10)
     assert child.process.returncode is None and child.exits == 1
-    death = await diagnose(child.process, "exit", "it ended", generation=1, ring=LogRing(), llama=True)
+    death = await diagnose(child.process, "exit", "it ended", generation=1, llama=True)
     assert (death.exit_status, death.signal) == (None, None) and "exit status unknown" in death.describe()
     # A probe's answer is taken by its line alone then, not for one that contradicts its status.
     refused = 'print(\'{"status": "refused", "code": "cuda_no_driver"}\'); raise SystemExit(2)'
@@ -85,39 +83,27 @@ async def test_a_status_that_somebody_else_took_is_unknown_and_not_zero(sigchld_
     assert probe.probe((sys.executable, "-c", "import time; time.sleep(60)"), limit=0.5).code == "probe_timeout"
 
 
-def test_the_environment_is_reduced():
-    source = {
-        "PATH": "/bin",
-        "HOME": "/h",
-        "USER": "u",
-        "LANG": "C",
-        "LC_ALL": "C",
-        "TMPDIR": "/t",
-        "LD_LIBRARY_PATH": "/l",
-        "DYLD_LIBRARY_PATH": "/d",
-        "CUDA_VISIBLE_DEVICES": "0",
-        "NVIDIA_VISIBLE_DEVICES": "0",
-        "OMP_NUM_THREADS": "1",
-        "GGML_X": "1",
-        "SYSTEMROOT": "C:",
-        "AWS_SECRET_ACCESS_KEY": "no",
-        "SYNAPSE_LAUNCH_CREDENTIAL": "no",
-        "PYTHONPATH": "no",
-        "LD_PRELOAD": "no",
-    }
-    kept = worker_environment("toy-1", {"EXTRA": "yes"}, source=source)
-    assert kept == {k: v for k, v in source.items() if v != "no"} | {"EXTRA": "yes", "SYNAPSE_WORKER_ID": "toy-1"}
-
-
-def test_the_worker_id_is_the_hosts_word():
-    assert worker_environment("a", {"SYNAPSE_WORKER_ID": "b"}, source={})["SYNAPSE_WORKER_ID"] == "a"
-
-
 @pytest.mark.parametrize(
     ("code", "name"), [(0, None), (3, None), (None, None), (-9, "SIGKILL"), (-4, "SIGILL"), (-63, "SIG63")]
 )
 def test_signal_names(code, name):
     assert signal_name(code) == name
+
+
+@pytest.mark.parametrize(
+    ("signal_", "status", "cause", "llama", "taken", "end"),
+    [
+        ("SIGILL", None, "exit", True, False, ": llama-cpp-python was built for another CPU, rebuild it"),
+        ("SIGILL", None, "eof", False, False, ": a library of this engine was built for another CPU (SIGILL)"),
+        ("SIGKILL", None, "eof", True, False, " (SIGKILL)"),
+        (None, 3, "handshake", True, False, " (exit status 3)"),
+        (None, 3, "protocol", True, False, ""),
+        (None, None, "exit", True, True, " (exit status unknown: another part of this program took it)"),
+    ],
+)
+def test_a_death_in_one_sentence(signal_, status, cause, llama, taken, end):
+    death = Death(1, cause, "it ended", 7, status, signal_, True, llama=llama, taken=taken)
+    assert death.describe() == "it ended" + end
 
 
 async def test_output_status_and_session():

@@ -56,13 +56,6 @@ def test_a_living_hosts_directory_stays(root):
         assert remains.sweep(root) == [directory]
 
 
-def test_this_process_own_directories_stay(root):
-    with_workers = [RuntimeDirectory.open(None) for _ in range(2)]
-    assert remains.sweep(root) == []
-    for made in with_workers:
-        made.close()
-
-
 def test_a_forked_child_keeps_a_directory(root):
     made = RuntimeDirectory.open(None)
     there, back = os.pipe()
@@ -92,10 +85,25 @@ def test_a_short_directory_for_long_paths_is_removed_too(root):
     assert not short.exists() and not directory.exists()
 
 
-def test_what_is_dead_and_private_goes(root):
+def relink(path: Path, target: Path) -> None:
+    """Move *path* to *target* and leave a link to it."""
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def test_what_is_dead_and_private_goes_and_no_link_in_it_is_followed(root, monkeypatch):
+    kept = root / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("x")
     path = private(root)
-    (path / "synapse" / "workers" / "left").write_text("")
-    assert remains.sweep(root) == [path] and not path.exists()
+    (path / "synapse" / "link").symlink_to(kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert remains.sweep(root) == [], "another user's"
+    living = RuntimeDirectory.open(None)  # sweeps before it makes its own
+    assert not path.exists() and (kept / "file").read_text() == "x"
+    assert remains.sweep(root) == [] and living.path.exists()
+    living.close()
 
 
 @pytest.mark.parametrize(
@@ -108,6 +116,9 @@ def test_what_is_dead_and_private_goes(root):
         ("an explicit directory", lambda path: (path / remains.LOCK).write_bytes(b"4242\n")),
         ("a pipe for a lock", lambda path: ((path / remains.LOCK).unlink(), os.mkfifo(path / remains.LOCK))),
         ("a folder for a lock", lambda path: ((path / remains.LOCK).unlink(), (path / remains.LOCK).mkdir())),
+        ("a link for a lock", lambda path: relink(path / remains.LOCK, path / "x")),
+        ("a link in its place", lambda path: relink(path, path.with_name("elsewhere"))),
+        ("what became an explicit one", lambda path: RuntimeDirectory.open(path).close()),
     ],
 )
 def test_what_is_not_provably_ours_stays(root, what, change):
@@ -115,37 +126,6 @@ def test_what_is_not_provably_ours_stays(root, what, change):
     before = sorted(root.rglob("*"))
     assert remains.abandoned(root) == remains.sweep(root) == []
     assert sorted(root.rglob("*")) == before
-
-
-def test_another_users_directory_stays(root, monkeypatch):
-    path = private(root)
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert remains.sweep(root) == [] and path.exists()
-
-
-def test_links_are_not_followed(root):
-    target = private(root, "elsewhere")
-    (root / "synapse-link").symlink_to(target)
-    locked = private(root)
-    (locked / remains.LOCK).unlink()
-    (locked / remains.LOCK).symlink_to(target / remains.LOCK)
-    assert remains.sweep(root) == [] and (target / remains.LOCK).exists()
-
-
-def test_a_link_inside_is_removed_and_its_target_stays(root):
-    kept = root / "kept"
-    kept.mkdir()
-    (kept / "file").write_text("x")
-    path = private(root)
-    (path / "synapse" / "link").symlink_to(kept)
-    assert remains.sweep(root) == [path]
-    assert (kept / "file").read_text() == "x"
-
-
-def test_a_directory_that_becomes_an_explicit_one_stays(root):
-    path = private(root)
-    RuntimeDirectory.open(path).close()
-    assert remains.sweep(root) == [] and path.exists()
 
 
 def test_two_sweepers_and_a_vanishing_directory(root, monkeypatch):

@@ -1,194 +1,291 @@
-"""The host's end of a connection under asyncio: placement, slices, order, faults."""
+"""One connection, whatever carries it: the same suite over every transport; the pipe's half runs on Windows only."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
+import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from engines.protocol.connection import Connection, Role
-from engines.protocol.errors import LocalProtocolError
-from engines.protocol.events import ReplyReceived, ReplyStarted, RequestReceived
-from engines.protocol.messages import EmbedBatch, EngineInfo, Hello, HelloAck, Item, Pooling, Vectors
-from synapse_host.worker import transport as channel_module
+from engines.protocol.connection import Connection
+from engines.protocol.messages import EmbedBatch, HelloAck, Item, Load, Loaded, Pooling, Vectors
+from engines.protocol.rules import AckReceived, HelloReceived, ReplyReceived, RequestReceived, Role
+from engines.runtime.engine import EngineIdentity
+from engines.runtime.main import connect
+from engines.runtime.transport import Channel as WorkerChannel
+from engines.runtime.transport import Transport, TransportFailed
+from engines.runtime.worker import hello
+from synapse_host.worker import transport as host_transport
+from synapse_host.worker import windows
+from synapse_host.worker.handshake import Peer
+from synapse_host.worker.listener import Listener, RuntimeDirectory
 from synapse_host.worker.transport import Channel
 
+MIB = 2**20
+NONCE = "0123456789abcdef"
+WAIT_S = 30.0
 
-class Blocking:
-    """A worker's end: blocking socket and protocol object."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        sock.setblocking(True)
-        self.connection = Connection(Role.WORKER)
+class End:
+    """A transport's host side: makes listeners."""
 
-    def send(self, message, payload=None):
-        for buffer in self.connection.send(message, payload):
-            self.sock.sendall(buffer)
+    def __init__(self, directory: RuntimeDirectory, kind: str) -> None:
+        self.directory = directory
+        self.kind = kind
 
-    def receive(self):
-        while (event := self.connection.next_event()) is None:
-            view = self.connection.get_buffer()
-            count = self.sock.recv_into(view)
-            if count == 0:
-                return self.connection.receive_eof()
-            self.connection.buffer_updated(count)
+    def listen(self, worker_id: str = "toy-1") -> Listener:
+        if self.kind == "pipe":
+            return windows.listen(self.directory.path, worker_id)
+        return self.directory.listen(worker_id)
+
+
+@pytest.fixture(params=["unix", pytest.param("pipe", marks=pytest.mark.windows)])
+def end(request: pytest.FixtureRequest, runtime_dir: Path) -> Iterator[End]:
+    if request.param == "unix" and sys.platform == "win32":
+        pytest.skip("asyncio has no Unix sockets on Windows")
+    directory = RuntimeDirectory.open(runtime_dir)
+    yield End(directory, request.param)
+    directory.close()
+
+
+def reach(listener: Listener, *, limit: float = 5.0) -> Transport:
+    """Connect as a worker does, by the arguments that it would get."""
+    option, value = listener.arguments
+    socket_path, pipe_name = (value, None) if option == "--socket" else (None, value)
+    return connect(socket_path, pipe_name, deadline=time.monotonic() + limit)
+
+
+class HostSide:
+    """A host's channel that collects what happens to it."""
+
+    def __init__(self, *, max_frame: int = 64 * MIB) -> None:
+        self.events: asyncio.Queue[Any] = asyncio.Queue()
+        self.faults: list[Exception] = []
+        self.lost = asyncio.Event()
+        self.channel = Channel(
+            max_frame=max_frame, on_event=self.events.put_nowait, on_fault=self.faults.append, on_lost=self.lost.set
+        )
+
+
+def conversation(end: End, worker: Callable[[Transport], None], host: Callable[[HostSide], Any]) -> None:
+    """Run a worker's part on a thread and the host's part on a loop, over one connection."""
+    failures: list[BaseException] = []
+
+    async def main() -> None:
+        listener = end.listen()
+        side = HostSide()
+
+        def body() -> None:
+            try:
+                transport = reach(listener)
+                try:
+                    worker(transport)
+                finally:
+                    transport.close()
+            except BaseException as exc:
+                failures.append(exc)
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await listener.connect(side.channel, lambda peer: True)
+                await host(side)
+        finally:
+            side.channel.abort()
+            listener.close()
+            await asyncio.to_thread(thread.join, WAIT_S)
+            # The transport's last callback runs in the next turn of the loop.
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert not failures, failures
+
+
+class WorkerSide:
+    """A worker's protocol over a transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.channel = WorkerChannel(transport, Connection(Role.WORKER, max_frame=64 * MIB))
+
+    def greet(self) -> None:
+        self.channel.send(hello(EngineIdentity("llama.cpp-worker", "1"), NONCE))
+        assert isinstance(self.channel.receive(), AckReceived)
+
+    def request(self) -> RequestReceived:
+        event = self.channel.receive()
+        assert isinstance(event, RequestReceived)
         return event
 
 
-class Host:
-    """A channel and what it told."""
-
-    def __init__(self) -> None:
-        self.events: asyncio.Queue = asyncio.Queue()
-        self.lost = asyncio.Event()
-        self.faults: list[Exception] = []
-        self.channel = Channel(
-            max_frame=64 * 2**20, on_event=self.events.put_nowait, on_fault=self.fault, on_lost=self.lost.set
-        )
-
-    def fault(self, exc):
-        self.faults.append(exc)
-        self.lost.set()
+async def shake_hands(side: HostSide) -> None:
+    event = await side.events.get()
+    assert isinstance(event, HelloReceived) and event.hello.nonce == NONCE
+    side.channel.send(HelloAck(v=3, accept=True, max_frame=side.channel.connection.max_frame))
 
 
-HELLO = Hello(v=3, nonce="n", engine=EngineInfo("llama.cpp-worker", "1"), pid=1, max_frame=64 * 2**20)
-
-
-def request(tokens: int) -> EmbedBatch:
-    return EmbedBatch(req_id="1", model_ref="m", pooling=Pooling.MEAN, normalize=False, items=[Item("a", tokens)])
-
-
-def connected(scenario, worker) -> None:
-    """Run *scenario(host)* against *worker(blocking)* on a thread, after the handshake."""
-
-    async def main():
-        ours, theirs = socket.socketpair(socket.AF_UNIX)
-        ours.setblocking(False)
-        host = Host()
-        blocking = Blocking(theirs)
-
-        def work():
-            blocking.send(HELLO)
-            blocking.receive()
-            worker(blocking)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        try:
-            async with asyncio.timeout(60):
-                await asyncio.get_running_loop().connect_accepted_socket(lambda: host.channel, ours)
-                await host.events.get()
-                host.channel.send(HelloAck(v=3, accept=True, max_frame=64 * 2**20))
-                await scenario(host)
-        finally:
-            host.channel.abort()
-            await asyncio.sleep(0)
-            thread.join(30)
-            theirs.close()
-        assert not thread.is_alive()
-
-    asyncio.run(main())
+def embed(tokens: int, req_id: str) -> EmbedBatch:
+    items = [Item("0", tokens)]
+    return EmbedBatch(req_id=req_id, model_ref="llama:0", pooling=Pooling.MEAN, normalize=False, items=items)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["slices", "whole"])
-@pytest.mark.parametrize("tokens", [1, 1000, 16_000, 17_000, 1_000_000, 6_000_000])
-def test_payloads_of_every_size_arrive_in_both_directions(monkeypatch, whole, tokens):
-    monkeypatch.setattr(channel_module, "WRITES_WHOLE", whole)
+@pytest.mark.parametrize("tokens", [1, 16_383, 16_384, 17_000, 4 * MIB])
+def test_payloads_of_every_size_cross_both_ways(
+    end: End, tokens: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones joined with their header, large ones in slices or whole; a reply belongs to whoever gets it."""
+    monkeypatch.setattr(host_transport, "WRITES_WHOLE", whole)
     ids = np.arange(tokens, dtype=np.int32)
+    reading = threading.Event()
 
-    def worker(end: Blocking) -> None:
-        event = end.receive()
-        assert isinstance(event, RequestReceived) and event.payload is not None
-        assert np.array_equal(np.frombuffer(event.payload, np.int32), ids)
-        values = np.frombuffer(event.payload, np.int32).astype(np.float32)
-        end.send(Vectors(req_id="1", dims=tokens, n=1), memoryview(values).cast("B"))
+    def worker(transport: Transport) -> None:
+        side = WorkerSide(transport)
+        side.greet()
+        side.request()
+        side.channel.send(Loaded(req_id="l", model_ref="llama:0", dims=tokens, cold_load_ms=1))
+        for _ in range(2):
+            reading.wait(WAIT_S)
+            event = side.request()
+            assert event.payload is not None
+            out = np.frombuffer(event.payload, np.int32).astype(np.float32)
+            side.channel.send(Vectors(req_id=event.request.req_id, dims=tokens, n=1), out)
 
-    async def scenario(host: Host) -> None:
-        host.channel.send(request(tokens), ids)
-        event = await host.events.get()
-        if isinstance(event, ReplyStarted):
-            event = await host.events.get()
-        assert isinstance(event, ReplyReceived)
-        result = np.frombuffer(event.payload, np.float32)
-        assert result.flags.writeable and result.flags.aligned
-        assert np.array_equal(result, ids.astype(np.float32))
-        assert not host.channel.sending
+    async def host(side: HostSide) -> None:
+        await shake_hands(side)
+        side.channel.send(Load("l", "p", "sha256:" + "0" * 64, "gguf"))
+        assert isinstance(await side.events.get(), ReplyReceived)
+        for turn in ("a", "b"):
+            reading.clear()
+            side.channel.send(embed(tokens, turn), ids)
+            assert side.channel.sending or tokens < 4 * MIB, "what the worker hasn't read is still being sent"
+            reading.set()
+            while not isinstance(event := await side.events.get(), ReplyReceived):
+                pass
+            assert event.reply.req_id == turn
+            vectors = np.frombuffer(event.payload, np.float32)
+            assert vectors.flags.writeable and np.array_equal(vectors, ids.astype(np.float32))
+            assert not side.channel.sending
+        assert side.faults == []
 
-    connected(scenario, worker)
-
-
-def test_sending_is_true_until_the_worker_has_read_everything():
-    go = threading.Event()
-
-    def worker(end: Blocking) -> None:
-        go.wait(30)
-        end.receive()
-        end.receive()
-
-    async def scenario(host: Host) -> None:
-        host.channel.send(request(4_000_000), np.zeros(4_000_000, np.int32))
-        assert host.channel.sending
-        go.set()
-        while host.channel.sending:
-            await asyncio.sleep(0.001)
-
-    connected(scenario, worker)
+    conversation(end, worker, host)
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
-        struct.pack("<4i", 1, 2, 3, 4),
-        bytearray(struct.pack("<4i", 1, 2, 3, 4)),
-        memoryview(np.array([1, 2, 3, 4], np.int32)),
-        np.array([[1, 2], [3, 4]], np.int32),
-    ],
-    ids=["bytes", "bytearray", "memoryview of int32", "matrix"],
-)
-def test_any_contiguous_buffer_is_a_payload(payload):
-    def worker(end: Blocking) -> None:
-        event = end.receive()
-        end.send(Vectors(req_id="1", dims=4, n=1), struct.pack("<4f", *struct.unpack("<4i", event.payload)))
-
-    async def scenario(host: Host) -> None:
-        host.channel.send(request(4), payload)
-        event = await host.events.get()
-        assert np.frombuffer(event.payload, np.float32).tolist() == [1, 2, 3, 4]
-
-    connected(scenario, worker)
-
-
-def test_a_strided_array_is_refused_before_anything_is_written():
-    async def scenario(host: Host) -> None:
-        with pytest.raises(LocalProtocolError):
-            host.channel.send(request(4), np.arange(8, dtype=np.int32)[::2])
-        assert host.channel.connection.request is None
-
-    connected(scenario, lambda end: None)
-
-
-def test_a_violation_is_told_once_and_ends_the_feed():
-    def worker(end: Blocking) -> None:
-        end.sock.sendall(b"\x02\x00\x00\x00{}\x02\x00\x00\x00{}")
-        end.sock.recv(1)
-
-    async def scenario(host: Host) -> None:
-        await host.lost.wait()
-        assert len(host.faults) == 1 and host.events.empty()
-
-    connected(scenario, worker)
-
-
-def test_the_end_of_the_stream_is_told_once():
-    async def scenario(host: Host) -> None:
-        await host.lost.wait()
-        assert host.faults == [] and host.channel.closed and host.channel.connected
+def test_the_host_sees_the_worker_go(end: End) -> None:
+    async def host(side: HostSide) -> None:
+        await shake_hands(side)
+        await side.lost.wait()
+        assert side.channel.closed and side.channel.connected and side.faults == []
         # A request after the loss writes nothing and fails nobody: the loss itself is the answer.
-        host.channel.send(request(1), b"\0\0\0\0")
+        side.channel.send(embed(1, "late"), b"\0\0\0\0")
 
-    connected(scenario, lambda end: end.sock.shutdown(socket.SHUT_RDWR))
+    conversation(end, lambda transport: WorkerSide(transport).greet(), host)
+
+
+def test_the_worker_sees_the_host_go(end: End) -> None:
+    def worker(transport: Transport) -> None:
+        side = WorkerSide(transport)
+        side.greet()
+        busy = threading.Event()
+        busy.set()
+        watcher = threading.Thread(target=transport.wait_gone, args=(busy,), daemon=True)
+        watcher.start()
+        watcher.join(WAIT_S)
+        assert not watcher.is_alive(), "a worker that computes doesn't see its host go"
+        assert transport.recv_into(memoryview(bytearray(8))) == 0
+
+    async def host(side: HostSide) -> None:
+        await shake_hands(side)
+        side.channel.abort()
+
+    conversation(end, worker, host)
+
+
+def test_the_wait_for_the_ack_is_bounded(end: End) -> None:
+    waited = threading.Event()
+
+    def worker(transport: Transport) -> None:
+        transport.set_deadline(time.monotonic() + 0.05)
+        with pytest.raises(TimeoutError):
+            transport.recv_into(memoryview(bytearray(8)))
+        waited.set()
+
+    async def host(side: HostSide) -> None:
+        await asyncio.to_thread(waited.wait, WAIT_S)
+
+    conversation(end, worker, host)
+
+
+def test_strangers_are_turned_away_and_accepting_goes_on(end: End) -> None:
+    seen: list[Peer] = []
+
+    async def main() -> None:
+        listener = end.listen()
+        side = HostSide()
+
+        def admit(peer: Peer) -> bool:
+            seen.append(peer)
+            return len(seen) == 4
+
+        def strangers() -> Transport:
+            for _ in range(3):
+                stranger = reach(listener)
+                assert stranger.recv_into(memoryview(bytearray(8))) == 0, "turned away without a word"
+                stranger.close()
+            return reach(listener)
+
+        ours = asyncio.ensure_future(asyncio.to_thread(strangers))
+        async with asyncio.timeout(WAIT_S):
+            await listener.connect(side.channel, admit)
+            transport = await ours
+        assert side.channel.connected
+        side.channel.abort()
+        transport.close()
+        listener.close()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert len(seen) == 4
+
+
+def test_one_connection_and_nobody_after_it(end: End) -> None:
+    async def host(side: HostSide) -> None:
+        await side.lost.wait()
+
+    conversation(end, lambda transport: None, host)
+    listener = end.listen()
+    listener.close()
+    listener.close()
+    with pytest.raises(TransportFailed):
+        reach(listener, limit=0.2).close()
+
+
+def test_a_name_is_free_again_after_its_listener(end: End) -> None:
+    first = end.listen()
+    first.close()
+    second = end.listen()
+    assert first.arguments == second.arguments
+    second.close()
+
+
+def test_a_violation_is_reported_once_and_ends_the_feed(end: End) -> None:
+    def worker(transport: Transport) -> None:
+        WorkerSide(transport).greet()
+        transport.send([b"\x02\0\0\0{}" * 2])
+        transport.recv_into(memoryview(bytearray(8)))
+
+    async def host(side: HostSide) -> None:
+        await shake_hands(side)
+        while not side.faults:
+            await asyncio.sleep(0.001)
+        side.channel.abort()
+        assert len(side.faults) == 1 and side.events.empty()
+
+    conversation(end, worker, host)

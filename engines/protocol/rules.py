@@ -1,13 +1,24 @@
-"""The states of a connection and what may come next: one table for both ends."""
+"""The rules of the wire as tables: the states of a connection, what may come next, and the events that result."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final
+from typing import Final, TypeAlias
 
 from msgspec import Struct
 
-from engines.protocol.messages import REPLY_TO, Err, Hello, HelloAck, Progress, Shutdown
+from engines.protocol.messages import (
+    REPLY_TO,
+    AnyReply,
+    AnyRequest,
+    Err,
+    Hello,
+    HelloAck,
+    Progress,
+    Scores,
+    Shutdown,
+    Vectors,
+)
 
 
 class Role(Enum):
@@ -89,3 +100,67 @@ KINDS: Final[dict[type[Struct], Kind]] = {
     **{kind: Kind.REPLY if kind.payload is None else Kind.REPLY_WITH_PAYLOAD for kind in REPLY_TO.values()},
 }
 """The kind of each control frame."""
+
+
+# --- what the bytes that arrived mean ---------------------------------------------------------------------------------
+
+
+class HelloReceived(Struct, frozen=True):
+    """Host: a well-formed HELLO of the right version; the host checks nonce, peer and identity, then sends ACK."""
+
+    hello: Hello
+
+
+class AckReceived(Struct, frozen=True):
+    """Worker: accepted; ``max_frame`` is in force."""
+
+    ack: HelloAck
+
+
+class RequestReceived(Struct, frozen=True):
+    """Worker: a request with its whole payload. The payload's length is not compared with the header's counts: a
+    mismatch is the request's fault (``invalid_request``), not the stream's.
+    """
+
+    request: AnyRequest
+    payload: memoryview | None
+
+
+class ShutdownReceived(Struct, frozen=True):
+    """Worker: leave the loop and exit 0."""
+
+
+class ProgressReceived(Struct, frozen=True):
+    """Host: validated progress of the running exchange."""
+
+    progress: Progress
+
+
+class ReplyStarted(Struct, frozen=True):
+    """Host: a terminal header whose raw frame is still on its way; renews the silence window once."""
+
+    reply: Vectors | Scores
+
+
+class ReplyReceived(Struct, frozen=True):
+    """Host: the exchange is over and drained."""
+
+    request: AnyRequest
+    reply: AnyReply
+    payload: memoryview | None
+
+
+class PeerClosed(Struct, frozen=True):
+    """The peer closed the stream between two frames."""
+
+
+Event: TypeAlias = (
+    HelloReceived
+    | AckReceived
+    | RequestReceived
+    | ShutdownReceived
+    | ProgressReceived
+    | ReplyStarted
+    | ReplyReceived
+    | PeerClosed
+)

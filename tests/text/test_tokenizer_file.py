@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from synapse_host.errors import BundleInvalid, UnknownModel
-from synapse_host.models import catalogue
-from synapse_host.text.tokenizer_file import sanitized
-from tests.host.test_split_pattern import REAL
+from engines.bundle.manifest import Bundle
+from synapse_host.text.tokenizer_file import MAX_BYTES, sanitized
+from tests.text.test_split_pattern import REAL
 
 TEXTS = ["Hello World, naïve café!", "don't  stop\n\n 12345", "日本語 текст 🙂", "<s>", "   ", "a" * 300]
 CHARACTERS = struct.pack("<I", 1024) + bytes(1024) + "ﷺ\0ab\0".encode()
@@ -143,12 +142,8 @@ def test_files_of_before_2021_name_no_type_of_model(make: Callable[[], Tokenizer
 
 
 @pytest.mark.parametrize("name", ["minilm", "ms-marco", "smollm2"])
-def test_the_default_models_give_the_ids_they_gave(name: str) -> None:
-    try:
-        bundle = catalogue.obtain(name)
-    except (UnknownModel, BundleInvalid, OSError) as exc:
-        pytest.skip(f"{name} can't be had here: {exc}")
-    same(bundle.path("tokenizer.json").read_bytes())
+def test_the_default_models_give_the_ids_they_gave(name: str, default_bundle: Callable[[str], Bundle]) -> None:
+    same(default_bundle(name).path("tokenizer.json").read_bytes())
 
 
 def words(**changes: Any) -> dict[str, Any]:
@@ -209,6 +204,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "many ids in a template": ({"post_processor": template([1] * 1000)}, "length <= 16"),
     "a special id beyond any vocabulary": ({"post_processor": template([2**40])}, "1048575"),
     "a map that isn't there": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": None}}, "charsmap"),
+    "a map that is left out": ({"normalizer": {"type": "Precompiled"}}, "character map is damaged"),
     "no map of characters": ({"normalizer": charsmap(b"abc")}, "character map is damaged"),
     "a map with an index beyond its end": ({"normalizer": charsmap(b"\xff\xff\xff\x7f" + bytes(8))}, "damaged"),
     "a map that isn't text": ({"normalizer": charsmap(struct.pack("<I", 4) + bytes(4) + b"\xff\xfe")}, "damaged"),
@@ -228,6 +224,12 @@ def test_what_can_hurt_the_host_is_refused_with_its_reason(parts: dict[str, Any]
         text = text[:-1] + ', "normalizer": ' + deep(parts["normalizer"]) + "}"
     with pytest.raises(ValueError, match=words_):
         sanitized(text.encode())
+
+
+def test_what_published_models_have_is_within_the_bounds() -> None:
+    """Gemma 3's file has 33 MB, and no chain has as many as 48 components."""
+    assert MAX_BYTES > 33_000_000
+    sanitized(json.dumps({"model": words(), "normalizer": nested(47)}).encode())
 
 
 def deep(part: dict[str, Any]) -> str:
