@@ -1,7 +1,7 @@
 """From LOAD's path to the functions behind it: digest, record of preparation, signatures; nothing is loaded here.
 
-Three shapes of artifact: one multi-function package or bundle, a folder of single-function packages
-``<name>.mlpackage`` (what macOS 14 runs), and the preparer's ``compiled`` folder with ``preparation.json`` beside it.
+LOAD names the ``compiled`` folder that the preparer made on this machine. A compiled bundle has no documented
+signature, so ``preparation.json`` beside it holds those of its functions, read from the package before it was compiled.
 """
 
 from __future__ import annotations
@@ -13,74 +13,77 @@ from typing import TYPE_CHECKING, Final
 from engines.ane.backend import Source
 from engines.ane.signature import FunctionSpec
 from engines.bundle import preparation
-from engines.bundle.digest import same, tree_digest
+from engines.bundle.digest import same, tree_digest, tree_identity
 from engines.bundle.manifest import BundleError
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime.artifact import BLOCK_BYTES, expected_digest
 
 if TYPE_CHECKING:
-    from engines.ane.backend import Backend
     from engines.bundle.manifest import Artifact
     from engines.protocol.messages import Load
     from engines.runtime.progress import ProgressReporter
 
-SUFFIX: Final = ".mlpackage"
 MAIN: Final = "main"
-SPEC: Final = Path("Data", "com.apple.CoreML", "model.mlmodel")
+"""The function of a bundle that holds only one."""
+
+
+class Verified:
+    """A folder of plain files that had LOAD's directory digest, and the state its files were in then.
+
+    Core ML opens what lies at a path, at LOAD and at every later admission, so the digest alone says nothing of what
+    it gets: after each native load :meth:`recheck` compares the files with those that were hashed.
+    """
+
+    def __init__(self, path: str, digest: str, progress: ProgressReporter) -> None:
+        """Hash the folder; one unit of progress a MiB.
+
+        EngineError artifact_invalid: empty or wrong digest, no such folder, a symbolic link or other special file in
+        it, a file that was written to while it was hashed.
+        """
+        expected = expected_digest(digest)
+        self.root = Path(path)
+        if not path or self.root.is_symlink() or not self.root.is_dir():
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{path!r} is not a folder; a Core ML artifact is one")
+        reported = 0
+
+        def hashed(done: int, total: int) -> None:
+            nonlocal reported
+            units = -(-done // BLOCK_BYTES)
+            if units > reported:
+                progress.advance(units - reported)
+                reported = units
+
+        try:
+            self._identity = tree_identity(self.root)
+            found = tree_digest(self.root, hashed)
+        except BundleError as exc:
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
+        if not same(expected, found.compatible):
+            why = f"digest mismatch: expected sha256:{expected}, observed sha256:{found.compatible}"
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
+
+    def recheck(self) -> None:
+        """Raise EngineError artifact_invalid unless every file is the one that was hashed, untouched since."""
+        try:
+            unchanged = tree_identity(self.root) == self._identity
+        except BundleError as exc:
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
+        if not unchanged:
+            why = f"{str(self.root)!r} was written to since LOAD verified it; load it again"
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
 
 
 def find(
-    request: Load, artifacts: list[Artifact], backend: Backend, *, allow_cold: bool, progress: ProgressReporter
-) -> tuple[Artifact, Path, preparation.Preparation | None]:
-    """Return LOAD's artifact, its verified folder, and for a compiled one the record that it was prepared with.
+    request: Load, artifacts: Iterable[Artifact], *, os_build: str, allow_cold: bool, progress: ProgressReporter
+) -> tuple[Artifact, Verified, preparation.Preparation]:
+    """Return which of the bundle's *artifacts* LOAD's folder was made from, the folder, verified, and its record.
 
-    EngineError artifact_invalid, package_digest_mismatch (not one of the manifest's *artifacts*), and what
-    :func:`verify` and :func:`prepared` raise.
+    EngineError: what :class:`Verified` and :func:`prepared` raise.
     """
-    if backend.reads_packages:
-        # Before the folder is opened: a package that isn't this bundle's is not worth hashing.
-        chosen = _named(artifacts, request.artifact_digest)
-        return chosen, verify(request.artifact_path, request.artifact_digest, progress), None
-    root = verify(request.artifact_path, request.artifact_digest, progress)
-    digests = [one.digest for one in artifacts]
-    record = prepared(root, source_digests=digests, os_build=backend.os_build(), allow_cold=allow_cold)
-    return _named(artifacts, record.source_digest), root, record
-
-
-def _named(artifacts: list[Artifact], digest: str) -> Artifact:
-    wanted = f"sha256:{expected_digest(digest)}"
-    for artifact in artifacts:
-        if artifact.digest == wanted:
-            return artifact
-    raise EngineError(ErrorCode.PACKAGE_DIGEST_MISMATCH, f"{wanted} is no coreml artifact of this bundle")
-
-
-def verify(path: str, digest: str, progress: ProgressReporter) -> Path:
-    """Check that *path* is a folder of plain files with LOAD's directory digest; one unit of progress a MiB.
-
-    EngineError artifact_invalid: empty or wrong digest, no such folder, a symbolic link or other special file in it.
-    """
-    expected = expected_digest(digest)
-    root = Path(path)
-    if not path or root.is_symlink() or not root.is_dir():
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{path!r} is not a folder; a Core ML artifact is one")
-    reported = 0
-
-    def hashed(done: int, total: int) -> None:
-        nonlocal reported
-        units = -(-done // BLOCK_BYTES)
-        if units > reported:
-            progress.advance(units - reported)
-            reported = units
-
-    try:
-        found = tree_digest(root, hashed)
-    except BundleError as exc:
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
-    if not same(expected, found.compatible):
-        why = f"digest mismatch: expected sha256:{expected}, observed sha256:{found.compatible}"
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
-    return root
+    folder = Verified(request.artifact_path, request.artifact_digest, progress)
+    known = {one.digest: one for one in artifacts}
+    record = prepared(folder.root, source_digests=known, os_build=os_build, allow_cold=allow_cold)
+    return known[record.source_digest], folder, record
 
 
 def prepared(root: Path, *, source_digests: Iterable[str], os_build: str, allow_cold: bool) -> preparation.Preparation:
@@ -111,27 +114,14 @@ def prepared(root: Path, *, source_digests: Iterable[str], os_build: str, allow_
 
 
 def sources(
-    root: Path, names: Iterable[str], backend: Backend, record: preparation.Preparation | None
+    root: Path, names: Iterable[str], record: preparation.Preparation
 ) -> dict[str, tuple[Source, FunctionSpec]]:
     """Find each function and its signature. EngineError artifact_invalid when one is missing."""
-    return {
-        name: (_packaged(root, name, backend) if record is None else _compiled(root, name, record)) for name in names
-    }
-
-
-def _compiled(root: Path, name: str, record: preparation.Preparation) -> tuple[Source, FunctionSpec]:
-    found = record.functions.get(name)
-    if found is None or found.bundle != Path(found.bundle).name or not (root / found.bundle).is_dir():
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{root.name}: no compiled function {name!r}")
-    source = Source(root / found.bundle, name if found.multi else MAIN, found.multi)
-    return source, FunctionSpec(found.inputs, found.outputs)
-
-
-def _packaged(root: Path, name: str, backend: Backend) -> tuple[Source, FunctionSpec]:
-    multi = (root / SPEC).exists()
-    package, inner = (root, name) if multi else (root / f"{name}{SUFFIX}", MAIN)
-    specs = backend.specs(package)
-    if inner not in specs:
-        why = f"{package.name} has no function {inner!r} (it has: {sorted(specs)})"
-        raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
-    return Source(package, inner, multi), specs[inner]
+    sources = {}
+    for name in names:
+        found = record.functions.get(name)
+        if found is None or found.bundle != Path(found.bundle).name or not (root / found.bundle).is_dir():
+            raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{root.name}: no compiled function {name!r}")
+        source = Source(root / found.bundle, name if found.multi else MAIN, found.multi)
+        sources[name] = source, FunctionSpec(found.inputs, found.outputs)
+    return sources

@@ -28,7 +28,7 @@ HINTS: Final = "reshapeFrequency=infrequent"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where one function lives: the package or compiled bundle, and its name there."""
+    """Where one function lives: the compiled bundle, and its name there."""
 
     path: Path
     function: str
@@ -53,25 +53,18 @@ class Program(Protocol):
 
 
 class Backend(Protocol):
-    """One way to run Core ML functions. ``formats``: LOAD formats it opens."""
+    """One way to run Core ML functions."""
 
     engine: str
     """HELLO engine name."""
     runtime: str
     """What the numbers come from, for kernel_revision; known without importing the framework."""
-    formats: frozenset[str]
-
-    reads_packages: bool
-    """False where only compiled bundles can be opened: then the preparer's record holds the signatures."""
 
     def require(self) -> None:
         """Raise EngineError backend_missing, with the reason, where this machine can't run it."""
 
     def os_build(self) -> str:
         """Return the OS build that specialisation and placement belong to."""
-
-    def specs(self, path: Path) -> Mapping[str, FunctionSpec]:
-        """Read a package's signatures by function name; asked only where *reads_packages*."""
 
     def open(self, source: Source, *, units: str) -> Program:
         """Load one function. EngineError: backend_missing, artifact_invalid, ane_resources_exhausted, oom."""

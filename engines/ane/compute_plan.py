@@ -1,8 +1,8 @@
 """MLComputePlan as plain data, and what follows from it: the placement share, the CPU operations allowed, inventories.
 
 The reader takes PyObjC's objects by duck typing. The view is JSON-ready (msgspec) and goes into the evidence document,
-from which every number here can be computed again anywhere. Fail closed: what can't be told is None, never 0 and never
-1. :func:`share` is upstream's ``placement_share`` exactly (ane.md 1.1) and what PONG carries.
+from which every number here can be computed again anywhere. What isn't known is None, never 0 and never 1, so
+a gate on it fails. :func:`share` is upstream's ``placement_share`` exactly (ane.md 1.1) and what PONG carries.
 """
 
 from __future__ import annotations

@@ -12,11 +12,8 @@ from engines.protocol.messages import ANE_ENGINE
 from engines.runtime.engine import Probe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from engines.ane.backend import Source
     from engines.ane.binding import Handle
-    from engines.ane.signature import FunctionSpec
 
 MIN_MACOS: Final = (14, 4)
 """MLComputePlan and optimisation hints; below it there is no placement to gate on."""
@@ -75,8 +72,6 @@ class CoreML:
     """Opens compiled bundles with MLModel; see :class:`engines.ane.backend.Backend`."""
 
     engine = ANE_ENGINE
-    formats = frozenset({"mlmodelc", "coreml"})
-    reads_packages = False
 
     def __init__(self) -> None:
         self.runtime = f"coreml-macos-{mac_version() or 'none'}"
@@ -90,10 +85,6 @@ class CoreML:
     def os_build(self) -> str:
         """Return the OS build."""
         return os_build()
-
-    def specs(self, path: Path) -> Mapping[str, FunctionSpec]:
-        """Return nothing: a compiled bundle has no documented signature, the preparer's record holds it."""
-        return {}
 
     def open(self, source: Source, *, units: str) -> Handle:
         """Load one function with the configuration that its plan is made with too."""

@@ -1,6 +1,23 @@
 """The Core ML worker's engine: who it is, whether this machine can run it, and LOAD.
 
-Neither numpy nor the framework is imported for HELLO or PING; both come with LOAD.
+Theory of operation. A worker process holds at most one model, the one of its ``--manifest``. The model is a set of
+functions of fixed shape: one for each bucket (one row, padded to it) and one for each packed width (several rows back
+to back). Each function that is loaded, is *resident*, takes memory and a place on the Neural Engine, so the host says
+which ones are (ADMIT, EVICT) and the worker only keeps a hard cap; nothing loads implicitly.
+
+LOAD, in this order: runtime_config, manifest, is this a machine for Core ML, the digest of the compiled folder, the
+preparer's record beside it (made from this bundle, on this OS build), each function's signature. Only then the
+framework is asked: the smallest bucket is opened, its signature compared, run once, its compute plan read. An admission
+later does the same for its function. After each native load the files are compared with those that LOAD hashed, since
+the framework opens them by path (:class:`engines.ane.artifact.Verified`).
+
+A request is checked before the framework sees it (ids in the vocabulary, every function it needs resident), runs row
+by row or pass by pass, and every output is checked after (shape, finite, not all zeros). Pooling is done here, not in
+the function.
+
+One thread does all of this, so nothing is locked; the peer watcher and Core ML's own queues run beside it, which works
+because the binding releases the GIL around every call. Everything above :mod:`engines.ane.backend` is tested on any
+machine; only :mod:`engines.ane.binding` needs a Mac. Neither numpy nor the framework is imported for HELLO or PING.
 """
 
 from __future__ import annotations
@@ -11,6 +28,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from msgspec import UNSET
 
 from engines.ane import REVISION
+from engines.ane.families import serves
 from engines.bundle import manifest, tight
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import (
@@ -35,6 +53,8 @@ if TYPE_CHECKING:
     from engines.runtime.progress import ProgressReporter
 
 FORMAT: Final = "coreml"
+FORMATS: Final = (FORMAT, "mlmodelc")
+"""What LOAD may call a compiled folder."""
 VERSION_PREFIX: Final = "synapse-workers-"
 SHAPES: Final[frozenset[type[Request]]] = frozenset({AneAdmitShape, AneEvictShape, AneAdmitPacked, AneEvictPacked})
 
@@ -110,8 +130,8 @@ class AneEngine(Engine):
         from engines.runtime.artifact import expected_digest
 
         settings = config.parse(request.runtime_config)
-        if request.format not in self._backend.formats:
-            why = f"format is {request.format[:40]!r}, this worker loads {', '.join(sorted(self._backend.formats))}"
+        if request.format not in FORMATS:
+            why = f"format is {request.format[:40]!r}, this worker loads {', '.join(FORMATS)}"
             raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
         bundle = self._bundle
         if isinstance(bundle, str):
@@ -123,17 +143,19 @@ class AneEngine(Engine):
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"bundle {described.model_id} has no coreml artifact")
         expected_digest(request.artifact_digest)  # before the machine is asked: bad input is the same everywhere
         self._backend.require()
-        artifact, root, record = files.find(
-            request, artifacts, self._backend, allow_cold=settings.allow_cold, progress=progress
+        os_build = self._backend.os_build()
+        artifact, folder, record = files.find(
+            request, artifacts, os_build=os_build, allow_cold=settings.allow_cold, progress=progress
         )
         rules, hidden, layers = _rules(described, artifact)
-        keys = _keys(artifact, settings.functions)
-        found = files.sources(root, keys.values(), self._backend, record)
+        keys = _keys(artifact)
+        found = files.sources(folder.root, keys.values(), record)
         for key, name in keys.items():
             check_signature(name, found[name][1], expected(key, rules, task=described.task, hidden=hidden))
         return AneModel(
             backend=self._backend,
             functions={key: (name, *found[name]) for key, name in keys.items()},
+            recheck=folder.recheck,
             rules=rules,
             task=described.task,
             hidden=hidden,
@@ -154,19 +176,17 @@ def _cross_check(described: Manifest, settings: Settings) -> None:
     if settings.profile is not None and settings.profile != described.model_id:
         why = f"profile is {settings.profile[:64]!r}, the bundle is {described.model_id}"
         raise EngineError(ErrorCode.CONFIG_INVALID, why)
-    if described.task == "generate" or described.family not in ("bert", "modernbert", "qwen3"):
+    if not serves(described.family, described.task):
         why = f"{described.family} for {described.task} does not run on this engine"
         raise EngineError(ErrorCode.MODEL_UNSUPPORTED, why)
 
 
-def _keys(artifact: Artifact, only: tuple[str, ...] | None) -> dict[Key, str]:
-    """Return key -> name of the artifact's functions, or of those that LOAD asks for. EngineError without a bucket."""
+def _keys(artifact: Artifact) -> dict[Key, str]:
+    """Return key -> name of the artifact's functions. EngineError without a bucket."""
     from engines.ane.signature import Key
 
     keys: dict[Key, str] = {}
     for function in artifact.functions if artifact.functions is not UNSET else []:
-        if only is not None and function.name not in only:
-            continue
         if function.bucket is not UNSET and function.packed_width is UNSET:
             key = Key("shape", function.bucket)
         elif function.packed_width is not UNSET and function.bucket is UNSET:
@@ -178,7 +198,7 @@ def _keys(artifact: Artifact, only: tuple[str, ...] | None) -> dict[Key, str]:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"the manifest names {key} twice")
         keys[key] = function.name
     if not any(key.kind == "shape" for key in keys):
-        raise EngineError(ErrorCode.CONFIG_INVALID, "no bucket is left to load; a model needs one single function")
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, "the artifact has no bucket; a model needs one single function")
     return keys
 
 

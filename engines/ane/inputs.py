@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from engines.ane.families import FAMILIES
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
@@ -42,9 +43,8 @@ class InputRules:
     @classmethod
     def of(cls, family: str, config: Mapping[str, Any], **row: Any) -> InputRules:
         """Return the rules of a model by its family and complete config; *row* gives the other fields."""
-        local = family == "modernbert" and "sliding_attention" in config["layer_types"]
-        window = int(config["local_attention"]) // 2 if local else None
-        return cls(config["vocab_size"], causal=family == "qwen3", window=window, **row)
+        about = FAMILIES[family]
+        return cls(config["vocab_size"], causal=about.causal, window=about.window(config), **row)
 
 
 def check_ids(batch: TokenBatch, vocab: int) -> None:

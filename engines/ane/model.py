@@ -53,16 +53,17 @@ def pool(states: FloatArray, pooling: Pooling) -> FloatArray:
 
 
 def finish(vectors: FloatArray, *, normalize: bool) -> FloatArray:
-    """Check every row and divide by its L2 norm when *normalize*; float32 (rows, dims) in place.
+    """Divide finite rows by their L2 norm when *normalize*; float32 (rows, dims) in place.
 
-    A NaN, an infinity, or an all-zero row is ``nonfinite_output``: the Neural Engine is known to return zeros or
-    garbage on internal overflow (apple/coremltools#1229, #1380), and such a row must not be served.
+    An all-zero row is ``nonfinite_output``: the Neural Engine is known to return zeros on internal overflow
+    (apple/coremltools#1229, #1380), and such a row must not be served.
     """
     norms: np.ndarray = np.sqrt(np.einsum("ij,ij->i", vectors, vectors, dtype=np.float64))
-    bad = np.flatnonzero(~np.isfinite(norms) | (norms <= 0.0))
+    bad = np.flatnonzero(norms <= 0.0)
     if len(bad):
-        what = "is all zeros" if np.isfinite(norms[bad[0]]) else "holds NaN or infinity"
-        raise EngineError(ErrorCode.NONFINITE_OUTPUT, f"{len(bad)} of {len(vectors)} rows; row {bad[0]} {what}")
+        raise EngineError(
+            ErrorCode.NONFINITE_OUTPUT, f"{len(bad)} of {len(vectors)} rows are all zeros, first {bad[0]}"
+        )
     if normalize:
         vectors /= np.maximum(norms, MIN_NORM)[:, None].astype(np.float32)
     return vectors
@@ -71,9 +72,9 @@ def finish(vectors: FloatArray, *, normalize: bool) -> FloatArray:
 class AneModel(Model):
     """A model of one task whose functions are admitted one by one; nothing loads implicitly.
 
-    *functions*: key -> (manifest name, where it lives, its signature). The smallest bucket is loaded, run once and
-    resident when the constructor returns. Unit of progress: a function loaded, run, planned (setup); a finished row or
-    pass (inference).
+    *functions*: key -> (manifest name, where it lives, its signature). *recheck* raises EngineError when the artifact
+    is no longer what LOAD verified. The smallest bucket is loaded, run once and resident when the constructor returns.
+    Unit of progress: a function loaded, run, planned (setup); a finished row or pass (inference).
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class AneModel(Model):
         *,
         backend: Backend,
         functions: Mapping[Key, tuple[str, Source, FunctionSpec]],
+        recheck: Callable[[], None],
         rules: InputRules,
         task: str,
         hidden: int,
@@ -93,6 +95,7 @@ class AneModel(Model):
     ) -> None:
         self._backend = backend
         self._functions = dict(functions)
+        self._recheck = recheck
         self._rules = rules
         self._task = task
         self._layers = layers
@@ -139,15 +142,18 @@ class AneModel(Model):
                 self._progress.advance()
                 share, stages = self._placement(name, source, program)
                 self._progress.advance()
+            # The framework has opened the path by now, perhaps more than once: what lay there must be what was hashed.
+            self._recheck()
             # Behind the block: only there has everything been read.
             scan.check(f"function {name}", placement=self._settings.placement)
         except BaseException:
             if program is not None:
                 program.close()
             raise
-        inventory = compute_plan.inventory(
-            **self._identity(name), version=self._version, layers=self._layers, stages=list(stages)
-        )
+        identity = self._identity(name)
+        if share is not None:
+            self._plans[tuple(identity.values())] = share, stages
+        inventory = compute_plan.inventory(**identity, version=self._version, layers=self._layers, stages=list(stages))
         return Resident(program, inventory, share)
 
     def _identity(self, name: str) -> dict[str, str]:
@@ -186,21 +192,18 @@ class AneModel(Model):
         return inputs.packed([row, row] if 2 * len(row) <= key.tokens else [row], key.tokens, self._rules)
 
     def _placement(self, name: str, source: Source, program: Program) -> tuple[float | None, tuple[str, ...]]:
-        """Return share and CPU stages, computed once per function, OS build and configuration."""
+        """Return share and CPU stages, from the cache where this function was planned before."""
         if not self._settings.placement:
             return None, ()
-        cache_key = tuple(self._identity(name).values())
-        if cache_key in self._plans:
-            return self._plans[cache_key]
+        known = self._plans.get(tuple(self._identity(name).values()))
+        if known is not None:
+            return known
         plan = program.plan()
         wanted = source.function if source.multi else None
         # On the CPU alone everything is off the allow-list by construction; that mode measures speed-up only.
         checked = plan is not None and self._settings.units == "cpu_and_ne"
         stages = tuple(compute_plan.cpu_stages(plan, wanted)) if checked and plan is not None else ()
-        share = compute_plan.share(plan, wanted)
-        if share is not None:
-            self._plans[cache_key] = (share, stages)
-        return share, stages
+        return compute_plan.share(plan, wanted), stages
 
     def embed(
         self,
@@ -237,9 +240,6 @@ class AneModel(Model):
             scores[row] = output[0]
 
         self._each(batch, keep, progress)
-        bad = np.flatnonzero(~np.isfinite(scores))
-        if len(bad):
-            raise EngineError(ErrorCode.NONFINITE_OUTPUT, f"score {bad[0]} of {len(scores)} is NaN or infinite")
         return scores
 
     def _each(self, batch: TokenBatch, keep: Callable[[int, FloatArray], None], progress: ProgressReporter) -> None:

@@ -77,12 +77,12 @@ def tree_digest(root: Path | str, progress: Progress | None = None) -> TreeDiges
     """
     root = Path(root)
     files = sorted(_regular_files(root), key=lambda item: item[0])
-    total = sum(size for _, _, size in files)
+    total = sum(info.st_size for _, _, info in files)
     compatible = hashlib.sha256()
     injective = hashlib.sha256(_TREE_MARK + len(files).to_bytes(8, "little"))
     buffer = memoryview(bytearray(BLOCK))
     done = 0
-    for name, path, size in files:
+    for name, path, info in files:
         compatible.update(name + b"\0")
         content = hashlib.sha256()
         read = 0
@@ -94,14 +94,26 @@ def tree_digest(root: Path | str, progress: Progress | None = None) -> TreeDiges
                 done += n
                 if progress is not None:
                     progress(done, total)
-        if read != size:
-            raise BundleError(f"{path}: changed while it was read ({size} bytes, then {read})")
-        injective.update(len(name).to_bytes(8, "little") + name + size.to_bytes(8, "little") + content.digest())
+        if read != info.st_size:
+            raise BundleError(f"{path}: changed while it was read ({info.st_size} bytes, then {read})")
+        injective.update(len(name).to_bytes(8, "little") + name + read.to_bytes(8, "little") + content.digest())
     return TreeDigest(compatible.hexdigest(), injective.hexdigest(), len(files), total)
 
 
-def _regular_files(root: Path) -> Iterator[tuple[bytes, Path, int]]:
-    """Yield (relative path as UTF-8 with ``/``, path, size) of each file; only files and folders may be there."""
+def tree_identity(root: Path | str) -> list[tuple[bytes, int, int, int, int, int]]:
+    """Return what shows that a file below *root* was replaced or written to, without reading any.
+
+    Name, device, inode, size, and the times of modification and change of each file. The kernel alone sets the last
+    one, so a write stays visible after its time of modification was put back. Raises BundleError as tree_digest does.
+    """
+    return sorted(
+        (name, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+        for name, _, info in _regular_files(Path(root))
+    )
+
+
+def _regular_files(root: Path) -> Iterator[tuple[bytes, Path, os.stat_result]]:
+    """Yield (relative path as UTF-8 with ``/``, path, state) of each file; only files and folders may be there."""
     pending = [(b"", root)]
     count = 0
     while pending:
@@ -122,7 +134,7 @@ def _regular_files(root: Path) -> Iterator[tuple[bytes, Path, int]]:
                 count += 1
                 if count > MAX_FILES:
                     raise BundleError(f"{root}: more than {MAX_FILES} files")
-                yield name, Path(entry.path), info.st_size
+                yield name, Path(entry.path), info
             else:
                 kind = "a symbolic link" if stat.S_ISLNK(info.st_mode) else "a special file"
                 raise BundleError(f"{entry.path} is {kind}; a bundle holds plain files only")

@@ -1,13 +1,27 @@
 """Which Core ML functions are resident: leases, budgets, queue, eviction order, recovery. Pure; see ane.md 4.
 
-Events go in (:meth:`Residency.request`, ``admitted``, ``evicted``, ``fault`` …), actions come out
-(:meth:`Residency.take`). The shell (``synapse_host.residency.shell``) does the exchanges; nothing here waits or reads a
-clock. A slot is charged from before its admission is sent until EVICTED or the confirmed exit of its process, through
-every state, also the failed one.
+Theory of operation. One :class:`Residency` keeps the books of all Neural Engine workers of a host. A *slot* is a
+charged place: one function of one worker, from before its admission is sent until EVICTED or the confirmed exit of its
+process, through every state, also the failed one. A *ticket* is one request's claim: it waits, then holds one lease on
+one slot until it is released; a leased slot is never evicted.
+
+Events go in (:meth:`Residency.request`, ``admitted``, ``evicted``, ``fault`` ...) with ``now`` as an argument, actions
+come out (:meth:`Residency.take`): send an admission or an eviction, answer a ticket, stop a worker, start one. The
+shell carries them out in any order and at the same time, and reports back; each report names slot and generation, so
+one that comes late changes nothing. Nothing here waits, reads a clock or knows of a connection.
+
+Tickets are served in arrival order. The first that needs room may evict, the least recently used function first and a
+model's smallest rung last; those behind it may join an admission or lease what is resident, but not while it waits for
+somebody's lease to end. A worker that is out of resources costs one eviction and one second try.
+
+A worker whose exchange failed drains, is stopped, and is refunded when its exit is confirmed; it starts again once
+somebody waits for it, and the rung that its LOAD brings is charged before that. An exit that nobody can confirm keeps
+its charges and shuts the lane.
 """
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Final
 
 from synapse_host.residency.types import (
@@ -18,6 +32,7 @@ from synapse_host.residency.types import (
     Key,
     Limits,
     Model,
+    Phase,
     Refusal,
     Refused,
     Restart,
@@ -44,8 +59,7 @@ class Residency:
         self.tickets: dict[int, Ticket] = {}
         # Background admissions that failed: not tried again before their worker was parked.
         self._declined: set[Key] = set()
-        self._ids = 0
-        self._tick = 0
+        self._ids, self._ticks = count(1), count(1)
         self._actions: list[Action] = []
 
     def open_worker(self, worker: str, model: Model) -> None:
@@ -58,8 +72,7 @@ class Residency:
     def park(self, worker: str, now: float) -> None:
         """Take a worker down and leave it down until the next request for it (its model was unloaded)."""
         self._declined = {key for key in self._declined if key.worker != worker}
-        if not self.workers[worker].down:
-            self._recover(worker, now)
+        self._recover(worker, now)
         self._pump()
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -67,8 +80,7 @@ class Residency:
     def request(self, key: Key, now: float) -> int:
         """Ask for a lease on *key*; the answer comes as Granted or Refused. KeyError for an unknown worker."""
         model = self.workers[key.worker].model
-        self._ids += 1
-        ticket = Ticket(self._ids, key, now + ADMISSION_WAIT_S)
+        ticket = Ticket(next(self._ids), key, now + ADMISSION_WAIT_S)
         self.tickets[ticket.id] = ticket
         if self.limits.ever(model):
             self._pump()
@@ -77,12 +89,12 @@ class Residency:
         return ticket.id
 
     def guessable(self, key: Key) -> bool:
-        """Whether *key* may be admitted for nobody: its worker has room that nobody waits for; a failure is final."""
-        closed = self.workers[key.worker].recovering or key in self._declined or self._slot(key) is not None
+        """Whether *key* may be admitted unasked: there is room that nobody waits for, and it didn't fail before."""
+        closed = self.workers[key.worker].phase is not Phase.UP or key in self._declined or self._slot(key) is not None
         return not closed and all(t.slot is not None for t in self.tickets.values()) and self._fits(key)
 
     def prefetch(self, key: Key) -> None:
-        """Admit a ``guessable`` function for nobody."""
+        """Admit a ``guessable`` function before anybody asks for it."""
         if self.guessable(key):
             self._admit(key).background = True
 
@@ -94,8 +106,7 @@ class Residency:
         if found.slot is not None and found.slot in self.slots:
             slot = self.slots[found.slot]
             slot.leases -= 1
-            self._touch(slot)
-        self._drained(found.key.worker)
+            slot.last_used = next(self._ticks)
         self._pump()
 
     def compiling(self, ticket: int) -> bool:
@@ -120,8 +131,7 @@ class Residency:
         found = self._current(slot, generation, State.ADMITTING)
         if found is not None:
             found.state, found.in_flight = State.RESIDENT, False
-            self._touch(found)
-            self._drained(found.key.worker)
+            found.last_used = next(self._ticks)
             self._pump()
 
     def withdrawn(self, slot: int, generation: int) -> None:
@@ -129,7 +139,6 @@ class Residency:
         found = self._current(slot, generation, State.ADMITTING)
         if found is not None:
             del self.slots[found.id]
-            self._drained(found.key.worker)
             self._pump()
 
     def admit_failed(self, slot: int, generation: int, now: float, *, exhausted: bool) -> None:
@@ -144,7 +153,7 @@ class Residency:
         found.in_flight = False
         if found.background:
             self._declined.add(found.key)
-        if exhausted and (self.workers[found.key.worker].recovering or not self._waited_for(found.key)):
+        if exhausted and not (self._up(found) and self._waited_for(found.key)):
             del self.slots[found.id]  # refused by a worker that is about to restart: those who wait go on waiting
         elif exhausted and not found.retried:
             victim = self._victim(None)
@@ -158,7 +167,6 @@ class Residency:
             found.state = State.FAILED
             self._refuse_waiters(found, Refusal.EXHAUSTED if exhausted else Refusal.FAILED)
             self._recover(found.key.worker, now)
-        self._drained(found.key.worker)
         self._pump()
 
     def evicted(self, slot: int, generation: int) -> None:
@@ -166,7 +174,6 @@ class Residency:
         found = self._current(slot, generation, State.EVICTING)
         if found is not None:
             self._refund(found)
-            self._drained(found.key.worker)
             self._pump()
 
     def evict_failed(self, slot: int, generation: int, now: float) -> None:
@@ -192,7 +199,7 @@ class Residency:
         found = self.workers[worker]
         if found.generation != generation:
             return
-        found.recovering = found.restarting = found.down = True
+        found.phase = Phase.DOWN
         for slot in self._of(worker):
             if slot.id in self.slots:
                 self._refund(slot)
@@ -204,12 +211,11 @@ class Residency:
     def restored(self, worker: str, generation: int) -> None:
         """The replacement is up and its model is loaded: *generation* is the new one."""
         found = self.workers[worker]
-        assert found.reviving and generation > found.generation, "restored without a Revive"
-        found.generation = generation
-        found.recovering = found.restarting = found.down = found.reviving = False
+        assert found.phase is Phase.STARTING and generation > found.generation, "restored without a Revive"
+        found.generation, found.phase = generation, Phase.UP
         for slot in self._of(worker):
             slot.generation, slot.state = generation, State.RESIDENT
-            self._touch(slot)
+            slot.last_used = next(self._ticks)
         self._pump()
 
     def revive_failed(self, worker: str, generation: int) -> None:
@@ -218,9 +224,9 @@ class Residency:
         The next :meth:`request` on it tries again.
         """
         found = self.workers[worker]
-        if found.generation != generation or not found.reviving:
+        if found.generation != generation or found.phase is not Phase.STARTING:
             return
-        found.reviving = False
+        found.phase = Phase.DOWN
         for slot in self._of(worker):
             del self.slots[slot.id]
         for ticket in [t for t in self.tickets.values() if t.key.worker == worker and t.slot is None]:
@@ -231,7 +237,7 @@ class Residency:
         """The exit could not be confirmed in time: everything stays charged, the lane stays shut."""
         found = self.workers[worker]
         if found.generation == generation:
-            found.recovering = found.closed = True
+            found.closed = True
             self._pump()
 
     def expire(self, now: float) -> None:
@@ -239,14 +245,14 @@ class Residency:
         for ticket in [t for t in self.tickets.values() if t.slot is None and now >= t.expires]:
             self._refuse(ticket, Refusal.EXHAUSTED)
         for name, worker in self.workers.items():
-            if worker.recovering and not worker.restarting and now >= worker.drain_until:
+            if worker.phase is Phase.DRAINING and now >= worker.drain_until:
                 self._restart(name)
         self._pump()
 
     def next_expiry(self) -> float | None:
         """Return when :meth:`expire` has something to do, None for never."""
         times = [ticket.expires for ticket in self.tickets.values() if ticket.slot is None]
-        times += [w.drain_until for w in self.workers.values() if w.recovering and not w.restarting]
+        times += [worker.drain_until for worker in self.workers.values() if worker.phase is Phase.DRAINING]
         return min(times, default=None)
 
     # --- views -------------------------------------------------------------------------------------------------------
@@ -259,33 +265,35 @@ class Residency:
     def busy(self, worker: str) -> bool:
         """True while a lease, a request that waits, an exchange for one or a start of *worker* is under way."""
         return (
-            self.workers[worker].reviving
+            self.workers[worker].phase is Phase.STARTING
             or any(ticket.key.worker == worker for ticket in self.tickets.values())
             or self._exchanging(worker)
         )
 
     def resident(self, worker: str) -> set[Key]:
         """Return the functions of *worker* that may be leased at once."""
-        if self.workers[worker].recovering:
-            return set()
-        return {slot.key for slot in self._of(worker) if slot.state is State.RESIDENT}
+        return {slot.key for slot in self._of(worker) if slot.state is State.RESIDENT and self._up(slot)}
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Serve tickets in arrival order, as far as budget and leases allow.
+        """End workers that have drained, then serve tickets in arrival order, as far as budget and leases allow.
 
         Only the first ticket that needs budget may reserve or evict (strict FIFO). A ticket whose function is resident
         leases at once, one whose function is being admitted joins; but while that first ticket waits for somebody's
         lease to end, those behind it wait too: short leases that follow each other could starve it for ever.
         """
+        for name, worker in self.workers.items():
+            leased = any(slot.leases for slot in self._of(name))
+            if worker.phase is Phase.DRAINING and not leased and not self._exchanging(name):
+                self._restart(name)
         blocked, starved = self._revive()
         for ticket in [t for t in self.tickets.values() if t.slot is None]:
             worker = self.workers[ticket.key.worker]
             if worker.closed:
                 self._refuse(ticket, Refusal.CLOSED)
                 continue
-            if worker.recovering:
+            if worker.phase is not Phase.UP:
                 continue
             slot = self._slot(ticket.key)
             if slot is not None and slot.state is State.RESIDENT:
@@ -308,13 +316,13 @@ class Residency:
         """
         waited_for = {ticket.key.worker for ticket in self.tickets.values() if ticket.slot is None}
         for name, worker in self.workers.items():
-            if not worker.down or worker.reviving or worker.closed or name not in waited_for:
+            if worker.phase is not Phase.DOWN or worker.closed or name not in waited_for:
                 continue
             key = Key(name, "shape", worker.model.smallest)
             if not self._fits(key):
                 return True, not self._make_room(key)
             self._reserve(key).in_flight = False
-            worker.reviving = True
+            worker.phase = Phase.STARTING
             self._actions.append(Revive(name, worker.generation))
         return False, False
 
@@ -333,7 +341,7 @@ class Residency:
         return self.limits.fits(key.worker, self.workers[key.worker].model, kept)
 
     def _eligible(self, slot: Slot, key: Key | None) -> bool:
-        if slot.state is not State.RESIDENT or self.workers[slot.key.worker].recovering:
+        if slot.state is not State.RESIDENT or not self._up(slot):
             return False
         if key is None:
             return True
@@ -353,8 +361,7 @@ class Residency:
 
     def _reserve(self, key: Key) -> Slot:
         worker = self.workers[key.worker]
-        self._ids += 1
-        slot = Slot(self._ids, key, worker.generation, worker.model.layers, worker.model.nbytes)
+        slot = Slot(next(self._ids), key, worker.generation, worker.model.layers, worker.model.nbytes)
         self.slots[slot.id] = slot
         return slot
 
@@ -368,11 +375,11 @@ class Residency:
         del self.slots[slot.id]
         for waiting in self._waiting_for(slot):
             waiting.waits_for = None
-            if self.workers[waiting.key.worker].recovering or not self._waited_for(waiting.key):
-                del self.slots[waiting.id]
-            else:
+            if self._up(waiting) and self._waited_for(waiting.key):
                 waiting.in_flight = True
                 self._actions.append(Admit(waiting.id, waiting.key, waiting.generation))
+            else:
+                del self.slots[waiting.id]
 
     def _fail(self, slot: Slot) -> None:
         """Nothing is known of a slot any more; it stays charged."""
@@ -389,7 +396,7 @@ class Residency:
     def _grant(self, ticket: Ticket, slot: Slot) -> None:
         ticket.slot = slot.id
         slot.leases += 1
-        self._touch(slot)
+        slot.last_used = next(self._ticks)
         self._actions.append(Granted(ticket.id))
 
     def _refuse(self, ticket: Ticket, why: Refusal, slot: int | None = None) -> None:
@@ -401,18 +408,10 @@ class Residency:
             self._refuse(ticket, why, slot.id)
 
     def _recover(self, worker: str, now: float) -> None:
+        """Let a worker that is up drain; it is restarted by the next :meth:`_pump` that finds it idle."""
         found = self.workers[worker]
-        if not found.recovering:
-            found.recovering = True
-            found.drain_until = now + DRAIN_S
-        self._drained(worker)
-
-    def _drained(self, worker: str) -> None:
-        """Restart a recovering worker once nothing of it is leased or on the wire."""
-        found = self.workers[worker]
-        busy = self._exchanging(worker) or any(slot.leases for slot in self._of(worker))
-        if found.recovering and not found.restarting and not busy:
-            self._restart(worker)
+        if found.phase is Phase.UP:
+            found.phase, found.drain_until = Phase.DRAINING, now + DRAIN_S
 
     def _exchanging(self, worker: str) -> bool:
         """True while an exchange about a function is on the wire, other than the admission of a mere guess."""
@@ -426,7 +425,7 @@ class Residency:
 
     def _restart(self, worker: str) -> None:
         found = self.workers[worker]
-        found.restarting = True
+        found.phase = Phase.STOPPING
         self._actions.append(Restart(worker, found.generation))
 
     def _current(self, slot: int, generation: int, state: State) -> Slot | None:
@@ -435,9 +434,8 @@ class Residency:
         current = found is not None and found.generation == generation and found.state is state and found.in_flight
         return found if current else None
 
-    def _touch(self, slot: Slot) -> None:
-        self._tick += 1
-        slot.last_used = self._tick
+    def _up(self, slot: Slot) -> bool:
+        return self.workers[slot.key.worker].phase is Phase.UP
 
     def _slot(self, key: Key) -> Slot | None:
         return next((slot for slot in self.slots.values() if slot.key == key), None)

@@ -26,7 +26,7 @@ from engines.protocol.messages import (
     Vectors,
 )
 from synapse_host.errors import WORKER_ERRORS, EngineCrashed, SynapseError
-from synapse_host.residency.plan import Costs, Part, buckets, charge, packed_widths, parts
+from synapse_host.residency.plan import Costs, buckets, charge, packed_widths, parts
 from synapse_host.residency.shell import ResidencyShell, Withdrawn
 from synapse_host.residency.types import Key, Limits
 from synapse_host.supervision.supervisor import Build, Outcome, Supervisor
@@ -38,13 +38,181 @@ if TYPE_CHECKING:
 Kind = Literal["shape", "packed"]
 
 
-class AneLane:
-    """One lane's exchanges for :class:`~synapse_host.residency.shell.ResidencyShell`."""
+def _subset(request: AnyRequest, payload: Any, rows: Sequence[int]) -> tuple[AnyRequest, memoryview]:
+    """Return the request for some of its rows, and their ids out of the whole payload (int32)."""
+    view = memoryview(payload).cast("B")
+    lengths = _lengths(request)
+    starts = [0, *accumulate(lengths)]
+    part = b"".join(view[4 * starts[row] : 4 * starts[row + 1]] for row in rows)
+    if isinstance(request, EmbedBatch):
+        return msgspec.structs.replace(request, items=[request.items[row] for row in rows]), memoryview(part)
+    assert isinstance(request, RerankSequences)
+    return msgspec.structs.replace(request, sequences=[request.sequences[row] for row in rows]), memoryview(part)
 
-    def __init__(self, supervisor: Supervisor) -> None:
+
+def _lengths(request: AnyRequest) -> list[int]:
+    if isinstance(request, EmbedBatch):
+        return [item.n_tokens for item in request.items]
+    return [segment.n_tokens for segment in request.sequences] if isinstance(request, RerankSequences) else []
+
+
+class RungedLane:
+    """One Neural Engine lane: serves EMBED_BATCH and RERANK_SEQUENCES part by part, with Supervisor's ``submit``.
+
+    Rows come back in request order, whatever functions they ran on. *costs* tells what this machine's certificate
+    measured when the worker started, None for an artifact that can't pack; with them packed passes are used where they
+    are cheaper and their function is resident. One that would be cheaper and isn't resident is admitted in the
+    background, behind the request that would have liked it.
+
+    For :class:`~synapse_host.residency.shell.ResidencyShell` it is the lane that carries out what the core decides
+    (``admit``, ``evict``, ``stop``, ``start``).
+    """
+
+    def __init__(
+        self,
+        shell: ResidencyShell,
+        supervisor: Supervisor,
+        ladder: tuple[int, ...],
+        costs: Callable[[], Costs | None] | None,
+    ) -> None:
         self.supervisor = supervisor
-        self.probe: Build | None = None
+        self._shell = shell
+        self._lane = supervisor.spec.lane_id
+        self._ladder = ladder
+        self._costs = costs
+        self._probe: Build | None = None
         """The request that the next start has to serve, on a lane that is being probed."""
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def submit(self, build: Build, *, deadline: float | None = None, stage: str) -> Outcome:
+        """Run one request as one exchange for each part it needs; the reply describes all rows.
+
+        *deadline* is absolute loop time: after it nothing is written any more, the caller gets ``shape_compiling`` or
+        ``deadline_exceeded``, and what is on the wire is drained without it.
+        """
+        request, payload = build("parts", "parts")
+        lengths = _lengths(request)
+        packs = isinstance(request, EmbedBatch) and len(lengths) > 1 and self._costs is not None
+        resident = self._shell.core.resident(self._lane) if packs else ()
+        widths = tuple(key.tokens for key in resident if key.kind == "packed")
+        try:
+            outcome = await self._run(build, payload, lengths, widths, deadline, stage)
+        except WORKER_ERRORS[ErrorCode.UNSUPPORTED_PACKED_WIDTH]:
+            if not widths:
+                raise
+            # The worker was replaced meanwhile, and what certified its predecessor's widths holds no more.
+            outcome = await self._run(build, payload, lengths, (), deadline, stage)
+        if packs:
+            self._prefetch(lengths)
+        return outcome
+
+    async def submit_packed(self, width: int, build: Build, *, deadline: float | None = None, stage: str) -> Outcome:
+        """Run one EMBED_BATCH through one packed width, whatever it costs: qualification does that.
+
+        Raises ``unsupported_packed_width`` before anything is sent where the worker doesn't advertise the width.
+        """
+        if self.supervisor.advertised is None:
+            await self._start(deadline)  # a worker that isn't up is brought up to say
+        if width not in (self.supervisor.advertised or ()):
+            raise unqualified(self._lane, width)
+        return await self._serve("packed", width, build, deadline, stage)
+
+    async def load(self, deadline: float | None = None) -> None:
+        """Start the worker and load the model, its smallest bucket charged first; clears quarantine and refusal."""
+        self.supervisor.reopen()
+        await self._start(deadline)
+
+    async def probe(self, build: Build, *, deadline: float | None = None) -> None:
+        """Prove a shut lane: what runs drains, the worker goes, a fresh one loads and serves *build*."""
+        self._shell.park(self._lane)
+        self._probe = build
+        try:
+            await self._start(deadline)
+        finally:
+            self._probe = None
+
+    async def unload(self) -> None:
+        """Unload the model and take the worker down: every function it held goes with it. ModelInUse while in use."""
+        with self.supervisor.counters.call("unload"):
+            if self._shell.core.busy(self._lane):
+                raise refusals.in_use(self.supervisor.spec, self._shell.waiting(self._lane))
+            self.supervisor.clear()
+            # From here on nobody gets a lease; who asks meanwhile waits for the next worker.
+            await self._shell.parked(self._lane)
+
+    async def _start(self, deadline: float | None) -> None:
+        """Bring a worker up, if none is, for its smallest bucket."""
+        (await self._shell.lease(Key(self._lane, "shape", self._ladder[0]), deadline=deadline)).release()
+
+    async def _run(
+        self,
+        build: Build,
+        payload: Any,
+        lengths: Sequence[int],
+        widths: tuple[int, ...],
+        deadline: float | None,
+        stage: str,
+    ) -> Outcome:
+        """Run a request's parts one after the other; these packed *widths* serve rows where that is cheaper."""
+        import numpy as np
+
+        plan = parts(lengths, self._ladder, costs=self._costs() if widths and self._costs else None, widths=widths)
+        if len(plan) == 1:
+            return await self._serve(plan[0].kind, plan[0].tokens, build, deadline, stage)
+        merged: Any = None
+        reply: Any = None
+        for one in plan:
+
+            def part(req_id: str, model_ref: str, rows: Sequence[int] = one.rows) -> tuple[AnyRequest, Any]:
+                return _subset(build(req_id, model_ref)[0], payload, rows)
+
+            reply, raw = await self._serve(one.kind, one.tokens, part, deadline, stage)
+            if merged is None:
+                merged = np.empty((len(lengths), len(raw) // len(one.rows)), np.float32)
+            merged[list(one.rows)] = np.asarray(raw).reshape(len(one.rows), -1)
+        if isinstance(reply, Vectors):
+            reply = msgspec.structs.replace(reply, n=len(lengths))
+        return reply, merged.reshape(-1)
+
+    async def _serve(self, kind: Kind, tokens: int, build: Build, deadline: float | None, stage: str) -> Outcome:
+        """Run one exchange through one function under one lease; all its rows run there."""
+        shell, supervisor = self._shell, self.supervisor
+        lease = await shell.lease(Key(self._lane, kind, tokens), deadline=deadline)
+        held = shell.generation(self._lane)
+
+        def request(req_id: str, model_ref: str) -> tuple[AnyRequest, Any]:
+            made, payload = build(req_id, model_ref)
+            if kind == "packed":
+                assert isinstance(made, EmbedBatch)
+                if tokens not in (supervisor.advertised or ()):
+                    raise unqualified(self._lane, tokens)
+                made = msgspec.structs.replace(made, packed_width=tokens)
+            return made, payload
+
+        try:
+            return await supervisor.submit(
+                request, deadline=deadline, stage=stage, generation=supervisor.generation, lease=lease
+            )
+        except SynapseError as exc:
+            # A function that should be there and isn't: the books are wrong, so they are closed with the process.
+            if isinstance(exc, EngineCrashed) or exc.code == ErrorCode.SHAPE_NOT_ADMITTED:
+                shell.fault(self._lane, held)
+            raise
+        finally:
+            if not lease.taken:
+                lease.release()
+
+    def _prefetch(self, lengths: Sequence[int]) -> None:
+        """Admit the packed width that rows of these lengths would best have run on, for the next ones like them."""
+        advertised = self.supervisor.advertised or ()
+        possible = {width for width in advertised if self._shell.core.guessable(Key(self._lane, "packed", width))}
+        if possible and self._costs is not None:
+            for part in parts(lengths, self._ladder, costs=self._costs(), widths=advertised):
+                if part.kind == "packed" and part.tokens in possible:
+                    self._shell.prefetch(Key(self._lane, "packed", part.tokens))
+
+    # --- what the core decides ---------------------------------------------------------------------------------------
 
     async def admit(self, key: Key, wanted: Callable[[], bool]) -> None:
         """ANE_ADMIT_SHAPE or ANE_ADMIT_PACKED. Compilation takes no execution permit."""
@@ -60,7 +228,7 @@ class AneLane:
 
     async def start(self) -> None:
         """Bring a worker up with its model loaded, as any request does: a quarantined or refused lane says so."""
-        probe, self.probe = self.probe, None
+        probe, self._probe = self._probe, None
         if probe is not None:
             await self.supervisor.probe(probe)
         else:
@@ -82,173 +250,7 @@ class AneLane:
                 return shape(req_id=req_id, model_ref=model_ref, shape=key.tokens), None
             return packed(req_id=req_id, model_ref=model_ref, width=key.tokens), None
 
-        supervisor = self.supervisor
-        await supervisor.submit(build, stage=f"{stage}_{key.kind}", generation=supervisor.generation)
-
-
-def _subset(request: AnyRequest, payload: Any, rows: Sequence[int]) -> tuple[AnyRequest, memoryview]:
-    """Return the request for some of its rows, and their ids out of the whole payload (int32)."""
-    view = memoryview(payload).cast("B")
-    lengths = _lengths(request)
-    starts = [0, *accumulate(lengths)]
-    part = b"".join(view[4 * starts[row] : 4 * starts[row + 1]] for row in rows)
-    if isinstance(request, EmbedBatch):
-        return msgspec.structs.replace(request, items=[request.items[row] for row in rows]), memoryview(part)
-    assert isinstance(request, RerankSequences)
-    return msgspec.structs.replace(request, sequences=[request.sequences[row] for row in rows]), memoryview(part)
-
-
-def _lengths(request: AnyRequest) -> list[int]:
-    if isinstance(request, EmbedBatch):
-        return [item.n_tokens for item in request.items]
-    return [segment.n_tokens for segment in request.sequences] if isinstance(request, RerankSequences) else []
-
-
-def _packed(build: Build, width: int) -> Build:
-    def packed(req_id: str, model_ref: str) -> tuple[AnyRequest, Any]:
-        request, payload = build(req_id, model_ref)
-        assert isinstance(request, EmbedBatch)
-        return msgspec.structs.replace(request, packed_width=width), payload
-
-    return packed
-
-
-class RungedLane:
-    """Serves a lane's EMBED_BATCH and RERANK_SEQUENCES part by part, with Supervisor's ``submit``.
-
-    Rows come back in request order, whatever functions they ran on. *costs* tells what this machine's certificate
-    measured when the worker started, None for an artifact that can't pack; with them packed passes are used where they
-    are cheaper and their function is resident. One that would be cheaper and isn't resident is admitted in the
-    background, behind the request that would have liked it.
-    """
-
-    def __init__(
-        self, fleet: AneFleet, exchanges: AneLane, ladder: tuple[int, ...], costs: Callable[[], Costs | None] | None
-    ) -> None:
-        self._fleet = fleet
-        self._exchanges = exchanges
-        self.supervisor = exchanges.supervisor
-        self._lane = exchanges.supervisor.spec.lane_id
-        self._ladder = ladder
-        self._costs = costs
-
-    async def submit(self, build: Build, *, deadline: float | None = None, stage: str) -> Outcome:
-        """Run one request as one exchange for each part it needs; the reply describes all rows."""
-        request, payload = build("parts", "parts")
-        lengths = _lengths(request)
-        packs = isinstance(request, EmbedBatch) and len(lengths) > 1 and self._costs is not None
-        resident = [key.tokens for key in self._fleet.shell.resident(self._lane) if packs and key.kind == "packed"]
-        try:
-            outcome = await self._planned(build, payload, lengths, tuple(resident), deadline, stage)
-        except WORKER_ERRORS[ErrorCode.UNSUPPORTED_PACKED_WIDTH]:
-            if not resident:
-                raise
-            # The worker was replaced meanwhile, and what certified its predecessor's widths holds no more.
-            outcome = await self._planned(build, payload, lengths, (), deadline, stage)
-        if packs:
-            self._prefetch(lengths)
-        return outcome
-
-    async def _planned(
-        self,
-        build: Build,
-        payload: Any,
-        lengths: Sequence[int],
-        widths: tuple[int, ...],
-        deadline: float | None,
-        stage: str,
-    ) -> Outcome:
-        """Run a request part by part; it packs with these widths where that is cheaper."""
-        plan = parts(lengths, self._ladder, costs=self._measured() if widths else None, widths=widths)
-        if len(plan) == 1:
-            return await self._serve(plan[0].kind, plan[0].tokens, build, deadline, stage)
-        return await self._merged(plan, lengths, payload, build, deadline, stage)
-
-    def _measured(self) -> Costs | None:
-        return None if self._costs is None else self._costs()
-
-    def _prefetch(self, lengths: Sequence[int]) -> None:
-        """Admit the packed width that rows of these lengths would best have run on, for the next ones like them."""
-        shell, advertised = self._fleet.shell, self.supervisor.advertised or ()
-        possible = [width for width in advertised if shell.guessable(Key(self._lane, "packed", width))]
-        if possible:
-            for part in parts(lengths, self._ladder, costs=self._measured(), widths=advertised):
-                if part.kind == "packed" and part.tokens in possible:
-                    shell.prefetch(Key(self._lane, "packed", part.tokens))
-
-    async def _merged(
-        self,
-        plan: Sequence[Part],
-        lengths: Sequence[int],
-        payload: Any,
-        build: Build,
-        deadline: float | None,
-        stage: str,
-    ) -> Outcome:
-        """Run a plan of several parts, one after the other, and put their rows together again."""
-        import numpy as np
-
-        merged: Any = None
-        reply: Any = None
-        for one in plan:
-
-            def part(req_id: str, model_ref: str, rows: Sequence[int] = one.rows) -> tuple[AnyRequest, Any]:
-                return _subset(build(req_id, model_ref)[0], payload, rows)
-
-            reply, raw = await self._serve(one.kind, one.tokens, part, deadline, stage)
-            if merged is None:
-                merged = np.empty((len(lengths), len(raw) // len(one.rows)), np.float32)
-            merged[list(one.rows)] = np.asarray(raw).reshape(len(one.rows), -1)
-        if isinstance(reply, Vectors):
-            reply = msgspec.structs.replace(reply, n=len(lengths))
-        return reply, merged.reshape(-1)
-
-    async def submit_packed(self, width: int, build: Build, *, deadline: float | None = None, stage: str) -> Outcome:
-        """Run one EMBED_BATCH through one packed width, whatever it costs: qualification does that.
-
-        Raises ``unsupported_packed_width`` before anything is sent where the worker doesn't advertise the width.
-        """
-        if width not in await self._widths(deadline):
-            raise unqualified(self._lane, width)
-        return await self._serve("packed", width, build, deadline, stage)
-
-    async def load(self, deadline: float | None = None) -> None:
-        """Start the worker and load the model, its smallest bucket charged first; clears quarantine and refusal."""
-        self.supervisor.reopen()
-        await self._start(deadline)
-
-    async def probe(self, build: Build, *, deadline: float | None = None) -> None:
-        """Prove a shut lane: what runs drains, the worker goes, a fresh one loads and serves *build*."""
-        self._fleet.shell.park(self._lane)
-        self._exchanges.probe = build
-        try:
-            await self._start(deadline)
-        finally:
-            self._exchanges.probe = None
-
-    async def unload(self) -> None:
-        """Unload the model and take the worker down: every function it held goes with it. ModelInUse while in use."""
-        with self.supervisor.counters.call("unload"):
-            if self._fleet.shell.busy(self._lane):
-                raise refusals.in_use(self.supervisor.spec, self._fleet.shell.waiting(self._lane))
-            self.supervisor.clear()
-            # From here on nobody gets a lease; who asks meanwhile waits for the next worker.
-            await self._fleet.shell.parked(self._lane)
-
-    async def _start(self, deadline: float | None) -> None:
-        """Bring a worker up, if none is, for its smallest bucket."""
-        (await self._fleet.shell.lease(Key(self._lane, "shape", self._ladder[0]), deadline=deadline)).release()
-
-    async def _widths(self, deadline: float | None) -> tuple[int, ...]:
-        """Return the packed widths that the worker advertises; one that isn't up is brought up to say."""
-        if self.supervisor.advertised is None:
-            await self._start(deadline)
-        return self.supervisor.advertised or ()
-
-    async def _serve(self, kind: Kind, tokens: int, build: Build, deadline: float | None, stage: str) -> Outcome:
-        if kind == "packed":
-            build = _packed(build, tokens)
-        return await self._fleet.serve(self._lane, tokens, build, kind=kind, deadline=deadline, stage=stage)
+        await self.supervisor.submit(build, stage=f"{stage}_{key.kind}", generation=self.supervisor.generation)
 
 
 def unqualified(lane_id: str, width: int) -> SynapseError:
@@ -263,7 +265,7 @@ class AneFleet:
     """All Neural Engine lanes of a host: one budget. Use it from one event loop."""
 
     def __init__(self, limits: Limits | None = None) -> None:
-        self._supervisors: dict[str, Supervisor] = {}
+        self._supervisors: list[Supervisor] = []
         self.shell = ResidencyShell(limits)
 
     def add(
@@ -279,52 +281,16 @@ class AneFleet:
         BundleInvalid for an artifact that can't be charged. *costs* tells what was measured on this machine when its
         worker started; without, nothing is packed.
         """
-        lane, exchanges = supervisor.spec.lane_id, AneLane(supervisor)
-        self.shell.add(lane, exchanges, charge(artifact, bundle))
-        self._supervisors[lane] = supervisor
+        lane_id, shell = supervisor.spec.lane_id, self.shell
+        lane = RungedLane(shell, supervisor, buckets(artifact), costs if packed_widths(artifact) else None)
+        shell.add(lane_id, lane, charge(artifact, bundle))
+        self._supervisors.append(supervisor)
         # A worker that dies takes its functions with it, also while nobody waits: the books follow at once.
-        supervisor.lost = lambda: self.shell.fault(lane, self.shell.generation(lane))
-        return RungedLane(self, exchanges, buckets(artifact), costs if packed_widths(artifact) else None)
-
-    async def serve(
-        self,
-        lane: str,
-        tokens: int,
-        build: Build,
-        *,
-        kind: Kind = "shape",
-        deadline: float | None = None,
-        stage: str = "embed",
-    ) -> Outcome:
-        """Run one serving exchange through one function; all its rows run there.
-
-        *deadline* is absolute loop time: after it nothing is written any more, the caller gets ``shape_compiling`` or
-        ``deadline_exceeded``, and what is on the wire is drained without it.
-        """
-        key, supervisor = Key(lane, kind, tokens), self._supervisors[lane]
-        lease = await self.shell.lease(key, deadline=deadline)
-        held = self.shell.generation(lane)
-
-        def advertised(req_id: str, model_ref: str) -> tuple[AnyRequest, Any]:
-            if kind == "packed" and tokens not in (supervisor.advertised or ()):
-                raise unqualified(lane, tokens)
-            return build(req_id, model_ref)
-
-        try:
-            return await supervisor.submit(
-                advertised, deadline=deadline, stage=stage, generation=supervisor.generation, lease=lease
-            )
-        except SynapseError as exc:
-            # A function that should be there and isn't: the books are wrong, so they are closed with the process.
-            if isinstance(exc, EngineCrashed) or exc.code == ErrorCode.SHAPE_NOT_ADMITTED:
-                self.shell.fault(lane, held)
-            raise
-        finally:
-            if not lease.taken:
-                lease.release()
+        supervisor.lost = lambda: shell.fault(lane_id, shell.generation(lane_id))
+        return lane
 
     async def aclose(self) -> None:
         """Stop leasing and let what runs be drained by its supervisors."""
-        for supervisor in self._supervisors.values():
+        for supervisor in self._supervisors:
             supervisor.lost = None
         await self.shell.aclose()

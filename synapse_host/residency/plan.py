@@ -17,7 +17,7 @@ from synapse_host.errors import BundleInvalid, SequenceTooLong
 from synapse_host.residency.types import Model
 
 if TYPE_CHECKING:
-    from engines.bundle.manifest import Artifact, Bundle
+    from engines.bundle.manifest import Artifact, Bundle, Function
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +85,24 @@ def _windows(passes: Iterable[tight.Pass]) -> Iterator[tuple[int, ...]]:
 # --- what the manifest says ------------------------------------------------------------------------------------------
 
 
+def _functions(artifact: Artifact) -> Sequence[Function]:
+    return artifact.functions if artifact.functions is not UNSET else ()
+
+
 def buckets(artifact: Artifact) -> tuple[int, ...]:
     """Return an artifact's buckets in tokens, ascending."""
-    functions = artifact.functions if artifact.functions is not UNSET else []
-    return tuple(sorted(function.bucket for function in functions if function.bucket is not UNSET))
+    return tuple(sorted(one.bucket for one in _functions(artifact) if one.bucket is not UNSET))
 
 
 def packed_widths(artifact: Artifact) -> tuple[int, ...]:
     """Return an artifact's packed widths in tokens, ascending."""
-    functions = artifact.functions if artifact.functions is not UNSET else []
-    return tuple(sorted(function.packed_width for function in functions if function.packed_width is not UNSET))
+    return tuple(sorted(one.packed_width for one in _functions(artifact) if one.packed_width is not UNSET))
 
 
 def costs(artifact: Artifact, by_name: Mapping[str, float]) -> Costs:
     """Return measured times by function name as times by tokens."""
     single, packed = {}, {}
-    for function in artifact.functions if artifact.functions is not UNSET else []:
+    for function in _functions(artifact):
         ms = by_name.get(function.name, 0.0)
         if ms > 0 and function.bucket is not UNSET:
             single[function.bucket] = ms
@@ -129,6 +131,6 @@ def charge(artifact: Artifact, bundle: Bundle | None = None) -> Model:
             details={"path": artifact.path},
         )
     nbytes = artifact.bytes if artifact.bytes is not UNSET else 0
-    if not artifact.path.endswith(".mlpackage") and artifact.functions is not UNSET:
-        nbytes = -(-nbytes // len(artifact.functions))
+    if not artifact.path.endswith(".mlpackage"):
+        nbytes = -(-nbytes // len(_functions(artifact)))
     return Model(layers=layers, nbytes=nbytes, smallest=rungs[0])

@@ -117,10 +117,6 @@ class ResidencyShell:
         self.core.release(ticket)
         self._act()
 
-    def guessable(self, key: Key) -> bool:
-        """Whether :meth:`prefetch` would do something."""
-        return not self._closing and self.core.guessable(key)
-
     def prefetch(self, key: Key) -> None:
         """Admit *key* in the background, where there is room for a guess; the next request may find it resident."""
         if not self._closing:
@@ -145,17 +141,9 @@ class ResidencyShell:
         if self.core.workers[worker].closed:
             raise self._refusal(Refusal.CLOSED, None, Key(worker, "shape", self.core.workers[worker].model.smallest))
 
-    def busy(self, worker: str) -> bool:
-        """True while something of *worker* is leased, waited for or on the wire."""
-        return self.core.busy(worker)
-
     def waiting(self, worker: str) -> int:
         """Return how many requests wait for a lease on *worker*."""
         return sum(ticket.slot is None and ticket.key.worker == worker for ticket in self.core.tickets.values())
-
-    def resident(self, worker: str) -> set[Key]:
-        """Return the functions of *worker* that may be leased at once."""
-        return self.core.resident(worker)
 
     def generation(self, worker: str) -> int:
         """Return the generation that a fault has to name."""

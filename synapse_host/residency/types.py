@@ -41,7 +41,7 @@ class Limits:
 
 
 class State(Enum):
-    """Where a slot stands; it is charged in every one of these."""
+    """The state of a slot; it is charged in every one of these."""
 
     ADMITTING = "admitting"
     RESIDENT = "resident"
@@ -134,7 +134,7 @@ class Slot:
     sent: bool = False
     """Its admission was put on the wire."""
     background: bool = False
-    """It was admitted for nobody, in case it will be needed."""
+    """It was admitted before anybody asked for it, in case it will be needed."""
     waits_for: int | None = None
     """The victim whose eviction this admission waits for, after the worker said that it is out of resources."""
 
@@ -148,20 +148,27 @@ class Model:
     smallest: int
 
 
+class Phase(Enum):
+    """Where a worker's process is. Only while UP is anything leased or evicted."""
+
+    DOWN = "down"
+    """No process: the last exit is confirmed, or it never ran."""
+    STARTING = "starting"
+    """Its Revive was issued; the rung that LOAD brings is charged."""
+    UP = "up"
+    DRAINING = "draining"
+    """It is to go once nothing of it is leased or on the wire, at ``drain_until`` in any case."""
+    STOPPING = "stopping"
+    """Its Restart was issued; everything stays charged until the exit is confirmed."""
+
+
 @dataclass(slots=True)
 class Worker:
-    """One worker process."""
+    """One lane's worker; ``generation`` counts its processes."""
 
     model: Model
     generation: int = 0
-    recovering: bool = True
-    """No new leases and no evictions: it is draining, down or coming up."""
-    restarting: bool = True
-    """Its Restart was issued, or it is down."""
-    down: bool = True
-    """No process: the last exit is confirmed, or it never ran."""
-    reviving: bool = False
-    """Its Revive was issued."""
+    phase: Phase = Phase.DOWN
     drain_until: float = 0.0
     closed: bool = False
     """Its exit can't be confirmed: no new leases, ever."""

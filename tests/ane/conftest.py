@@ -6,22 +6,18 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
-from msgspec import UNSET
 
-from engines.ane.build.convert import build
 from engines.ane.engine import AneEngine
 from engines.ane.model import AneModel
 from engines.ane.signature import Key
-from engines.bundle import manifest
-from engines.bundle.manifest import Artifact, Bundle
+from engines.bundle.manifest import Bundle
 from engines.checkpoint.read import Checkpoint
 from engines.protocol.messages import Load
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import ProgressReporter, silent
 from tests.ane.recipes import RECIPES
-from tests.support.ane_bundle import packed, shape, write_bundle
+from tests.support.ane_bundle import packed, prepared, shape, write_bundle
 from tests.support.ane_worker import ReferenceEngine
 
 Bundles = Callable[[str], Bundle]
@@ -82,14 +78,8 @@ def bundles(
 
 def load_request(bundle: Bundle, **config: str) -> Load:
     """Return LOAD of a bundle's only Core ML artifact."""
-    artifact = bundle.manifest.artifacts[0]
-    return Load(
-        req_id="load",
-        artifact_path=str(bundle.path(artifact.path)),
-        artifact_digest=artifact.digest,
-        format="mlpackage",
-        runtime_config=config,
-    )
+    path, digest = prepared(bundle)
+    return Load("load", str(path), digest, "mlmodelc", config)
 
 
 @pytest.fixture
@@ -115,39 +105,3 @@ def load(bundles: Bundles) -> Iterator[Callable[..., AneModel]]:
     yield call
     for model in models:
         model.close()
-
-
-def _real(name: str, keys: list[Key], tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Build Core ML functions from a default bundle's fp32 package; skip where the model isn't installed."""
-    from synapse_host.models import catalogue
-
-    found = catalogue.installed().get(name)
-    if found is None:
-        pytest.skip(f"{name} is not installed here: synapse models install {name}")
-    source = manifest.read(found)
-    artifacts = [a for a in source.artifacts("safetensors-package") if a.dtype == "f32"]
-    if not artifacts:
-        pytest.skip(f"{name} has no fp32 package here")
-    checkpoint = Checkpoint.from_package(
-        source.path(artifacts[0].path),
-        config=source.manifest.config,  # type: ignore[arg-type]
-        family=source.manifest.family,
-        task=source.manifest.task,
-    )
-    entry_folder = tmp_path_factory.mktemp(f"ane-{name}") / "bundle"
-    entry_folder.mkdir()
-    entry = build(checkpoint, entry_folder / "model.mlpackage", keys=keys)
-    described = msgspec.structs.replace(source.manifest, artifacts=[msgspec.convert(entry, Artifact)])
-    described = msgspec.structs.replace(described, tokenizer=UNSET, fixtures=UNSET)
-    manifest.write(entry_folder, described)
-    return manifest.read(entry_folder)
-
-
-@pytest.fixture(scope="session")
-def minilm(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return _real("minilm", shape(128) + packed(128), tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def ms_marco(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return _real("ms-marco", shape(128), tmp_path_factory)

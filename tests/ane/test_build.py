@@ -11,14 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engines.ane import inputs
 from engines.ane.build import convert, package
+from engines.ane.inputs import InputRules
 from engines.ane.signature import Key
 from engines.bundle import manifest
 from engines.bundle.digest import tree_digest
 from engines.bundle.manifest import Bundle
 from engines.checkpoint.read import Checkpoint
 from engines.protocol.errors import EngineError
-from tests.support import toy_models
+from tests.support import mil_reference, toy_models
 from tests.support.ane_bundle import packed, shape
 from tests.support.worker_client import ROOT
 
@@ -63,11 +65,9 @@ def test_the_manifest_entry_is_what_lies_on_disk(bundles: Bundles) -> None:
     assert manifest.read(bundle.root).digest == bundle.digest
 
 
-@pytest.mark.parametrize("name", ["bert", "cross", "modernbert", "modernbert-rerank", "qwen3"])
-def test_functions_share_their_weights(name: str, bundles: Bundles, checkpoints: Checkpoints) -> None:
-    bundle = bundles(name)
-    weights = bundle.root / "model.mlpackage" / "Data" / "com.apple.CoreML" / "weights" / "weight.bin"
-    checkpoint = checkpoints(name)
+def test_functions_share_their_weights(bundles: Bundles, checkpoints: Checkpoints) -> None:
+    root, checkpoint = bundles("modernbert").root, checkpoints("modernbert")
+    weights = root / "model.mlpackage" / "Data" / "com.apple.CoreML" / "weights" / "weight.bin"
     parameters = sum(int(np.prod(checkpoint.shape(tensor))) for tensor in checkpoint.tensors)
     # fp16 once, with room for the rotary tables and the position table's cuts; not once a function (3 or 4 of them).
     assert weights.stat().st_size < 2 * parameters * 2
@@ -86,18 +86,25 @@ def test_metadata_and_versions(bundles: Bundles) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "cross", "modernbert", "qwen3"])
-def test_no_constant_is_infinite_and_masks_are_minus_10_000(name: str, bundles: Bundles) -> None:
-    from tests.support import mil_reference
-
+def test_what_is_added_to_a_bucket_s_scores_is_0_or_at_most_minus_10_000(
+    name: str, bundles: Bundles, checkpoints: Checkpoints
+) -> None:
+    """Padding, later tokens of a causal model, and tokens beyond a local layer's window; never an infinity."""
     function = mil_reference.load(bundles(name).root / "model.mlpackage", "s64")
-    lowest = 0.0
-    for operation in function.operations:
-        if operation.op_type == "const":
-            value = operation.outputs[0].val
-            if isinstance(value, np.ndarray) and value.dtype == np.float16:
-                assert np.isfinite(value).all()
-                lowest = min(lowest, float(value.min()))
-    assert lowest in (0.0, -10_000.0) or lowest > -100
+    rules = InputRules.of(checkpoints(name).family, checkpoints(name).config, token_types=name == "cross", sep_id=3)
+    softmaxes = [operation for operation in function.operations if operation.op_type == "softmax"]
+    found = [softmax.inputs["x"].op.inputs["y"] for softmax in softmaxes]
+    function.outputs = list(dict.fromkeys(found))
+    masks = function.run(inputs.single(np.arange(5, 46, dtype=np.int32), 64, rules))
+    seen = set()
+    for mask in masks.values():
+        table = np.broadcast_to(mask, (1, 1, 64, 64))[0, 0, :41].astype(np.float64)
+        allowed = table == 0
+        assert np.isfinite(table).all() and table[~allowed].max() <= inputs.MASKED
+        seen.add(allowed.tobytes())
+    near = [None] if rules.window is None else [None, rules.window]
+    plain = {(inputs.bias((41,), 64, causal=rules.causal, window=one)[0, 0, :41] == 0).tobytes() for one in near}
+    assert seen == plain
 
 
 def test_a_weight_beyond_fp16_is_refused_at_build_time(tmp_path: Path) -> None:
@@ -122,7 +129,7 @@ def test_a_weight_beyond_fp16_is_refused_at_build_time(tmp_path: Path) -> None:
         ("bert", shape(65), "x.mlpackage", "positions"),
         ("bert", shape(16), "z", "mlpackage"),
         ("cross", shape(16) + packed(32), "x.mlpackage", "embedding models only"),
-        ("llama", shape(16), "x.mlpackage", "encoders only"),
+        ("llama", shape(16), "x.mlpackage", "generate can't be built"),
     ],
 )
 def test_what_cannot_be_built_is_refused(
@@ -152,7 +159,7 @@ def test_wrong_usage_is_exit_2(arguments: list[str], capsys: pytest.CaptureFixtu
 def test_a_missing_checkpoint_is_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert.main(["build", str(tmp_path / "none"), str(tmp_path / "x.mlpackage")]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "none" in err
+    assert out == "" and err.count("\n") == 1 and err.startswith("build: ") and "none" in err
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage", "truncated"])

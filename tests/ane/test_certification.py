@@ -33,6 +33,7 @@ from synapse_host.host import Host
 from synapse_host.placement import assignment
 from synapse_host.placement.matrix import load as load_matrix
 from tests.ane.make_goldens import GOLDENS, rows
+from tests.support.ane_bundle import prepared
 from tests.support.certified import document, grant
 from tests.support.evidence import REFERENCE, placement
 from tests.support.mil_reference import ENGINE
@@ -71,6 +72,7 @@ def toy(bundles: Callable[[str], Bundle], home: Path) -> Bundle:
     )
     reference = FileRef("fixtures.npz", f"sha256:{file_digest(folder / 'fixtures.npz')}")
     manifest.write(folder, msgspec.structs.replace(source.manifest, fixtures=reference, max_tokens=64))
+    prepared(source, home / "cache" / "synapse")
     return manifest.read(folder)
 
 
@@ -122,15 +124,6 @@ async def _one_row(matrix: Path, toy: Bundle, home: Path) -> Any:
     config = HostConfig(data_dir=home / "none")
     async with Host.open(matrix, {"toy": toy.root}, config) as host:
         return await host.embed_ids("toy", [[5, 6, 7]])
-
-
-@pytest.mark.parametrize("key", ["expected_engine", "worker_engine", "name"])
-def test_no_matrix_key_names_the_expected_engine(key: str, matrix: Path, tmp_path: Path) -> None:
-    bent = tmp_path / "matrix.yaml"
-    bent.write_text(matrix.read_text().replace("device: ane", f"device: ane, {key}: {ENGINE}"))
-    with pytest.raises(SynapseError) as refused:
-        load_matrix(bent)
-    assert refused.value.code == "matrix_invalid"
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +219,7 @@ def judge(bundles: Callable[[str], Bundle], home: Path) -> Bundle:
     pairs = rerank_arrays([[5, 6, 7], [8, 9]], [[10 + n, 11, 12, 13] for n in range(6)], [0, 0, 0, 1, 1, 1], [0.0] * 6)
     give_fixtures(folder, "rerank", [None] * 6, pairs)
     manifest.write(folder, msgspec.structs.replace(manifest.read(folder).manifest, max_tokens=64))
+    prepared(source, home / "cache" / "synapse")
     return manifest.read(folder)
 
 
@@ -282,15 +276,3 @@ def test_a_void_certificate_packs_nothing(evidence: Evidence, toy: Bundle, matri
     certificate(evidence, toy, matrix, tmp_path, 1e5, os_build="another build")
     _, health = serve(matrix, toy, tmp_path)
     assert health["packed_widths"] == [] and not health["resident_packed"]
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.usefixtures("evaluator_expected")
-def test_a_function_far_slower_than_certified_is_a_refused_admission(
-    evidence: Evidence, toy: Bundle, matrix: Path, tmp_path: Path
-) -> None:
-    """Core ML may take a model and run it elsewhere: the certificate's times tell (ane.md 4)."""
-    certificate(evidence, toy, matrix, tmp_path, 1e-6)
-    with pytest.raises(SynapseError) as refused:
-        serve(matrix, toy, tmp_path)
-    assert refused.value.code == "invalid_placement" and "certified" in refused.value.message

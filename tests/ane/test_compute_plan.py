@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,7 +16,6 @@ from engines.protocol.errors import EngineError, ErrorCode
 from synapse_host.certificates import document as documents
 from synapse_host.certificates import figures
 from tests.ane.coreml_answers import MilFunction
-from tests.support.coreml_plan import from_coremltools
 
 ANE, CPU, GPU, UNKNOWN = Device.ANE, Device.CPU, Device.GPU, Device.UNKNOWN
 
@@ -69,15 +66,6 @@ def test_the_share_is_upstream_s_and_absent_where_it_cannot_be_told(
     view: PlanView | None, name: str | None, share: float | None
 ) -> None:
     assert compute_plan.share(view, name) == share
-
-
-def test_a_real_operation_without_usage_drops_out_like_a_constant() -> None:
-    assert compute_plan.share(plan(main=(*ops(ane=3, cpu=1), Operation("ios17.matmul", UNKNOWN)))) == 0.75
-
-
-def test_constants_are_not_excluded_by_name() -> None:
-    # If a plan did report a device for a constant, upstream's formula counts it.
-    assert compute_plan.share(plan(main=(Operation("const", CPU), Operation("ios17.conv", ANE)))) == 0.5
 
 
 def function_of(*body: Operation) -> documents.Function:
@@ -266,9 +254,6 @@ def test_an_inventory_covers_each_layer_once_and_its_id_names_everything_that_se
     assert make() == first
 
 
-# --- walkers ---------------------------------------------------------------------------------------------------------
-
-
 def device(kind: str) -> object:
     return type(f"ML{kind}ComputeDevice", (), {})()
 
@@ -279,41 +264,3 @@ def device(kind: str) -> object:
 def test_labels(kind: str, label: Device) -> None:
     assert compute_plan.device_of(device(kind)) is label
     assert compute_plan.device_of(None) is UNKNOWN
-
-
-def test_a_coremltools_plan_is_read_through_its_own_dataclasses() -> None:
-    structure = pytest.importorskip("coremltools").models.compute_plan
-
-    def make(name: str, /, **values: Any) -> Any:
-        """One of its dataclasses; what isn't given (native proxies above all) is None."""
-        kind = getattr(structure, f"MLModelStructure{name}")
-        return kind(**{field.name: values.get(field.name) for field in dataclasses.fields(kind)})
-
-    def operation(name: str, *blocks: Any) -> Any:
-        outputs = [make("ProgramNamedValueType", name=f"{name}.out")]
-        return make("ProgramOperation", operator_name=name, outputs=outputs, blocks=list(blocks))
-
-    inner = make("ProgramBlock", operations=[operation("ios17.mul")])
-    body = [operation("const"), operation("ios17.conv"), operation("ios17.cond", inner)]
-    function = make(
-        "ProgramFunction",
-        inputs=[make("ProgramNamedValueType", name="input_ids")],
-        block=make("ProgramBlock", operations=body),
-    )
-    usage = {"ios17.conv": device("NeuralEngine"), "ios17.cond": device("CPU"), "ios17.mul": device("GPU")}
-    fake = SimpleNamespace(
-        model_structure=SimpleNamespace(
-            neuralnetwork=None, program=make("Program", functions={"main": function}), pipeline=None
-        ),
-        get_compute_device_usage_for_mlprogram_operation=lambda op: (
-            SimpleNamespace(preferred_compute_device=usage[op.operator_name]) if op.operator_name in usage else None
-        ),
-        get_estimated_cost_for_mlprogram_operation=lambda op: (
-            SimpleNamespace(weight=0.5) if op.operator_name in usage else None
-        ),
-    )
-    view = from_coremltools(fake)
-    assert [op.preferred for op in view.functions["main"].walk()] == [UNKNOWN, ANE, CPU, GPU]
-    assert view.functions["main"].inputs == ("input_ids",)
-    assert compute_plan.share(view) == 1 / 3
-    assert msgspec.json.decode(msgspec.json.encode(view), type=PlanView) == view, "a recorded plan is the same plan"

@@ -113,10 +113,7 @@ def test_normalisation_divides_by_the_norm_and_false_skips_it() -> None:
     assert model.finish(rows.copy(), normalize=True).tolist() == [[np.float32(0.6), np.float32(0.8)], [0, 1]]
 
 
-@pytest.mark.parametrize(
-    ("row", "why"), [([np.nan, 1], "row 1 holds"), ([-np.inf, 1], "row 1 holds"), ([0, 0], "row 1 is all zeros")]
-)
-def test_a_row_that_is_not_a_vector_is_refused(row: list[float], why: str) -> None:
-    with pytest.raises(EngineError, match=why) as refused:
-        model.finish(np.array([[1, 2], row], np.float32), normalize=True)
+def test_a_row_of_zeros_is_refused() -> None:
+    with pytest.raises(EngineError, match="1 of 2 rows are all zeros, first 1") as refused:
+        model.finish(np.array([[1, 2], [0, 0]], np.float32), normalize=True)
     assert refused.value.code is ErrorCode.NONFINITE_OUTPUT

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ import pytest
 
 from engines.ane.backend import Source
 from engines.ane.build import prepare as tool
-from engines.ane.build.package import read_spec
-from engines.ane.signature import FunctionSpec
 from engines.bundle import manifest, preparation
 from engines.bundle.digest import tree_digest
 from engines.bundle.manifest import Bundle, BundleError
@@ -24,6 +21,7 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Load
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
+from tests.support.ane_bundle import compiler
 from tests.support.ane_worker import ReferenceEngine
 from tests.support.mil_reference import ReferenceBackend, ReferenceProgram
 
@@ -31,33 +29,16 @@ Bundles = Callable[[str], Bundle]
 
 
 class CompiledBackend(ReferenceBackend):
-    """Opens only what was "compiled", as Core ML does: signatures come from the record."""
-
-    formats = frozenset({"mlmodelc", "coreml"})
-    reads_packages = False
-    build = "24A335"
+    """Notes what was opened: compiled bundles only, as the framework does."""
 
     def __init__(self) -> None:
+        self.build = "24A335"
         self.opened: list[Source] = []
-
-    def os_build(self) -> str:
-        return self.build
-
-    def specs(self, path: Path) -> dict[str, FunctionSpec]:
-        return {}
 
     def open(self, source: Source, *, units: str) -> ReferenceProgram:
         self.opened.append(source)
         assert source.path.suffix == ".mlmodelc" and units == "cpu_and_ne"
-        spec: FunctionSpec = read_spec(source.path)[source.function]
-        return ReferenceProgram(source, spec)
-
-
-def compiler(package: Path) -> Path:
-    """Stands in for Apple's: a copy under another name, somewhere else, as a temporary .mlmodelc."""
-    target = Path(tempfile.mkdtemp()) / "anything.mlmodelc"
-    shutil.copytree(package, target)
-    return target
+        return super().open(source, units=units)
 
 
 def prepare(bundle: Bundle, cache: Path, backend: CompiledBackend | None = None) -> CompiledBackend:
@@ -73,8 +54,7 @@ def load_prepared(bundle: Bundle, cache: Path, backend: CompiledBackend, **confi
 
 
 def load_from(bundle: Bundle, path: Path, digest: str, backend: CompiledBackend, **config: str) -> None:
-    engine = ReferenceEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json")))
-    engine._backend = backend
+    engine = ReferenceEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json")), backend)
     engine.load(Load("x", str(path), digest, "mlmodelc", config), progress=silent()).close()
 
 
@@ -205,4 +185,4 @@ def test_off_a_mac_prepare_says_why(bundles: Bundles, tmp_path: Path, capsys: py
         pytest.skip("this is a Mac")
     assert convert.main(["prepare", str(bundles("bert").root), "--cache", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and "os_unsupported" in err
+    assert out == "" and err.startswith("prepare: ") and "os_unsupported" in err

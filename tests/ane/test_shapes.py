@@ -16,7 +16,7 @@ LADDER = (128, 256, 512, 1024)
 
 @pytest.mark.parametrize("lengths", [[0], [-1], [1025], [5, 2000]])
 def test_a_row_that_fits_nowhere_refuses_the_whole_batch(lengths: list[int]) -> None:
-    with pytest.raises(EngineError) as refused:
+    with pytest.raises(EngineError, match=r"no tokens|the largest bucket takes 1024") as refused:
         group(lengths, LADDER)
     assert refused.value.code is ErrorCode.INVALID_REQUEST
 
@@ -52,6 +52,12 @@ def test_shapes_and_packed_widths_share_four_places() -> None:
     one.evict(Key("packed", 64))
     one.admit(Key("shape", 128))
     assert closed == [Key("packed", 64)] and one.resident("shape") == (16, 32, 64, 128)
+    assert isinstance(one.program(Key("shape", 16)), Program)
+    with pytest.raises(EngineError, match=r"bucket 256 is not resident .*bucket 16, bucket 32") as refused:
+        one.program(Key("shape", 256))
+    assert refused.value.code is ErrorCode.SHAPE_NOT_ADMITTED
+    with pytest.raises(EngineError, match=r"no packed width 32 .it has: 64."):
+        one.evict(Key("packed", 32))
     one.close()
     one.close()
     assert len(closed) == 5

@@ -26,10 +26,9 @@ from engines.protocol.messages import (
     Item,
     Phase,
     Pooling,
-    RerankSequences,
-    Segment,
 )
 from tests.ane.make_goldens import GOLDENS, rows
+from tests.support.ane_bundle import prepared
 from tests.support.mil_reference import ENGINE
 from tests.support.worker_client import ROOT, Exchange, WorkerClient, ids_bytes, require_loaded
 
@@ -48,8 +47,8 @@ def worker(bundle: Bundle, *, command: list[str] = REFERENCE, packed: str | None
 
 
 def load(client: WorkerClient, bundle: Bundle, **config: str) -> str:
-    (artifact,) = bundle.artifacts("coreml")
-    exchange = client.load(bundle.path(artifact.path), artifact.digest, format="mlpackage", **config)
+    path, digest = prepared(bundle)
+    exchange = client.load(path, digest, format="mlmodelc", **config)
     assert all(progress.phase is Phase.SETUP for progress in exchange.progress)
     return require_loaded(exchange).model_ref
 
@@ -62,13 +61,6 @@ def embed(client: WorkerClient, ref: str, found: list[Any], pooling: Pooling, wi
         normalize=True,
         items=[Item(id=str(n), n_tokens=len(row)) for n, row in enumerate(found)],
         packed_width=UNSET if width is None else width,
-    )
-    return client.call(request, ids_bytes(found))
-
-
-def sequences(client: WorkerClient, ref: str, found: list[Any]) -> Exchange:
-    request = RerankSequences(
-        req_id=client.next_id(), model_ref=ref, sequences=[Segment(n_tokens=len(row)) for row in found]
     )
     return client.call(request, ids_bytes(found))
 
@@ -104,38 +96,6 @@ def test_load_admit_embed_evict_over_the_socket(bundles: Bundles) -> None:
         assert client.ping().ane_resident_shapes == {ref: [16, 64]}
         client.unload(ref)
         assert client.ping().ane_resident_shapes is UNSET
-
-
-def test_refusals_of_shapes_leave_the_same_process_answering(bundles: Bundles) -> None:
-    bundle = bundles("bert")
-    with worker(bundle) as client:
-        ref = load(client, bundle)
-        good = [[5, 6, 7]]
-        assert embed(client, ref, good, Pooling.MEAN, 32).code == "unsupported_packed_width"
-        assert client.load("/nowhere", "0" * 64, format="mlpackage").code == "config_invalid", "one model a worker"
-        assert client.call(AneAdmitShape(req_id="x", model_ref=ref, shape=48)).code == "invalid_shape"
-        assert client.call(AneAdmitPacked(req_id="y", model_ref=ref, width=48)).code == "unsupported_packed_width"
-        assert embed(client, ref, good, Pooling.MEAN).floats.shape == (1, 64)
-
-
-def test_the_real_minilm_over_the_socket(minilm: Bundle) -> None:
-    with worker(minilm, packed="128") as client:
-        ref = load(client, minilm)
-        client.call(AneAdmitPacked(req_id=client.next_id(), model_ref=ref, width=128))
-        found, expected = rows("minilm"), np.load(GOLDENS)["minilm"]
-        alone = embed(client, ref, found, Pooling.MEAN).floats
-        assert (alone.astype(np.float64) * expected).sum(1).min() >= 0.999
-        packed = embed(client, ref, found, Pooling.MEAN, 128).floats
-        assert (packed.astype(np.float64) * expected).sum(1).min() >= 0.999
-        single = np.concatenate([embed(client, ref, [row], Pooling.MEAN, 128).floats for row in found[:4]])
-        assert np.array_equal(packed[:4], single), "neighbours change nothing, to the last bit"
-
-
-def test_the_real_cross_encoder_over_the_socket(ms_marco: Bundle) -> None:
-    with worker(ms_marco, packed=None) as client:
-        ref = load(client, ms_marco)
-        got = sequences(client, ref, rows("ms-marco")).floats
-        assert np.abs(got - np.load(GOLDENS)["ms-marco"][:, 0]).max() <= 0.05
 
 
 # --- the production worker -------------------------------------------------------------------------------------------

@@ -28,16 +28,16 @@ from tests.support.toy_models import write_bert
 
 
 def _bert(folder: Path, name: str, **config: Any) -> Subject:
-    from tests.support.ane_bundle import packed, shape, write_bundle
+    from tests.support.ane_bundle import packed, prepared, shape, write_bundle
 
     checkpoint = Checkpoint.open(write_bert(folder / f"{name}-checkpoint", **config))
     keys = shape(64) + (packed(64) if checkpoint.task == "embed" else [])
     bundle = write_bundle(checkpoint, folder / name, keys)
-    entry = bundle.artifacts("coreml")[0]
+    path, digest = prepared(bundle)
     return Subject(
-        path=bundle.path(entry.path),
-        digest=entry.digest,
-        format="mlpackage",
+        path=path,
+        digest=digest,
+        format="mlmodelc",
         dims=bundle.manifest.dims,
         vocab_size=128,
         max_tokens=64,

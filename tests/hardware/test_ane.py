@@ -3,10 +3,9 @@ so.
 
 The default embedder and reranker are certified by the code of `synapse certify`: their verdict is made there and
 nowhere else. The other tests look through the production binding at what a certification doesn't: every function
-against the evaluator, residency limits, the GIL in every call, leaks over 10,000 predictions, coremltools' second
-opinion. The model that most tests share is loaded without judging its placement: where one operation falls to the CPU,
-everything else is measured all the same, and the placement tests say which. Figures that a gate of certification
-judges are judged by that gate.
+against the evaluator, residency limits, the GIL in every call, leaks over 10,000 predictions. The model that a task's
+tests share is loaded without judging its placement: where one operation falls to the CPU, everything else is measured
+all the same, and the placement tests say which. Figures that a gate of certification judges are judged by that gate.
 
 evidence/ane-<chip>-<os>/ holds the documents of the certifications and hardware.json: figures and how each test ended,
 also of a run that failed; it is written after every test, so that a crash keeps what came before. Without the models
@@ -44,27 +43,26 @@ from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
 from synapse_host.certificates import document as documents
 from synapse_host.certificates import metrics, verdict
-from synapse_host.certificates.document import Evidence, Packing
-from synapse_host.certification.packing import mixes
+from synapse_host.certificates.document import Evidence
 from synapse_host.placement.matrix import load as load_matrix
 from synapse_host.residency import plan as rungs
 from tests.hardware import lanes
 from tests.hardware.coreml_calls import batch, cosines, gil, grown_mib, rows
 from tests.hardware.record import Record
-from tests.support.coreml_plan import from_coremltools
-from tests.support.evidence import evidence, function
+from tests.support.evidence import evidence
+from tests.support.mil_reference import ReferenceBackend
 
 pytestmark = [pytest.mark.ane, pytest.mark.timeout(3600)]
 
 SOFTWARE = ("coremltools", "pyobjc-core", "pyobjc-framework-CoreML", "numpy", "synapse-workers")
 PREDICTIONS, READMISSIONS = 10_000, 20
 GIL_GAP_S, LEAK_MIB = 0.25, 64.0
-THEIR_SHARE, THEIR_COSINE = 0.02, 0.9999
-"""How far coremltools' plan and predictions may be from ours."""
 LIMITS = {
     task: verdict.thresholds(load_matrix(), engine="ane", task=task, precision="exact", placement=True)
     for task in ("embed", "rerank")
 }
+EMBED = pytest.mark.parametrize("subject", ["embed"], indirect=True)
+"""For tests of one model that show nothing new of a second."""
 PLACEMENT = ("placement_share", "functions_unreported", "function_share", "cost_share", "cpu_operations")
 
 
@@ -139,7 +137,7 @@ class Subject:
 
     def functions(self) -> dict[str, Any]:
         """Return where each compiled function lies, and its signature."""
-        return sources(self.folder, self.names, CoreML(), self.record)
+        return sources(self.folder, self.names, self.record)
 
     def rows(self, lengths: list[int], seed: int = 1) -> list[np.ndarray]:
         """Return random rows; a reranker's hold a separator."""
@@ -192,16 +190,10 @@ def prepared(task: str, bundle: Bundle, record: Record) -> Subject:
     return Subject(task, bundle, *preparation.find(preparation.default_cache(), artifact.digest))
 
 
-@pytest.fixture(scope="module")
-def embedder(record: Record) -> Subject:
-    """The installed MiniLM with its Core ML package."""
-    return prepared("embed", lanes.installed("embed", format="coreml"), record)
-
-
-@pytest.fixture(scope="module")
-def reranker(record: Record) -> Subject:
-    """The installed MS MARCO cross-encoder with its Core ML package."""
-    return prepared("rerank", lanes.installed("rerank", format="coreml"), record)
+@pytest.fixture(scope="module", params=["embed", "rerank"])
+def subject(request: pytest.FixtureRequest, record: Record) -> Subject:
+    """The installed MiniLM, or the MS MARCO cross-encoder, with its Core ML package."""
+    return prepared(request.param, lanes.installed(request.param, format="coreml"), record)
 
 
 def engine(bundle: Bundle) -> AneEngine:
@@ -232,13 +224,8 @@ def loaded(subject: Subject, record: Record) -> Iterator[AneModel]:
 
 
 @pytest.fixture(scope="module")
-def model(embedder: Subject, record: Record) -> Iterator[AneModel]:
-    yield from loaded(embedder, record)
-
-
-@pytest.fixture(scope="module")
-def rerank_model(reranker: Subject, record: Record) -> Iterator[AneModel]:
-    yield from loaded(reranker, record)
+def model(subject: Subject, record: Record) -> Iterator[AneModel]:
+    yield from loaded(subject, record)
 
 
 class Resident:
@@ -265,103 +252,50 @@ class Resident:
             self._model.evict_shape(tokens, progress=silent())
 
 
-def embed(model: AneModel, found: list[np.ndarray], width: int | None = None) -> np.ndarray:
+def run(model: AneModel, found: list[np.ndarray], width: int | None = None) -> np.ndarray:
+    """Return the vectors or the scores of some rows."""
+    if model.dims == 1:
+        return model.rerank_sequences(batch(found), progress=silent())
     return model.embed(batch(found), pooling=Pooling.MEAN, normalize=True, packed_width=width, progress=silent())
-
-
-def score(model: AneModel, found: list[np.ndarray]) -> np.ndarray:
-    return model.rerank_sequences(batch(found), progress=silent())
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def test_parity_with_the_reference_of_every_function(model: AneModel, embedder: Subject, record: Record) -> None:
+def reference(subject: Subject, found: list[np.ndarray], bucket: int) -> np.ndarray:
+    """Return what the evaluator says of rows on one bucket."""
+    program = ReferenceBackend().open(Source(subject.package, subject.bucket(bucket), True), units="cpu_and_ne")
+    outputs = [program.run(inputs.single(row, bucket, subject.rules)) for row in found]
+    if subject.task == "rerank":
+        return np.concatenate([output["score"] for output in outputs])
+    means = [
+        o["last_hidden_state"][0, : len(row)].astype(np.float64).mean(0) for o, row in zip(outputs, found, strict=True)
+    ]
+    return np.stack([mean / np.linalg.norm(mean) for mean in means])
+
+
+def test_the_numbers_of_every_function(model: AneModel, subject: Subject, record: Record) -> None:
     """Against the evaluator, which the ordinary tests hold to transformers; the fixtures do it in certification."""
-    from tests.support.mil_reference import ReferenceBackend
-
-    def expected(found: list[np.ndarray], bucket: int) -> np.ndarray:
-        program = ReferenceBackend().open(Source(embedder.package, embedder.bucket(bucket), True), units="cpu_and_ne")
-        means = []
-        for row in found:
-            states = program.run(inputs.single(row, bucket, embedder.rules))["last_hidden_state"][0, : len(row)]
-            means.append(states.astype(np.float64).mean(0))
-        program.close()
-        return np.stack([mean / np.linalg.norm(mean) for mean in means])
-
-    figures, worst = {}, 1.0
-    for name, tokens in embedder.names.items():
-        lengths = embedder.fitting(name)
-        found = embedder.rows(lengths, seed=tokens)
-        with Resident(model, embedder, name) as resident:
-            got = embed(model, found, embedder.width(name))
+    limits = LIMITS[subject.task]
+    figures: dict[str, dict[str, Any]] = {}
+    for name, tokens in subject.names.items():
+        found = subject.rows(subject.fitting(name) * 2, seed=tokens)
+        with Resident(model, subject, name) as resident:
+            got = run(model, found, subject.width(name))
         # A packed row is what it is on its own bucket.
-        bucket = next(n for n in embedder.ladder if n >= min(tokens, embedder.ladder[-1]))
-        cosine = cosines(got, expected(found, bucket))
-        figures[name] = {
-            "lengths": lengths,
-            "cosine": [round(float(value), 9) for value in cosine],
-            "admit_ms": resident.admit_ms,
-        }
-        record.note("parity", functions=figures)
+        wanted = reference(subject, found, next(n for n in subject.ladder if n >= min(tokens, subject.ladder[-1])))
+        if subject.task == "rerank":
+            scores = wanted.tolist(), got.tolist()
+            one = {"max_error": metrics.max_error(*scores), "pearson": metrics.pearson(*scores)}
+        else:
+            one = {"min_cosine": float(cosines(got, wanted).min())}
+        figures[name] = one | {"lengths": [len(row) for row in found], "admit_ms": resident.admit_ms}
+        record.note(f"numbers {subject.task}", functions=figures)
         assert np.isfinite(got).all(), name
-        worst = min(worst, float(cosine.min()))
-    record.note("parity", min_cosine=worst)
-    assert worst >= LIMITS["embed"]["min_cosine"]
-
-
-def test_a_reranker_s_logits_are_the_reference_s(rerank_model: AneModel, reranker: Subject, record: Record) -> None:
-    from tests.support.mil_reference import ReferenceBackend
-
-    got: list[float] = []
-    wanted: list[float] = []
-    figures = {}
-    for name, tokens in reranker.names.items():
-        found = reranker.rows(reranker.fitting(name) * 2, seed=tokens)
-        program = ReferenceBackend().open(Source(reranker.package, name, True), units="cpu_and_ne")
-        expected = [float(program.run(inputs.single(row, tokens, reranker.rules))["score"][0]) for row in found]
-        program.close()
-        with Resident(rerank_model, reranker, name) as resident:
-            scores = score(rerank_model, found).tolist()
-        figures[name] = {
-            "lengths": [len(row) for row in found],
-            "scores": scores,
-            "reference": expected,
-            "admit_ms": resident.admit_ms,
-        }
-        got += scores
-        wanted += expected
-    worst, pearson = metrics.max_error(wanted, got), metrics.pearson(wanted, got)
-    record.note("logits", functions=figures, max_error=worst, pearson=pearson)
-    assert worst is not None and worst <= LIMITS["rerank"]["max_error"] and pearson >= LIMITS["rerank"]["pearson"]
-
-
-def test_packing_qualifies(model: AneModel, embedder: Subject, record: Record) -> None:
-    """What certification tries through the host, through the binding: also where the lane itself can't be loaded."""
-    tried = []
-    for name in embedder.names:
-        width = embedder.width(name)
-        if width is None:
-            continue
-        plan = [[min(n, embedder.ladder[0]) for n in lengths] for lengths in mixes(width)]
-        cosine: list[float | None] = []
-        alone: list[float | None] = []
-        moved: list[float | None] = []
-        with Resident(model, embedder, name):
-            for seed, lengths in enumerate(plan):
-                found = embedder.rows(lengths, seed=seed)
-                together = embed(model, found, width)
-                apart = np.concatenate([embed(model, [row], width) for row in found])
-                turned = embed(model, found[::-1], width)[::-1]
-                cosine += cosines(together, embed(model, found)).tolist()
-                alone += np.abs(together - apart).max(1).tolist()
-                moved += np.abs(together - turned).max(1).tolist()
-        tried.append(Packing(width=width, mixes=plan, cosine=cosine, alone=alone, moved=moved))
-    record.note("packing", trials=msgspec.to_builtins(tried))
-    # Where they are placed is another test's question.
-    placed = [function("p", kind="packed", tokens=one.width) for one in tried]
-    where = msgspec.structs.replace(clean(), functions=[*clean().functions, *placed])
-    assert verdict.qualified_widths(judged(packing=tried, placement=where)) == sorted(one.width for one in tried)
+    for name, one in figures.items():
+        assert one.get("min_cosine", 1.0) >= limits.get("min_cosine", 0.0), name
+        assert one.get("max_error", 0.0) <= limits.get("max_error", 0.0), name
+        assert one.get("pearson", 1.0) >= limits.get("pearson", 0.0), name
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------
@@ -379,15 +313,15 @@ def timed(work: Callable[[], Any], repeats: int = 20) -> float:
     return statistics.median(samples)
 
 
-def speeds(model: AneModel, subject: Subject, record: Record) -> None:
-    """Record each function's time here and on the CPU alone, and its tokens per second; every token is a real one."""
+def test_speed_up_over_the_cpu_alone(model: AneModel, subject: Subject, record: Record) -> None:
+    """The only behavioural proof that the Neural Engine really ran, function by function; every token is a real one."""
     alone = load(subject, compute_units="cpu_only", placement="off")
     figures: dict[str, dict[str, float]] = {}
 
     def call(one: AneModel, name: str) -> Callable[[], Any]:
         tokens, width = subject.names[name], subject.width(name)
         found = subject.rows([tokens] if width is None else [tokens // 4] * 4)
-        return lambda: score(one, found) if subject.task == "rerank" else embed(one, found, width)
+        return lambda: run(one, found, width)
 
     try:
         for name, tokens in subject.names.items():
@@ -406,20 +340,12 @@ def speeds(model: AneModel, subject: Subject, record: Record) -> None:
             assert failed(judged(placement=where), "speedup") == {}, name
 
 
-def test_speed_up_over_the_cpu_alone(model: AneModel, embedder: Subject, record: Record) -> None:
-    """The only behavioural proof that the Neural Engine really ran, function by function."""
-    speeds(model, embedder, record)
-
-
-def test_a_reranker_is_faster_than_the_cpu_alone(rerank_model: AneModel, reranker: Subject, record: Record) -> None:
-    speeds(rerank_model, reranker, record)
-
-
 # --- the process -----------------------------------------------------------------------------------------------------
 
 
-def test_residency_limits(model: AneModel, embedder: Subject, record: Record) -> None:
-    ladder, widths = embedder.ladder, rungs.packed_widths(embedder.artifact)
+@EMBED
+def test_residency_limits(model: AneModel, subject: Subject, record: Record) -> None:
+    ladder, widths = subject.ladder, rungs.packed_widths(subject.artifact)
     for bucket in ladder[1:]:
         model.admit_shape(bucket, progress=silent())
     model.admit_packed(widths[0], progress=silent())
@@ -439,30 +365,32 @@ def test_residency_limits(model: AneModel, embedder: Subject, record: Record) ->
     assert code == "ane_residency_limit"
 
 
-def test_every_call_releases_the_gil(embedder: Subject, record: Record) -> None:
+@EMBED
+def test_every_call_releases_the_gil(subject: Subject, record: Record) -> None:
     """Another thread ticks every 5 ms all the while; the longest silence is what a call took the GIL for."""
-    tokens = embedder.ladder[-1]
-    source, _ = embedder.functions()[embedder.bucket(tokens)]
-    feeds = inputs.single(embedder.rows([tokens])[0], tokens, embedder.rules)
-    found = gil(CoreML(), embedder.package, source, feeds, units="cpu_and_ne")
+    tokens = subject.ladder[-1]
+    source, _ = subject.functions()[subject.bucket(tokens)]
+    feeds = inputs.single(subject.rows([tokens])[0], tokens, subject.rules)
+    found = gil(CoreML(), subject.package, source, feeds, units="cpu_and_ne")
     gaps = {call: gap for call, (_, gap) in found.items()}
     record.note("gil", longest_gap_s=gaps, call_s={call: took for call, (took, _) in found.items()})
     assert max(gaps.values()) <= GIL_GAP_S, gaps
 
 
-def test_nothing_leaks_over_10_000_predictions(model: AneModel, embedder: Subject, record: Record) -> None:
-    row = embedder.rows([embedder.ladder[0] // 2])
-    first = embed(model, row)
-    grown = grown_mib(lambda: embed(model, row), PREDICTIONS)
+@EMBED
+def test_nothing_leaks_over_10_000_predictions(model: AneModel, subject: Subject, record: Record) -> None:
+    row = subject.rows([subject.ladder[0] // 2])
+    first = run(model, row)
+    grown = grown_mib(lambda: run(model, row), PREDICTIONS)
     record.note("leak", predictions=PREDICTIONS, grown_mib=round(grown, 2))
-    assert np.array_equal(first, embed(model, row)), "the same input gives the same bytes"
+    assert np.array_equal(first, run(model, row)), "the same input gives the same bytes"
     assert grown <= LEAK_MIB
 
 
 # --- placement -------------------------------------------------------------------------------------------------------
 
 
-def place(subject: Subject, record: Record) -> None:
+def test_placement_of_every_function(subject: Subject, record: Record) -> None:
     """Record where every function would run, operation by operation; the gates of a certification judge it."""
     backend, table, told = CoreML(), [], {}
     for name, (source, _) in subject.functions().items():
@@ -496,21 +424,14 @@ def place(subject: Subject, record: Record) -> None:
     assert not [one["refused"] for one in told.values() if "refused" in one]
 
 
-def test_placement_of_every_function(embedder: Subject, record: Record) -> None:
-    place(embedder, record)
-
-
-def test_placement_of_a_reranker(reranker: Subject, record: Record) -> None:
-    place(reranker, record)
-
-
-def test_a_load_that_judges_placement_keeps_its_share_over_evictions(embedder: Subject, record: Record) -> None:
+@EMBED
+def test_a_load_that_judges_placement_keeps_its_share_over_evictions(subject: Subject, record: Record) -> None:
     """LOAD as the host asks for it: an operation that fell to the CPU refuses it, with its name."""
-    judging = load(embedder)
+    judging = load(subject)
     try:
         for _ in range(2):
-            judging.admit_shape(embedder.ladder[1], progress=silent())
-            judging.evict_shape(embedder.ladder[1], progress=silent())
+            judging.admit_shape(subject.ladder[1], progress=silent())
+            judging.evict_shape(subject.ladder[1], progress=silent())
         share = judging.status().placement_share
     finally:
         judging.close()
@@ -518,55 +439,12 @@ def test_a_load_that_judges_placement_keeps_its_share_over_evictions(embedder: S
     assert share is not None and share >= LIMITS["embed"]["placement_share"]
 
 
-def test_coremltools_second_opinion(embedder: Subject, record: Record) -> None:
-    """The other binding: its plan of the default function, and its predictions of every bucket, on the CPU alone."""
-    import coremltools as ct
-
-    path = str(next(embedder.folder.glob("*.mlmodelc")))
-    plan = ct.models.compute_plan.MLComputePlan.load_from_path(path=path, compute_units=ct.ComputeUnit.CPU_AND_NE)
-    backend, worst, functions = CoreML(), 1.0, embedder.functions()
-    default = embedder.bucket(embedder.ladder[0])
-    theirs = placement.share(from_coremltools(plan), default)
-    handle = backend.open(functions[default][0], units="cpu_and_ne")
-    ours = placement.share(handle.plan(), default)
-    handle.close()
-    for tokens in embedder.ladder:
-        source, _ = functions[embedder.bucket(tokens)]
-        feeds = inputs.single(embedder.rows([tokens - 3], seed=9)[0], tokens, embedder.rules)
-        handle = backend.open(source, units="cpu_only")
-        mine = handle.run(feeds)["last_hidden_state"]
-        handle.close()
-        other = ct.models.CompiledMLModel(
-            path=str(source.path),
-            compute_units=ct.ComputeUnit.CPU_ONLY,
-            function_name=source.function if source.multi else None,
-        )
-        # Copies of our own that outlive the call: coremltools may touch them later (apple/coremltools#2827).
-        kept = {key: np.array(value) for key, value in feeds.items()}
-        output = np.asarray(other.predict(kept)["last_hidden_state"], np.float32)
-        worst = min(worst, float(cosines(mine[0], output[0]).min()))
-        time.sleep(2)
-        del kept
-    record.note("coremltools", share=theirs, ours=ours, min_cosine=worst)
-    assert ours is not None and theirs is not None and abs(theirs - ours) <= THEIR_SHARE
-    assert worst >= THEIR_COSINE
-
-
 # --- the whole path --------------------------------------------------------------------------------------------------
 
 
-def certify(subject: Subject, record: Record) -> None:
+def test_certification_of_the_lane(subject: Subject, model: AneModel, record: Record) -> None:
     """Host, worker process, fixtures, placement, packed widths, costs: all that `synapse certify` does."""
+    model.close()  # the worker process gets the engine for itself
     summary = lanes.certified(subject.task, "ane", bundle=subject.bundle.root)
     record.note(f"certification {subject.task}", **summary)
     lanes.assert_certified(summary)
-
-
-def test_certification_of_the_lane(embedder: Subject, model: AneModel, record: Record) -> None:
-    model.close()  # the worker process gets the engine for itself
-    certify(embedder, record)
-
-
-def test_certification_of_the_rerank_lane(reranker: Subject, rerank_model: AneModel, record: Record) -> None:
-    rerank_model.close()
-    certify(reranker, record)

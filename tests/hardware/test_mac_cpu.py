@@ -61,7 +61,7 @@ class Subject:
     record: preparation.Preparation
 
     def functions(self) -> dict[str, tuple[Source, FunctionSpec]]:
-        return sources(self.folder, NAMES, CoreML(), self.record)
+        return sources(self.folder, NAMES, self.record)
 
     def package(self, name: str) -> tuple[Path, str]:
         """Return the package of a function and its name there."""

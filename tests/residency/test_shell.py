@@ -1,10 +1,10 @@
-"""The asyncio shell: single flight, deadlines, cancellation, errors, restart order. Lanes are hand-made; no clock
-runs."""
+"""The asyncio shell: single flight, deadlines, cancellation, errors, restart order; its lanes are hand-made."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from engines.protocol.errors import ErrorCode
 from synapse_host.errors import WORKER_ERRORS, DeadlineExceeded, EngineCrashed, QueueFull, ShapeCompiling, SynapseError
 from synapse_host.residency.shell import ResidencyShell, Withdrawn
-from synapse_host.residency.types import Key, Limits, Model
+from synapse_host.residency.types import Key, Model
 from tests.residency.world import charged, resident
 
 GTE = Model(22, 300, 128)
@@ -56,22 +56,25 @@ class HandLane:
         await self._do("start")
 
 
-def run(body: Callable[[ResidencyShell, HandLane, HandLane], Awaitable[None]], limits: Limits | None = None) -> None:
-    async def main() -> None:
-        a, b = HandLane(), HandLane()
-        shell = ResidencyShell(limits)
-        shell.add("a", a, GTE)
-        shell.add("b", b, GTE)
-        try:
-            await body(shell, a, b)
-        finally:
-            await shell.aclose()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+@asynccontextmanager
+async def fleet() -> AsyncIterator[tuple[ResidencyShell, HandLane, HandLane]]:
+    """A shell with lanes ``a`` and ``b``, closed afterwards; twenty seconds for all of it."""
+    a, b, shell = HandLane(), HandLane(), ResidencyShell()
+    shell.add("a", a, GTE)
+    shell.add("b", b, GTE)
+    try:
+        async with asyncio.timeout(20):
+            yield shell, a, b
+    finally:
+        await shell.aclose()
 
 
 def key(tokens: int, worker: str = "a") -> Key:
     return Key(worker, "shape", tokens)
+
+
+def soon(seconds: float = 0.02) -> float:
+    return asyncio.get_running_loop().time() + seconds
 
 
 async def settle() -> None:
@@ -79,22 +82,20 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def use(shell: ResidencyShell, tokens: int, worker: str = "a", deadline: float | None = None) -> None:
-    (await shell.lease(key(tokens, worker), deadline=deadline)).release()
+async def use(shell: ResidencyShell, tokens: int, deadline: float | None = None) -> None:
+    (await shell.lease(key(tokens), deadline=deadline)).release()
 
 
-def test_a_lease_starts_the_worker_admits_once_and_finds_it_again() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+async def test_a_lease_starts_the_worker_admits_once_and_finds_it_again() -> None:
+    async with fleet() as (shell, a, _):
         await asyncio.gather(*(use(shell, 256) for _ in range(6)))
         await use(shell, 256)
         await use(shell, 128)
         assert a.log == ["start", ("admit", 256)], "128 came with LOAD"
 
-    run(body)
 
-
-def test_serving_caller_cancellation_leaves_the_admission_and_its_accounting() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+async def test_serving_caller_cancellation_leaves_the_admission_and_its_accounting() -> None:
+    async with fleet() as (shell, a, _):
         gate = a.hold(("admit", 256))
         caller = asyncio.ensure_future(use(shell, 256))
         await settle()
@@ -107,19 +108,16 @@ def test_serving_caller_cancellation_leaves_the_admission_and_its_accounting() -
         await use(shell, 256)
         assert a.log.count(("admit", 256)) == 1
 
-    run(body)
 
-
-def test_a_caller_who_left_before_anything_was_sent_is_not_compiled_for() -> None:
+async def test_a_caller_who_left_before_anything_was_sent_is_not_compiled_for() -> None:
     """Its admission waits for the stream; one that somebody else joined meanwhile is sent."""
-
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+    async with fleet() as (shell, a, _):
         await use(shell, 128)
         stream = a.hold("stream")
         left, joined = asyncio.ensure_future(use(shell, 256)), asyncio.ensure_future(use(shell, 512))
         await settle()
         with pytest.raises(DeadlineExceeded):
-            await use(shell, 1024, deadline=asyncio.get_running_loop().time() + 0.02)
+            await use(shell, 1024, deadline=soon())
         other = asyncio.ensure_future(use(shell, 512))
         left.cancel()
         joined.cancel()
@@ -131,27 +129,40 @@ def test_a_caller_who_left_before_anything_was_sent_is_not_compiled_for() -> Non
         await use(shell, 256)
         assert a.log == ["start", ("admit", 512), ("admit", 256)]
 
-    run(body)
 
-
-def test_a_deadline_that_is_over_asks_for_nothing() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+async def test_waits_that_are_no_compilation_answer_deadline_exceeded() -> None:
+    async with fleet() as (shell, a, _):
         with pytest.raises(DeadlineExceeded):
-            await use(shell, 256, deadline=asyncio.get_running_loop().time())
+            await use(shell, 256, deadline=soon(0))
         await settle()
-        assert a.log == []
+        assert a.log == [], "over before it began"
+        held = [await shell.lease(key(tokens)) for tokens in (128, 256, 512, 1024)]
+        with pytest.raises(DeadlineExceeded):
+            await use(shell, 2048, deadline=soon())
+        for lease in held:
+            lease.release()
 
-    run(body)
+
+async def test_a_compile_in_progress_answers_shape_compiling_and_a_retry_joins_it() -> None:
+    async with fleet() as (shell, a, _):
+        gate = a.hold(("admit", 512))
+        with pytest.raises(ShapeCompiling) as late:
+            await use(shell, 512, deadline=soon(0.05))
+        assert late.value.details == {"lane_id": "a", "shape": 512}
+        assert late.value.transient and late.value.retry_after_ms == 1000
+        retry = asyncio.ensure_future(use(shell, 512))
+        await settle()
+        gate.set()
+        await retry
+        assert a.log.count(("admit", 512)) == 1
 
 
 @pytest.mark.parametrize("what", [("admit", 256), ("evict", 256), "start", "stop"])
-def test_a_bug_of_ours_ends_what_waits_for_it(what: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever breaks in the host itself: callers are told, and no place is charged for ever but a process's own."""
-
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+async def test_a_bug_of_ours_ends_what_waits_for_it(what: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever breaks in the host itself: callers get an error, and only a process keeps a place charged for ever."""
+    async with fleet() as (shell, a, _):
         a.errors[what] = [ZeroDivisionError()]
-        ladder = (128, 256, 512, 1024, 2048)
-        for tokens in ladder:
+        for tokens in (128, 256, 512, 1024, 2048):
             try:
                 await asyncio.wait_for(use(shell, tokens), 5)
             except EngineCrashed as exc:
@@ -163,25 +174,28 @@ def test_a_bug_of_ours_ends_what_waits_for_it(what: Any, caplog: pytest.LogCaptu
             with pytest.raises(EngineCrashed, match="shut"):
                 await use(shell, 128)
             assert charged(shell.core)[0] == 4, "a process that may live may hold them all"
-            return
-        assert not a.errors[what], "it was met"
-        await asyncio.wait_for(use(shell, 256), 5)
-        assert key(256) in resident(shell.core, "a")
-
-    run(body)
+        else:
+            assert not a.errors[what], "it was met"
+            await asyncio.wait_for(use(shell, 256), 5)
+            assert key(256) in resident(shell.core, "a")
     assert "failed by a fault of the host" in caplog.text
 
 
-def test_a_guess_takes_only_room_and_nobody_s_time() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+async def test_a_guess_takes_only_room_and_nobody_s_time_and_a_failed_one_is_not_repeated() -> None:
+    async with fleet() as (shell, a, _):
         shell.prefetch(key(256))
         await settle()
         assert a.log == [], "no worker is started for it"
         await use(shell, 128)
+        a.errors[("admit", 512)] = [EXHAUSTED("no memory")]
+        for _ in range(3):
+            shell.prefetch(key(512))
+            await settle()
+        assert a.log == ["start", ("admit", 512)], "nothing was evicted for it, nothing restarted"
         gate = a.hold(("admit", 256))
         shell.prefetch(key(256))
         await settle()
-        assert not shell.busy("a") and charged(shell.core)[0] == 2
+        assert not shell.core.busy("a") and charged(shell.core)[0] == 2
         joined = asyncio.ensure_future(use(shell, 256))
         await settle()
         gate.set()
@@ -192,70 +206,9 @@ def test_a_guess_takes_only_room_and_nobody_s_time() -> None:
         await settle()
         assert ("admit", 2048) not in a.log and not any(entry[0] == "evict" for entry in a.log)
 
-    run(body)
 
-
-def test_a_guess_that_failed_is_not_repeated() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
-        await use(shell, 128)
-        a.errors[("admit", 256)] = [EXHAUSTED("no memory")]
-        for _ in range(3):
-            shell.prefetch(key(256))
-            await settle()
-        assert a.log == ["start", ("admit", 256)], "nothing was evicted for it, nothing restarted"
-        await use(shell, 256)
-        assert a.log[-1] == ("admit", 256), "who asks for it gets it"
-
-    run(body)
-
-
-def test_an_unload_stops_new_leases_and_waits_for_the_end() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
-        await use(shell, 256)
-        gate = a.hold("stop")
-        parked = asyncio.ensure_future(shell.parked("a"))
-        await settle()
-        late = asyncio.ensure_future(use(shell, 128))
-        await settle()
-        assert not late.done() and not parked.done(), "resident, but on its way out"
-        gate.set()
-        await parked
-        await late
-        assert a.log == ["start", ("admit", 256), "stop", "start"]
-
-    run(body)
-
-
-def test_a_compile_in_progress_answers_shape_compiling_and_a_retry_joins_it() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
-        gate = a.hold(("admit", 512))
-        loop = asyncio.get_running_loop()
-        with pytest.raises(ShapeCompiling) as late:
-            await use(shell, 512, deadline=loop.time() + 0.05)
-        assert late.value.details == {"lane_id": "a", "shape": 512}
-        assert late.value.transient and late.value.retry_after_ms == 1000
-        retry = asyncio.ensure_future(use(shell, 512))
-        await settle()
-        gate.set()
-        await retry
-        assert a.log.count(("admit", 512)) == 1
-
-    run(body)
-
-
-def test_other_waits_answer_deadline_exceeded() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
-        held = [await shell.lease(key(tokens)) for tokens in (128, 256, 512, 1024)]
-        with pytest.raises(DeadlineExceeded):
-            await use(shell, 2048, deadline=asyncio.get_running_loop().time() + 0.02)
-        for lease in held:
-            lease.release()
-
-    run(body)
-
-
-def test_typed_resource_error_has_the_public_retry_delay_and_evicts_once() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+async def test_typed_resource_error_has_the_public_retry_delay_and_evicts_once() -> None:
+    async with fleet() as (shell, a, b):
         a.errors[("admit", 512)] = [EXHAUSTED("no memory"), EXHAUSTED("no memory")]
         await use(shell, 256)
         with pytest.raises(SynapseError) as refused:
@@ -266,11 +219,9 @@ def test_typed_resource_error_has_the_public_retry_delay_and_evicts_once() -> No
         evictions = [entry for entry in a.log + b.log if isinstance(entry, tuple) and entry[0] == "evict"]
         assert len(evictions) == 1 and a.log.count(("admit", 512)) == 2 and a.log[-1] == "stop"
 
-    run(body)
 
-
-def test_while_the_host_stops_who_waits_and_who_comes_is_told_so() -> None:
-    async def body(shell: ResidencyShell, a: HandLane, b: HandLane) -> None:
+async def test_while_the_host_stops_who_waits_and_who_comes_is_told_so() -> None:
+    async with fleet() as (shell, a, _):
         a.hold(("admit", 256))
         waiting = asyncio.ensure_future(use(shell, 256))
         await settle()
@@ -280,5 +231,3 @@ def test_while_the_host_stops_who_waits_and_who_comes_is_told_so() -> None:
                 await late
             assert caught.value.details["reason"] == "stopping"
         await closing
-
-    run(body)

@@ -6,7 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 from synapse_host.residency.core import Residency
-from synapse_host.residency.types import Admit, Evict, Granted, Key, Limits, Model, Refused, Restart, Revive, State
+from synapse_host.residency.types import (
+    Admit,
+    Evict,
+    Granted,
+    Key,
+    Limits,
+    Model,
+    Phase,
+    Refused,
+    Restart,
+    Revive,
+    Slot,
+    State,
+)
 
 FLEET = {
     "gte": Model(layers=22, nbytes=300, smallest=128),
@@ -43,7 +56,7 @@ class World:
         self.generations = dict.fromkeys(self.fleet, 0)
         self.held: set[int] = set()
         self.waiting: set[int] = set()
-        self.answered: dict[int, str] = {}
+        self.answered = 0
         self.processes: dict[str, set[Key]] = {}
         """What each live process really holds."""
         for name, model in self.fleet.items():
@@ -104,26 +117,24 @@ class World:
         self.core.release(ticket)
 
     def _answer(self, pick: Callable[[int], int]) -> None:
+        """Answer an exchange: of sixteen, one fails and two are out of resources."""
         one = self.wire.pop(pick(len(self.wire)))
-        process = self.processes.get(one.key.worker)
-        alive = process is not None and self.generations[one.key.worker] == one.generation
         verdict = pick(16)
+        held: set[Key] = set()  # of a process that is gone already
+        if self.generations[one.key.worker] == one.generation:
+            held = self.processes.get(one.key.worker, held)
         if isinstance(one, Admit):
             if not self.core.wanted(one.slot):
                 self.core.withdrawn(one.slot, one.generation)
-            elif verdict == 0:
-                self.core.admit_failed(one.slot, one.generation, self.now, exhausted=False)
-            elif verdict in (1, 2):
-                self.core.admit_failed(one.slot, one.generation, self.now, exhausted=True)
+            elif verdict < 3:
+                self.core.admit_failed(one.slot, one.generation, self.now, exhausted=verdict > 0)
             else:
-                if alive and process is not None:
-                    process.add(one.key)
+                held.add(one.key)
                 self.core.admitted(one.slot, one.generation)
         elif verdict == 0:
             self.core.evict_failed(one.slot, one.generation, self.now)
         else:
-            if alive and process is not None:
-                process.discard(one.key)
+            held.discard(one.key)
             self.core.evicted(one.slot, one.generation)
 
     def _fault(self, pick: Callable[[int], int]) -> None:
@@ -168,26 +179,52 @@ class World:
     def collect(self) -> None:
         for action in self.core.take():
             match action:
-                case Admit() | Evict():
-                    self.wire.append(action)
+                case Admit(_, key):
+                    self._one_exchange(action)
+                    assert action.generation == self.generations[key.worker] and key.worker in self.processes
+                case Evict():
+                    self._one_exchange(action)
+                    self._least_recently_used(self.core.slots[action.slot])
                 case Granted(ticket):
                     assert ticket not in self.held, "a ticket holds at most one lease"
-                    if ticket in self.waiting:
-                        self.waiting.discard(ticket)
-                        self.held.add(ticket)
-                    else:  # the request was answered inside request(): its caller hears of it now
-                        self.held.add(ticket)
-                    self.answered[ticket] = "granted"
-                case Refused(ticket):
+                    key = self.core.tickets[ticket].key
+                    assert key in self.processes[key.worker], "leased, and its process doesn't hold it"
+                    older = [t for t in self.waiting if t < ticket and self.core.tickets[t].key == key]
+                    assert not older, "served before somebody who came first"
                     self.waiting.discard(ticket)
-                    self.answered[ticket] = "refused"
-                case Restart():
+                    self.held.add(ticket)
+                    self.answered += 1
+                case Refused(ticket):
+                    assert ticket not in self.held
+                    self.waiting.discard(ticket)
+                    self.answered += 1
+                case Restart(name, generation):
+                    assert generation == self.generations[name] and name in self.processes
+                    assert name not in [one.worker for one in self.dying], "one fault restarts once"
+                    forced = self.now >= self.core.workers[name].drain_until
+                    assert forced or not any(
+                        slot.leases for slot in self.core.slots.values() if slot.key.worker == name
+                    )
                     self.dying.append(action)
-                case Revive():
+                case Revive(name, generation):
+                    assert generation == self.generations[name]
+                    assert name not in self.processes, "beside a process that may live"
+                    assert any(t.key.worker == name for t in self.core.tickets.values()), "started for nobody"
                     self.starting.append(action)
-        # A ticket granted within request() was put into `waiting` after the grant was taken.
-        self.waiting -= self.held
-        self.waiting = {t for t in self.waiting if t in self.core.tickets}
+
+    def _one_exchange(self, action: Admit | Evict) -> None:
+        assert action.slot not in [one.slot for one in self.wire], "two exchanges about one slot"
+        self.wire.append(action)
+
+    def _least_recently_used(self, victim: Slot) -> None:
+        """Of the functions of its worker that nobody leases; the smallest rung only where nothing else is left."""
+
+        def order(slot: Slot) -> tuple[bool, int]:
+            return slot.key == Key(slot.key.worker, "shape", 128), slot.last_used
+
+        assert not victim.leases
+        same = [slot for slot in self.core.slots.values() if slot.key.worker == victim.key.worker and not slot.leases]
+        assert all(order(victim) < order(slot) for slot in same if slot.state is State.RESIDENT), victim
 
     def check(self) -> None:
         core, limits = self.core, self.core.limits
@@ -205,32 +242,18 @@ class World:
         assert len(leases) == sum(slot.leases for slot in core.slots.values())
         for name, worker in core.workers.items():
             # A worker without a process holds nothing before somebody waits for it.
-            assert not worker.down or worker.reviving or not any(s.key.worker == name for s in core.slots.values())
+            assert worker.phase is not Phase.DOWN or not any(s.key.worker == name for s in core.slots.values())
         # Every process holds no more than is charged for it: a refund came too early otherwise.
         for name, process in self.processes.items():
             books = {slot.key for slot in core.slots.values() if slot.key.worker == name}
             assert process <= books, (name, process - books)
-        # One exchange about a slot at a time, and one admission for a key.
-        assert len({w.slot for w in self.wire if core.slots.get(w.slot)}) == len(
-            [w for w in self.wire if core.slots.get(w.slot)]
-        )
+        assert len({slot.key for slot in core.slots.values()}) == len(core.slots), "a function is charged once"
 
     def settle(self) -> None:
         """Answer everything well, release everything: then nobody may wait any longer."""
         for _ in range(20_000):
             if self.wire:
-                one = self.wire.pop(0)
-                process = self.processes.get(one.key.worker)
-                if isinstance(one, Admit) and not self.core.wanted(one.slot):
-                    self.core.withdrawn(one.slot, one.generation)
-                elif isinstance(one, Admit):
-                    if process is not None and self.generations[one.key.worker] == one.generation:
-                        process.add(one.key)
-                    self.core.admitted(one.slot, one.generation)
-                else:
-                    if process is not None and self.generations[one.key.worker] == one.generation:
-                        process.discard(one.key)
-                    self.core.evicted(one.slot, one.generation)
+                self._answer(lambda n: n - 1)
             elif self.dying:
                 self._exit(lambda n: 0)
             elif self.starting:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 
 from engines.ane.build.convert import build
 from engines.ane.build.package import Target
+from engines.ane.build.prepare import prepare
 from engines.ane.signature import Key
-from engines.bundle import manifest
+from engines.bundle import manifest, preparation
 from engines.bundle.manifest import Artifact, Bundle, Manifest
 from engines.checkpoint.read import Checkpoint
+from tests.support.mil_reference import ReferenceBackend
 from tests.support.owned_bundle import described
 
 
@@ -35,3 +41,27 @@ def write_bundle(
     entry = build(checkpoint, out / name, keys=keys, target=target)
     manifest.write(out, Manifest(artifacts=[msgspec.convert(entry, Artifact)], **described(checkpoint, model_id)))
     return manifest.read(out)
+
+
+def compiler(package: Path) -> Path:
+    """Stands in for Apple's: a copy under another name, somewhere else, as a temporary ``.mlmodelc``."""
+    target = Path(tempfile.mkdtemp()) / "anything.mlmodelc"
+    shutil.copytree(package, target)
+    return target
+
+
+class _Unread(ReferenceBackend):
+    """Opens nothing: a first load pays for a specialisation that the evaluator hasn't."""
+
+    def open(self, source: Any, *, units: str) -> Any:
+        return SimpleNamespace(close=lambda: None)
+
+
+def prepared(bundle: Bundle, cache: Path | None = None) -> tuple[Path, str]:
+    """Prepare a bundle for the evaluator, in its own folder unless *cache* is given; return LOAD's path and digest."""
+    (artifact,) = bundle.artifacts("coreml")
+    cache = cache or bundle.root / "prepared"
+    if not preparation.folder(cache, artifact.digest).exists():
+        prepare(bundle.root, cache, backend=_Unread(), compiler=compiler)
+    path, record = preparation.find(cache, artifact.digest)
+    return path, record.compiled_digest

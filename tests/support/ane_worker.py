@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from typing import ClassVar
 
+from engines.ane.backend import Backend
 from engines.ane.engine import AneEngine
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.main import run
@@ -21,8 +22,8 @@ class ReferenceEngine(AneEngine):
 
     name: ClassVar[str] = ENGINE
 
-    def __init__(self, options: WorkerOptions) -> None:
-        super().__init__(options, ReferenceBackend())
+    def __init__(self, options: WorkerOptions, backend: Backend | None = None) -> None:
+        super().__init__(options, backend or ReferenceBackend())
 
 
 if __name__ == "__main__":

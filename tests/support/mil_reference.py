@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class Function:
     """One function of a package, ready to run."""
 
     def __init__(self, operations: list[Any], inputs: dict[str, Any], outputs: list[Any]) -> None:
-        self.operations, self._inputs, self._outputs = operations, inputs, outputs
+        self.operations, self._inputs, self.outputs = operations, inputs, outputs
         self._weights: dict[str, np.ndarray] = {}
         self.rounded = True
         """False: results keep float64, for telling what rounding to the declared dtype does."""
@@ -80,7 +81,7 @@ class Function:
         with np.errstate(over="ignore", invalid="ignore"):
             for op in self.operations:
                 self._evaluate(op, values)
-        return {var.name: values[var] for var in self._outputs}
+        return {var.name: values[var] for var in self.outputs}
 
     def _evaluate(self, op: Any, values: Env) -> None:
         if op.op_type == "const":
@@ -183,12 +184,16 @@ def load(package: Path, function: str = "main") -> Function:
     return Function(list(built.operations), dict(built.inputs), list(built.outputs))
 
 
+# Reading a program takes coremltools most of a second; nothing of a function changes when it runs.
+_loaded = lru_cache(maxsize=64)(load)
+
+
 class ReferenceProgram:
     """A :class:`engines.ane.backend.Program` on numpy."""
 
-    def __init__(self, source: Source, spec: FunctionSpec) -> None:
-        self._function: Function | None = load(source.path, source.function)
-        self._spec = spec
+    def __init__(self, source: Source) -> None:
+        self._function: Function | None = _loaded(source.path, source.function)
+        self._spec = read_spec(source.path)[source.function]
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         assert self._function is not None, "the program was closed"
@@ -209,17 +214,13 @@ class ReferenceBackend:
 
     engine = ENGINE
     runtime = "mil-reference"
-    formats = frozenset({"mlpackage", "coreml"})
-    reads_packages = True
+    build = f"none-{os.name}"
 
     def require(self) -> None:
         return None
 
     def os_build(self) -> str:
-        return f"none-{os.name}"
-
-    def specs(self, path: Path) -> dict[str, FunctionSpec]:
-        return read_spec(path)
+        return self.build
 
     def open(self, source: Source, *, units: str) -> ReferenceProgram:
-        return ReferenceProgram(source, read_spec(source.path)[source.function])
+        return ReferenceProgram(source)

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from engines.ane import REVISION
-from engines.ane.artifact import MAIN, SUFFIX
+from engines.ane.artifact import MAIN
 from engines.ane.build import graph, package
-from engines.ane.build.package import Target
+from engines.ane.build.package import SUFFIX, Target
 from engines.ane.build.plan import plan
 from engines.ane.build.prepare import prepare
-from engines.ane.signature import HIDDEN, SCORE, Key, check_signature, expected
+from engines.ane.families import serves
+from engines.ane.signature import HIDDEN, SCORE, Key, check_signature
 from engines.bundle.digest import tree_digest
 from engines.checkpoint import program
 from engines.checkpoint.read import Checkpoint
@@ -44,21 +45,18 @@ def build(
     Raises ValueError for an impossible bucket or weight, BundleError for the checkpoint, EngineError when a gate fails:
     the signatures are checked on what was written, not on what was meant.
     """
-    if checkpoint.task == "generate" or checkpoint.family == "llama":
-        raise ValueError(f"{checkpoint.family} for {checkpoint.task} can't be built: Core ML serves encoders only")
-    if checkpoint.family == "qwen3" and checkpoint.task == "rerank":
-        raise ValueError("a Qwen3 reranker can't be built: its yes/no readout is not part of this engine")
+    if not serves(checkpoint.family, checkpoint.task):
+        raise ValueError(f"{checkpoint.family} for {checkpoint.task} can't be built for Core ML")
     if target == "macos15" and out.suffix != SUFFIX:
         raise ValueError(f"{out.name}: a multi-function package must be named *{SUFFIX}")
     if len(set(keys)) != len(keys) or not any(key.kind == "shape" for key in keys):
         raise ValueError("buckets and packed widths must be distinct, with at least one bucket")
     names = {f"{'s' if key.kind == 'shape' else 'packed'}{key.tokens}": key for key in keys}
-    arch = graph.Arch.of(checkpoint)
     makers = {name: partial(graph.function, checkpoint, key) for name, key in names.items()}
     with _quiet():
         metadata = _metadata(checkpoint, keys, target)
         package.save(makers, out, target=target, metadata=metadata, done=partial(progress, "convert"))
-        _gates(out, names, arch, target)
+        _gates(out, names, checkpoint, target)
     digest = tree_digest(out, partial(progress, "digest"))
     return {
         "format": "coreml",
@@ -68,7 +66,7 @@ def build(
         "bytes": digest.nbytes,
         "files": digest.files,
         "dtype": "f16",
-        "layers": arch.layers,
+        "layers": checkpoint.config["num_hidden_layers"],
         "functions": [
             {"name": n, "bucket" if k.kind == "shape" else "packed_width": k.tokens} for n, k in names.items()
         ],
@@ -93,14 +91,14 @@ def _metadata(checkpoint: Checkpoint, keys: Sequence[Key], target: Target) -> di
     }
 
 
-def _gates(out: Path, names: dict[str, Key], arch: graph.Arch, target: Target) -> None:
+def _gates(out: Path, names: dict[str, Key], checkpoint: Checkpoint, target: Target) -> None:
     """Read the artifact back and refuse anything that isn't what was asked for."""
     for name, key in names.items():
         path, inner = (out, name) if target == "macos15" else (out / f"{name}{SUFFIX}", MAIN)
         found = package.read_spec(path)
         if inner not in found:
             raise ValueError(f"gate: {path.name} has no function {inner!r}")
-        check_signature(name, found[inner], expected(key, arch.rules, task=arch.task, hidden=arch.hidden))
+        check_signature(name, found[inner], graph.signature(checkpoint, key))
 
 
 @contextmanager
@@ -146,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = _keys(checkpoint, args.buckets, args.packed)
         return build(checkpoint, args.out, keys=keys, target=args.target, progress=_report)
 
-    return program.run("build", make, missing="install the extra 'ane'")
+    return program.run(args.verb, make, missing="install the extra 'ane'")
 
 
 def _keys(checkpoint: Checkpoint, buckets: Sequence[int] | None, packed: Sequence[int] | None) -> list[Key]:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from engines.ane.artifact import MAIN, SPEC, SUFFIX
+from engines.ane.artifact import MAIN
 from engines.ane.signature import FunctionSpec, Tensor
 from engines.protocol.errors import EngineError, ErrorCode
 
 Target: TypeAlias = Literal["macos14", "macos15"]
 NAMESPACE: Final = uuid.UUID("6f0d3d2e-5f0a-5b58-9d5e-0c6b8b1f7a10")
+SUFFIX: Final = ".mlpackage"
+SPEC: Final = Path("Data", "com.apple.CoreML", "model.mlmodel")
 VOLATILE: Final = "com.github.apple.coremltools.conversion_date"
 MAX_SPEC: Final = 256 * 1024 * 1024
 DTYPES: Final = {65568: "float32", 131104: "int32", 65552: "float16"}

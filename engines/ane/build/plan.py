@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def counted(plan: PlanView | None, name: str | None = None) -> dict[str, Any]:
-    """Return ``operations``, ``cost`` and ``ops_sha256`` of one function; all empty where the plan tells nothing."""
+    """Return ``operations``, ``cost`` and ``ops_sha256`` of one function; all empty where there is no plan."""
     operations: dict[str, dict[str, int]] = {}
     cost: dict[str, float] = {}
     lines: list[str] = []
@@ -53,17 +53,17 @@ def plan(path: Path, manifest_path: Path, *, progress: Callable[[str, int, int],
     record = files.prepared(path, source_digests=artifacts, os_build=backend.os_build(), allow_cold=True)
     functions = artifacts[record.source_digest].functions
     assert functions is not UNSET, "the manifest's check"
-    found = files.sources(path, [function.name for function in functions], backend, record)
+    found = files.sources(path, [function.name for function in functions], record)
     rows = []
     for done, function in enumerate(functions):
         progress("plan", done, len(functions))
         source, _ = found[function.name]
         program = backend.open(source, units="cpu_and_ne")
         try:
-            told = counted(program.plan(), source.function if source.multi else None)
+            counts = counted(program.plan(), source.function if source.multi else None)
         finally:
             program.close()
         packed = function.packed_width is not UNSET
         tokens = function.packed_width if packed else function.bucket
-        rows.append({"name": function.name, "kind": "packed" if packed else "bucket", "tokens": tokens, **told})
+        rows.append({"name": function.name, "kind": "packed" if packed else "bucket", "tokens": tokens, **counts})
     return {"functions": rows, "cpu_allowed": sorted(CPU_ALLOWED)}

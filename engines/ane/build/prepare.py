@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 from msgspec import UNSET
 
-from engines.ane.artifact import MAIN, SPEC, SUFFIX
+from engines.ane.artifact import MAIN
 from engines.ane.backend import Source
-from engines.ane.build.package import read_spec
+from engines.ane.build.package import SPEC, SUFFIX, read_spec
 from engines.bundle import manifest, preparation
 from engines.bundle.digest import same, tree_digest
 from engines.bundle.manifest import BundleError
