@@ -19,7 +19,7 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -112,7 +112,7 @@ async def embed_file(
     policy = policy or Policy()
     until = absolute(deadline)
     assignment = host.lane_of(model, lane)
-    spec = assignment.require()
+    assignment.require()
     reader = Reader(corpus, policy, assignment.bundle, model)
     with output.alone(out):
         file = output.place(out, corpus.files)
@@ -122,24 +122,15 @@ async def embed_file(
         if not count:
             raise InvalidRequest("there is no text to embed", details={"file": corpus.name})
         shape = (count, assignment.bundle.manifest.dims)
-        key = {
-            "input_digest": digest,
-            "manifest_digest": assignment.bundle.digest,
-            "artifact_digest": spec.load.artifact_digest,
-            "engine": spec.engine_id,
-            "rows": count,
-            **policy.facts(),
-        }
+        key = {**output.key_of(assignment, digest, count), **policy.facts()}
         growing = Growing(file, key, shape, display.note if display else None)
         started, first = time.monotonic(), growing.done
         job = Job(host, model, lane, until, policy)
+        bar = display.bar("embedding", count, unit="texts") if display else nullcontext(lambda rows: None)
         async with aclosing(job.blocks(reader.read(growing.read))) as blocks:
-            if display is None:
-                await growing.fill(blocks, lambda rows: None, corpus.name)
-            else:
-                with display.bar("embedding", count, unit="texts") as advance:
-                    advance(growing.read)
-                    await growing.fill(blocks, advance, corpus.name)
+            with bar as advance:
+                advance(growing.read)
+                await growing.fill(blocks, advance, corpus.name)
         elapsed = max(time.monotonic() - started, 1e-9)
         facts = {"model": model, "dims": shape[1], "n": growing.done, **_origin(corpus, key)}
         errors = [*bad, *growing.skipped]
@@ -147,10 +138,7 @@ async def embed_file(
             facts["left_out"] = [entry["entry"] for entry in growing.skipped]
             await beside(lambda: growing.finish(reader, facts, errors))
     return {
-        "model": model,
-        "lane": assignment.lane_id,
-        "engine": spec.engine_id,
-        "device": spec.device,
+        **output.maker(assignment),
         "dims": shape[1],
         "n": growing.done,
         "out": str(out),

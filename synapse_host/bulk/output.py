@@ -22,6 +22,25 @@ from synapse_host.worker.runtime_dir import holder
 if TYPE_CHECKING:
     import numpy as np
 
+    from synapse_host.placement.assignment import Assignment
+
+
+def key_of(assignment: Assignment, digest: str, rows: int) -> dict[str, Any]:
+    """Return what a record and a run must have in common: the input by its *digest*, and what computes it."""
+    spec = assignment.require()
+    return {
+        "input_digest": digest,
+        "manifest_digest": assignment.bundle.digest,
+        "artifact_digest": spec.load.artifact_digest,
+        "engine": spec.engine_id,
+        "rows": rows,
+    }
+
+
+def maker(assignment: Assignment) -> dict[str, str]:
+    """Return what a run's document says of what computed it."""
+    return dict(zip(("model", "lane", "engine", "device"), assignment.served_by(), strict=True))
+
 
 def place(out: Path, sources: Iterable[str] = ()) -> Path:
     """Return the file that *out* names: where it is a link, what the link points to, which is the larger disk's file.
