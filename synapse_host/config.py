@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,5 +45,7 @@ class HostConfig:
     """Execution permits by device kind; None: usable cores for ``cpu``, 1 for each accelerator."""
     queue_limit: int = 256
     """Requests that may wait for one lane before ``queue_full``."""
+    engines: Mapping[str, str] = field(default_factory=dict)
+    """Lanes of the matrix with the engine that is to serve each, instead of the first that fits."""
     require_certificate: bool = False
     """May only strengthen what the matrix says."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from synapse_host.config import HostConfig
     from synapse_host.host import Host
     from synapse_host.placement.assignment import Assignment
+    from synapse_host.placement.matrix import HardwareMatrix
     from synapse_host.results import EmbedResult, Generation, RerankResult
 
 
@@ -45,7 +46,7 @@ class SyncHost:
     @contextmanager
     def open(
         cls,
-        matrix: Path | str | None = None,
+        matrix: HardwareMatrix | Path | str | None = None,
         models: Mapping[str, Path | str] | None = None,
         config: HostConfig | None = None,
     ) -> Iterator[SyncHost]:

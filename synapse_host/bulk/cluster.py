@@ -31,6 +31,8 @@ from synapse_host.bulk.parts import Block
 from synapse_host.config import HostConfig
 from synapse_host.errors import BackendMissing, EngineCrashed, InvalidRequest, QueueFull, SynapseError
 from synapse_host.models import catalogue
+from synapse_host.placement.matrix import load as load_matrix
+from synapse_host.placement.select import lane_with
 from synapse_host.sync import SyncHost
 from synapse_host.text.tokenizer import TextTokenizer
 
@@ -61,19 +63,25 @@ class Embedder:
         column: str = "text",
         truncate: bool = False,
         lane: str | None = None,
+        engine: str | None = None,
         matrix: str | None = None,
         models_dir: str | None = None,
         require_certificate: bool = False,
     ) -> None:
         self._column = column
         self._truncate = truncate
-        self.lane = lane
+        loaded = load_matrix(matrix)
+        self.lane = lane if lane or not engine else lane_with(loaded, "embed", engine)
         folder = None if models_dir is None else Path(models_dir)
         self.bundle = catalogue.obtain(model, folder)
         self.model = Path(model).name
-        config = HostConfig(models_dir=folder, require_certificate=require_certificate)
+        config = HostConfig(
+            models_dir=folder,
+            require_certificate=require_certificate,
+            engines={self.lane or "embed": engine} if engine else {},
+        )
         self._open = ExitStack()
-        self.host = self._open.enter_context(SyncHost.open(matrix, {self.model: self.bundle.root}, config))
+        self.host = self._open.enter_context(SyncHost.open(loaded, {self.model: self.bundle.root}, config))
 
     def __call__(self, batch: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
         """Embed one batch: columns as arrays in, the same ones with ``vector`` float32 (n, dims) out."""
@@ -193,9 +201,9 @@ def embed_on_ray(
     """Embed *source* (a file, a folder or a pattern, by path or URI) into parts in the folder *out*; blocks until done.
 
     *address*: Ray's (``auto``: the running cluster); None starts Ray on this machine. *embedder*: as
-    :class:`Embedder`'s ``lane``, ``matrix``, ``models_dir``, ``require_certificate``. A run with the same corpus, model
-    and policy goes on where the last one stopped. Returns the command's document. Raises BackendMissing without Ray,
-    InvalidRequest where *out* holds the parts of another result, and the first error that stops an actor.
+    :class:`Embedder`'s ``lane``, ``engine``, ``matrix``, ``models_dir``, ``require_certificate``. A run with the same
+    corpus, model and policy goes on where the last one stopped. Returns the command's document. Raises BackendMissing
+    without Ray, InvalidRequest where *out* holds the parts of another result, and the first error that stops an actor.
     """
     ray = _ray()
     policy = policy or Policy()

@@ -101,6 +101,38 @@ def test_generate(cli: Command, here: Here) -> None:
     assert chat.document["text"] == done.document["text"]
 
 
+def test_an_engine_is_chosen_by_its_name(cli: Command, here: Here) -> None:
+    cli.bundle("judge", task="rerank").bundle("writer", task="generate", frame=False)
+    assert cli.matrix is not None
+    matrix = json.loads(cli.matrix.read_text())
+    for name in ("second", "third"):
+        matrix["engines"][name] = matrix["engines"]["scripted"]
+    for lane in matrix["lanes"].values():
+        lane["engines"].append("second")
+    matrix["lanes"]["aside"] = {"task": "embed", "engines": ["third"]}
+    cli.matrix.write_text(json.dumps(matrix))
+    index = str(cli.root / "x.npy")
+    for words in (
+        ("embed", "--model", "toy", "a"),
+        ("embed", "--model", "toy", "--out", index, "a"),
+        ("rerank", "--model", "judge", "query", "a"),
+        ("generate", "--model", "writer", "--max-tokens", "1", "a"),
+    ):
+        document = here(*words, "--engine", "second", "--json").document
+        assert (document["lane"], document["engine"]) == (words[0], "second")
+    found = here("search", index, "a", "--engine", "second", "--json").document["results"][0]["hits"]
+    assert [hit["row"] for hit in found] == [0]
+    # Without --lane it is the first lane of the task that lists the engine.
+    document = here("embed", "--model", "toy", "--engine", "third", "--json", "a").document
+    assert (document["lane"], document["engine"]) == ("aside", "third")
+    for words, listed in (
+        (("--engine", "fourth"), "scripted, second"),
+        (("--engine", "second", "--lane", "aside"), "third"),
+    ):
+        done = here("embed", "--model", "toy", *words, "a")
+        assert done.code == 2 and f"(fit here: {listed})" in done.err
+
+
 def test_matrix_check_and_explain(cli: Command, here: Here) -> None:
     assert "ok, 1 hardware classes, 1 engines, 3 lanes" in here("matrix", "check").out
     for lane in here("matrix", "check", "--json").document["lanes"]:
