@@ -47,5 +47,7 @@ class HostConfig:
     """Requests that may wait for one lane before ``queue_full``."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """Lanes of the matrix with the engine that is to serve each, instead of the first that fits."""
+    idle_unload: float | None = None
+    """How long a lane may have nothing to do before its worker ends, for the memory; the next request starts one."""
     require_certificate: bool = False
     """May only strengthen what the matrix says."""

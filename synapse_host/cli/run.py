@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +49,9 @@ def configure(parser: Parser) -> None:
         "--load", nargs="+", action="extend", default=[], metavar="M", help="bundle name or folder to load at start"
     )
     parser.add_argument("--metrics", type=port, metavar="PORT", help="serve Prometheus metrics on 127.0.0.1:PORT")
+    parser.add_argument(
+        "--idle", type=seconds, metavar="SECONDS", help="end a worker that has had nothing to do for so long"
+    )
     parser.add_argument(
         "--drain", type=seconds, default=DRAIN_S, metavar="SECONDS",
         help=f"let running requests finish for this long at the end (default: {DRAIN_S:g})",
@@ -101,9 +105,10 @@ class _Run:
 
     async def main(self, matrix: HardwareMatrix) -> int:
         self._listen_to_signals()
+        config = replace(config_of(self._args), idle_unload=self._args.idle)
         async with AsyncExitStack() as stack:
             try:
-                host = await stack.enter_async_context(Host.open(matrix, self._models, config_of(self._args)))
+                host = await stack.enter_async_context(Host.open(matrix, self._models, config))
             except asyncio.CancelledError:
                 if self._interrupted:
                     raise

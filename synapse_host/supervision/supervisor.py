@@ -28,7 +28,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -52,6 +53,9 @@ was replaced while the request waited, so it must not have side effects."""
 
 Outcome: TypeAlias = tuple[AnyReply, Any]
 """The reply and its payload: float32 (n * dims,) or (candidates,), writable and owned by the caller; or None."""
+
+LEAST_LOOK_S: Final = 0.05
+"""Seconds between two looks for an idle worker, at least."""
 
 _log = logging.getLogger(__name__)
 
@@ -82,9 +86,14 @@ class Supervisor:
         self._turns = Turns(self._standing, limit=config.queue_limit)
         self._health = LaneHealth(spec)
         self._refresher = Refresher(config.ping_interval, self._refresh)
+        self._idler: Refresher | None = None
+        if (after := config.idle_unload) is not None:
+            self._idler = Refresher(max(after / 4, LEAST_LOOK_S), partial(self._end_if_idle, after))
         self._workers = Generations(
-            context, self._standing, owner=self, health=self._health, refresher=self._refresher, admit=admit
+            context, self._standing, owner=self, health=self._health, spawned=self._spawned, admit=admit
         )
+        self.rest: Callable[[], None] = self._workers.rest
+        """Called on the loop to end a worker that has had nothing to do for ``HostConfig.idle_unload`` seconds."""
         self._closer: asyncio.Task[None] | None = None
 
     @property
@@ -329,8 +338,8 @@ class Supervisor:
 
     def _refresh(self) -> None:
         """PING an idle worker. A busy one is alive as its exchange proves, and PING never starts a missing one."""
-        session = self._workers.session
-        if self._turns.held or self._workers.starting is not None or session is None or session.dead or session.open:
+        session = self._idle_session()
+        if session is None:
             return
         self._turns.held = True
         waiter: asyncio.Future[Outcome] = self._loop.create_future()
@@ -342,6 +351,24 @@ class Supervisor:
         except LocalProtocolError:
             self._release(exchange)
 
+    def _idle_session(self) -> Session | None:
+        """Return the living worker's session while nobody uses or wants the lane."""
+        session = self._workers.session
+        if self._turns.held or self._workers.starting is not None or session is None or session.dead or session.open:
+            return None
+        return session
+
+    def _spawned(self) -> None:
+        self._refresher.start()
+        if self._idler is not None:
+            self._idler.start()
+
+    def _end_if_idle(self, after: float) -> None:
+        """End a worker that has had nothing to do for *after* seconds; the next request starts another one."""
+        if self._idle_session() is not None and self._health.rests(self._loop.time(), after):
+            _log.info("idle worker ends: lane=%s model=%s", self.spec.lane_id, self.spec.model)
+            self.rest()
+
     def _pinging(self) -> bool:
         session = self._workers.session
         return session is not None and session.open is not None and not session.serving
@@ -351,6 +378,8 @@ class Supervisor:
     def replied(self, session: Session, exchange: Exchange, reply: AnyReply, payload: memoryview | None) -> None:
         """Resolve the waiter (unless it left), then hand on permit and stream."""
         self._health.age_from = now = self._loop.time()
+        if type(exchange.request) is not Ping:
+            self._health.used = now
         waiter = exchange.waiter
         left = waiter.done()
         array = None
@@ -432,6 +461,8 @@ class Supervisor:
         """
         self._standing.closing = True
         self._refresher.stop()
+        if self._idler is not None:
+            self._idler.stop()
         self._turns.close(self._loop.time() + drain)
         if self._closer is None:
             self._closer = self._loop.create_task(self._close())

@@ -155,6 +155,12 @@ def test_nothing_is_loaded_unless_asked(cli: Command, runtime_dir: Path) -> None
         assert "not loaded" in host("ps").out
 
 
+def test_an_idle_worker_ends(cli: Command, runtime_dir: Path) -> None:
+    with running(cli, runtime_dir, "--load", "toy", "--idle", "0.2") as host:
+        until(lambda: not workers_of(cli))
+        assert host("load", "toy").code == 0
+
+
 def test_a_broken_bundle_is_left_out_unless_it_is_named(cli: Command, runtime_dir: Path) -> None:
     broken = cli.root / "models" / "broken"
     broken.mkdir()
