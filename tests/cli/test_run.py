@@ -434,7 +434,7 @@ def test_metrics_over_http_and_over_the_socket(cli: Command, runtime_dir: Path) 
         with urllib.request.urlopen(url, timeout=LIMIT_S) as reply:
             assert reply.headers["Content-Type"].startswith("text/plain")
             text = reply.read().decode()
-        assert 'synapse_worker_requests_total{lane="embed",op="load",outcome="ok"} 1.0' in text
+        assert 'synapse_worker_requests_total{lane="embed:toy",op="load",outcome="ok"} 1.0' in text
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=LIMIT_S)
         assert url in host("ps").out
