@@ -321,8 +321,6 @@ class Host:
 
         def compose() -> Rows:
             rows = id_rows(candidates, **limits, noun="candidate")
-            if not rows.lengths:
-                raise InvalidRequest("candidates is empty: nothing to score")
             # Checked before it is composed: every row would hold the query once more.
             admission.check_lengths([length + common for length in rows.lengths], **limits, noun="candidate")
             return rows if frame is None else compose_ids(frame, query, rows)

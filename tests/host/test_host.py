@@ -196,10 +196,8 @@ async def test_local_refusals_start_no_worker(bench: Bench) -> None:
             (UnknownModel, host.embed("other", ["a"])),
             (InvalidRequest, host.rerank("toy", "a", ["b"])),
             (InvalidRequest, host.embed("toy", ["a"], lane="nowhere")),
-            (InvalidRequest, host.embed("toy", [])),
             (InvalidRequest, host.embed("toy", "one text")),
             (InvalidRequest, host.embed("toy", ["a", ""])),
-            (InvalidRequest, host.embed_ids("toy", [])),
             (InvalidRequest, host.embed_ids("toy", [[1], []])),
             (InvalidRequest, host.embed_ids("toy", [[-1]])),
             (SequenceTooLong, host.embed_ids("toy", [[1] * 17])),
@@ -224,12 +222,30 @@ async def test_local_refusals_start_no_worker(bench: Bench) -> None:
         for kind, call in refused:
             with pytest.raises(kind):
                 await call
-        with pytest.raises(InvalidRequest, match="65 rows to be packed, one exchange takes at most 64"):
-            await host.embed_packed("toy", [[1]] * 65, 128)
+        for rows in ([[1]] * 65, []):
+            with pytest.raises(InvalidRequest, match=f"{len(rows)} rows to be packed, one exchange takes 1 to 64"):
+                await host.embed_packed("toy", rows, 128)
         resting = host.health()["lanes"]["embed"]
         assert (resting["state"], resting["worker_pid"], resting["generation"]) == ("idle", None, 0)
         await host.load("toy")
         assert set(resting) == set(host.health()["lanes"]["embed"]), "a lane that never ran has the same fields"
+
+
+@pytest.mark.parametrize("engine", ["llama", "cuda"])
+async def test_nothing_to_do_is_done_without_a_worker(bench: Bench, engine: str) -> None:
+    formats = {"gguf": "f16", "safetensors-package": "f32"}
+    bench.model("toy", formats=formats).model("judge", task="rerank", formats=formats)
+    async with bench.host(engine=engine) as host:
+        for vectors in (await host.embed("toy", []), await host.embed_ids("toy", []), await host.embed("toy", ())):
+            assert vectors.shape == (0, 8) and vectors.dtype == np.float32
+        result = await host.embed_result("toy", [])
+        assert (result.vectors.shape, result.truncated, result.tokens) == ((0, 8), [], 0)
+        for scores in (await host.rerank("judge", "a", []), await host.rerank_ids("judge", [5], [], raw=True)):
+            assert scores.shape == (0,) and scores.dtype == np.float32
+        assert (await host.rerank_result("judge", "a", [])).order == []
+        with pytest.raises(InvalidRequest, match="the query is empty"):
+            await host.rerank("judge", "", [])
+        assert {lane["generation"] for lane in host.health()["lanes"].values()} == {0}
 
 
 @pytest.mark.parametrize("task", ["embed", "rerank", "generate"])
