@@ -253,7 +253,7 @@ def _ray() -> Any:
         import ray.data
     except ImportError as exc:
         raise BackendMissing(
-            "--ray needs Ray. Install it: pip install 'synapse-workers[ray]'", details={"missing": "ray"}
+            "Ray is missing. Install it: pip install 'synapse-workers[ray]'", details={"missing": "ray"}
         ) from exc
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     return ray
@@ -352,7 +352,7 @@ def _check_same(common: dict[str, Any], facts: dict[str, Any], what: str) -> Non
     if other:
         said = "; ".join(f"{name} {facts.get(name)}, not {common.get(name)}" for name in other)
         raise InvalidRequest(
-            f"{what} would be mixed with another result ({said}). Take another --out, or remove what is there",
+            f"{what} would be mixed with another result ({said}). Take another folder, or remove what is there",
             details={"what": what, "differs": other},
         )
 
@@ -365,7 +365,7 @@ def _finish(files: Any, folder: str, blocks: Iterable[Block], common: dict[str, 
         path = parts.part_path(folder, block, common)
         facts = parts.part_facts(files, path)
         if facts is None:
-            raise InvalidRequest(f"{path}: the part of {block.file} is gone. Run the command again")
+            raise InvalidRequest(f"{path}: the part of {block.file} is gone. Run it again")
         _check_same(common, facts, path)
         errors += facts["errors"]
         kept = {name: facts.get(name) for name in ("rows", "engine", "kernel_revision")}

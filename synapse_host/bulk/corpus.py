@@ -314,8 +314,12 @@ def _column(name: str, head: list[str], column: str) -> int:
     if column not in head:
         have = ", ".join(head[:20]) or "none"
         raise InvalidRequest(
-            f"{name}: there is no column {column!r} (have: {have}). Name the one with the texts: --column NAME",
+            f"{name}: there is no column {column!r} (have: {have}).",
             details={"file": name, "column": column},
+            advice={
+                "python": "Name the one with the texts: Corpus.of(…, column=NAME).",
+                "command": "Name the one with the texts: --column NAME.",
+            },
         )
     return head.index(column)
 

@@ -48,7 +48,7 @@ def place(out: Path, sources: Iterable[str] = ()) -> Path:
     InvalidRequest where the result can't be there, or where making it would destroy something else.
     """
     if not out.name:
-        raise InvalidRequest(f"--out {out}: is not a file name", details={"file": str(out)})
+        raise InvalidRequest(f"{out}: is not a file name", details={"file": str(out)})
     if out.exists() and not out.is_file():
         # It would be replaced: as root even /dev/null.
         raise InvalidRequest(f"{out}: can't be written: it is not a regular file", details={"file": str(out)})
@@ -58,7 +58,7 @@ def place(out: Path, sources: Iterable[str] = ()) -> Path:
     mine = [path.stat() for path in (real, progress_path(real), partial_path(real)) if path.exists()]
     for source in sources if mine else ():
         if source != "-" and Path(source).exists() and any(os.path.samestat(Path(source).stat(), one) for one in mine):
-            raise InvalidRequest(f"{out}: --out would overwrite the input", details={"file": str(out)})
+            raise InvalidRequest(f"{out}: would overwrite the input", details={"file": str(out)})
     return real
 
 
@@ -98,7 +98,7 @@ def _locked(lock: Path, out: Path) -> IO[bytes]:
             pid, whom = holder(file)
             file.close()
             raise InvalidRequest(
-                f"{out} is being written by {whom}. Wait for it, or pass another --out",
+                f"{out} is being written by {whom}. Wait for it, or write to another file",
                 details={"reason": "out_busy", "file": str(out), "pid": pid},
             ) from exc
         try:

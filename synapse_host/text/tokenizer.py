@@ -98,7 +98,11 @@ class TextTokenizer:
         self.max_tokens = manifest.max_tokens
         if manifest.tokenizer is UNSET:
             raise InvalidRequest(
-                f"bundle {self.model} has no tokenizer: send token ids (embed_ids, rerank_ids, generate_ids)"
+                f"bundle {self.model} has no tokenizer.",
+                advice={
+                    "python": "Send token ids (embed_ids, rerank_ids, generate_ids).",
+                    "command": "Its texts can't be read here; a Python program may send it token ids.",
+                },
             )
         path = bundle.path(manifest.tokenizer.path)
         # Kept: the second object below comes from the same bytes, whatever becomes of the file.
