@@ -23,6 +23,7 @@ def configure(parser: Parser) -> None:
     )
     parser.add_argument(
         "action", nargs="?", choices=("list", "show", "path", "verify", "install", "remove"), default="list",
+        metavar="ACTION",
         help="list what there is (default); show: what a model is; path: print a folder; verify: check digests; "
         "install: make a default one; remove: delete an installed one",
     )  # fmt: skip

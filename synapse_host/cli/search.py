@@ -23,8 +23,8 @@ def configure(parser: Parser) -> None:
         "the model that made the index. --rerank reads the texts again and lets a reranker order them."
     )
     parser.examples("""
-        synapse embed --file notes/ --chunk 200:20 --out notes.parquet
         synapse search notes.parquet 'when does the contract end?' --top 5 --rerank
+        synapse embed --file notes/ --chunk 200:20 --out notes.parquet    # what makes the index
     """)
     parser.add_argument("index", type=Path, metavar="INDEX", help="the .npy or .parquet file of vectors")
     parser.add_argument("queries", nargs="+", metavar="QUERY", help="what to look for")
