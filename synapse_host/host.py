@@ -239,8 +239,7 @@ class Host:
         """Return the vectors of at most 64 rows that share passes of one packed width: what qualifies a width.
 
         Serving chooses by itself (:mod:`synapse_host.residency.plan`). InvalidRequest where the lane has no packed
-        functions,
-        ``unsupported_packed_width`` for a width that its worker doesn't advertise.
+        functions, ``unsupported_packed_width`` for a width that its worker doesn't advertise.
         """
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")

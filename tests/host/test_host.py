@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Awaitable
@@ -409,10 +410,17 @@ def test_the_sync_host_makes_the_same_calls(bench: Bench) -> None:
     left.close()
 
 
-def test_the_sync_host_has_every_call_of_the_host() -> None:
+def test_the_sync_host_has_every_call_of_the_host_with_the_same_arguments() -> None:
     calls = {name for name, value in vars(Host).items() if callable(value) and not name.startswith("_")}
-    # Its block closes it, which lane a call uses is told with the result, and its loop is its own business.
-    assert calls - set(dir(SyncHost)) == {"aclose", "lane_of", "on_loop"}
+    calls -= {"aclose", "on_loop"}  # its block closes it, and its loop is its own business
+    for name in calls:
+        ours, theirs = inspect.signature(getattr(SyncHost, name)), inspect.signature(getattr(Host, name))
+        assert list(ours.parameters.values()) == list(theirs.parameters.values()), name
+        if name != "embed_stream":
+            assert ours.return_annotation == theirs.return_annotation, name
+    opened, theirs = inspect.signature(SyncHost.open), inspect.signature(Host.open)
+    arguments = list(theirs.parameters.values())
+    assert list(opened.parameters.values()) == [each for each in arguments if each.name != "qualifying"]
 
 
 def test_health_is_read_on_the_loop_from_any_thread_and_after_its_end(
