@@ -25,8 +25,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import to_builtins
+
 from synapse_host.bulk import parts
 from synapse_host.bulk.embedding import Display, Job, Policy, described
+from synapse_host.bulk.output import Left
 from synapse_host.bulk.parts import Block
 from synapse_host.config import HostConfig
 from synapse_host.errors import BackendMissing, EngineCrashed, InvalidRequest, QueueFull, SynapseError
@@ -168,7 +171,7 @@ class PartWriter:
         """Embed a block into *file*; return what its part says of the rows."""
         import numpy as np
 
-        errors: list[dict[str, Any]] = []
+        errors: list[Left] = []
         skip = self._policy.on_error == "skip"
 
         def note(error: SynapseError) -> None:
@@ -182,7 +185,7 @@ class PartWriter:
             file.write([text.id for text in made.kept], np.concatenate(made.vectors), made.truncated)
             errors += made.skipped
             rows += len(made.kept)
-        return {"block": asdict(block), "rows": rows, "errors": errors}
+        return {"block": asdict(block), "rows": rows, "errors": to_builtins(errors)}
 
 
 def embed_on_ray(

@@ -52,26 +52,24 @@ async def rerank_file(
             raise InvalidRequest(f"{source} holds no query", details={"file": source})
         key = {**output.key_of(assignment, digest, count), "raw": raw, "truncate": truncate}
         with output.writing(out):
-            done, size = _resume(file, key)
-        if done:
-            display.note(f"going on at query {done} of {count}")
-        first = done
+            record = _resume(file, key)
+        if first := record.rows_done:
+            display.note(f"going on at query {first} of {count}")
         with (
             display.bar("reranking", count, unit="queries") as advance,
             opened(source) as lines,
-            output.writing_to(file, size) as growing,
+            output.writing_to(file, record.bytes) as growing,
         ):
-            advance(done)
-            for number, value in islice(values(lines, source), done, None):
+            advance(first)
+            for number, value in islice(values(lines, source), first, None):
                 line = await _line(ask, value, source, number)
-                done += 1
                 with output.writing(out):
                     growing.write(line)
                     growing.flush()
-                    size += len(line)
-                    output.write_record(file, {**key, "rows_done": done, "bytes": size})
+                    record = output.Lines(record.rows_done + 1, record.bytes + len(line))
+                    output.write_record(file, key, record)
                 advance(1)
-        if done != count:
+        if record.rows_done != count:
             raise InvalidRequest(f"{source} shrank while it was read", details={"file": source})
         with output.writing(out):
             os.replace(output.partial_path(file), file)  # noqa: PTH105
@@ -102,16 +100,9 @@ def _survey(source: str) -> tuple[int, str]:
     return count, Corpus(files=(source,)).digest()
 
 
-def _resume(file: Path, key: dict[str, Any]) -> tuple[int, int]:
-    """Return how many lines of the partial file are good, and its bytes until there."""
-    try:
-        record = json.loads(output.progress_path(file).read_bytes())
-        size = output.partial_path(file).stat().st_size
-    except (OSError, ValueError, RecursionError):
-        return 0, 0
-    if not isinstance(record, dict) or any(record.get(name) != value for name, value in key.items()):
-        return 0, 0
-    done, good = record.get("rows_done"), record.get("bytes")
-    if type(done) is not int or type(good) is not int or not (0 <= done <= key["rows"] and 0 <= good <= size):
-        return 0, 0
-    return done, good
+def _resume(file: Path, key: dict[str, Any]) -> output.Lines:
+    """Return how much of the partial file is good."""
+    record = output.record_of(file, key, output.Lines) or output.Lines()
+    partial = output.partial_path(file)
+    size = partial.stat().st_size if partial.exists() else 0
+    return record if 0 <= record.rows_done <= key["rows"] and 0 <= record.bytes <= size else output.Lines()
