@@ -292,7 +292,7 @@ class AneFleet:
         self._supervisors.append(supervisor)
         # A worker that dies takes its functions with it, also while nobody waits: the books follow at once.
         supervisor.lost = lambda: shell.fault(lane_id, shell.generation(lane_id))
-        supervisor.rest = lane.rest
+        supervisor.idle.rest = lane.rest
         return lane
 
     async def aclose(self) -> None:

@@ -19,7 +19,7 @@ request can't meet the reply of an abandoned one. A caller awaits a plain Future
 
 Everything runs on one event loop and nothing here blocks. What may run at the same time: any number of waiting callers,
 at most one start (a task that outlives whoever asked for it), one open exchange, one background PING in the turn's
-place, and the end of a worker (a task of its session).
+place (:mod:`synapse_host.supervision.idle`), and the end of a worker (a task of its session).
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -37,7 +36,8 @@ from engines.protocol.errors import ErrorCode, LocalProtocolError
 from engines.protocol.messages import SERVING, AnyReply, AnyRequest, Err, Ping, Pong, Unload
 from synapse_host.errors import EngineCrashed, SynapseError
 from synapse_host.placement.spec import LaneSpec
-from synapse_host.supervision.health import LaneHealth, Refresher
+from synapse_host.supervision.health import LaneHealth
+from synapse_host.supervision.idle import Idle
 from synapse_host.supervision.lifecycle import Generations
 from synapse_host.supervision.queueing import Permits, Turns, expire
 from synapse_host.supervision.standing import Standing
@@ -53,9 +53,6 @@ was replaced while the request waited, so it must not have side effects."""
 
 Outcome: TypeAlias = tuple[AnyReply, Any]
 """The reply and its payload: float32 (n * dims,) or (candidates,), writable and owned by the caller; or None."""
-
-LEAST_LOOK_S: Final = 0.05
-"""Seconds between two looks for an idle worker, at least."""
 
 _log = logging.getLogger(__name__)
 
@@ -85,15 +82,10 @@ class Supervisor:
         self._quarantine = self._standing.quarantine
         self._turns = Turns(self._standing, limit=config.queue_limit)
         self._health = LaneHealth(spec)
-        self._refresher = Refresher(config.ping_interval, self._refresh)
-        self._idler: Refresher | None = None
-        if (after := config.idle_unload) is not None:
-            self._idler = Refresher(max(after / 4, LEAST_LOOK_S), partial(self._end_if_idle, after))
         self._workers = Generations(
-            context, self._standing, owner=self, health=self._health, spawned=self._spawned, admit=admit
+            context, self._standing, owner=self, health=self._health, spawned=lambda: self.idle.start(), admit=admit
         )
-        self.rest: Callable[[], None] = self._workers.rest
-        """Called on the loop to end a worker that has had nothing to do for ``HostConfig.idle_unload`` seconds."""
+        self.idle = Idle(context, self._turns, self._workers, self._health)
         self._closer: asyncio.Task[None] | None = None
 
     @property
@@ -336,39 +328,6 @@ class Supervisor:
                 await self._begin(session, Ping(req_id=session.next_req_id()), None, "ping", deadline=deadline)
             return self.health()
 
-    def _refresh(self) -> None:
-        """PING an idle worker. A busy one is alive as its exchange proves, and PING never starts a missing one."""
-        session = self._idle_session()
-        if session is None:
-            return
-        self._turns.held = True
-        waiter: asyncio.Future[Outcome] = self._loop.create_future()
-        # Nobody awaits it: `replied` stamps what the reply says.
-        waiter.cancel()
-        exchange = Exchange(Ping(req_id=session.next_req_id()), None, waiter, "ping")
-        try:
-            session.begin(exchange)
-        except LocalProtocolError:
-            self._release(exchange)
-
-    def _idle_session(self) -> Session | None:
-        """Return the living worker's session while nobody uses or wants the lane."""
-        session = self._workers.session
-        if self._turns.held or self._workers.starting is not None or session is None or session.dead or session.open:
-            return None
-        return session
-
-    def _spawned(self) -> None:
-        self._refresher.start()
-        if self._idler is not None:
-            self._idler.start()
-
-    def _end_if_idle(self, after: float) -> None:
-        """End a worker that has had nothing to do for *after* seconds; the next request starts another one."""
-        if self._idle_session() is not None and self._health.rests(self._loop.time(), after):
-            _log.info("idle worker ends: lane=%s model=%s", self.spec.lane_id, self.spec.model)
-            self.rest()
-
     def _pinging(self) -> bool:
         session = self._workers.session
         return session is not None and session.open is not None and not session.serving
@@ -460,9 +419,7 @@ class Supervisor:
         Idempotent and safe to call concurrently; a later call with a shorter *drain* hurries an earlier one.
         """
         self._standing.closing = True
-        self._refresher.stop()
-        if self._idler is not None:
-            self._idler.stop()
+        self.idle.stop()
         self._turns.close(self._loop.time() + drain)
         if self._closer is None:
             self._closer = self._loop.create_task(self._close())
