@@ -25,6 +25,7 @@ from synapse_host.placement import hardware
 from synapse_host.placement.assignment import Assignment
 from synapse_host.placement.matrix import HardwareMatrix
 from synapse_host.placement.matrix import load as load_matrix
+from synapse_host.placement.select import pinned
 from synapse_host.requests import embed as embedding
 from synapse_host.requests import generate as generation
 from synapse_host.requests import memory
@@ -97,7 +98,7 @@ class Host:
         Default matrix: the packaged one. Default models: the installed bundles of the models directory. Starts no
         worker: the first request of a lane does. *qualifying*: Neural Engine workers advertise every packed width of
         their manifest, for a certification to try; serving packs nothing then. Raises MatrixInvalid, BundleInvalid,
-        InvalidRequest.
+        InvalidRequest, BackendMissing.
         """
         config = config or HostConfig()
         loaded = matrix if isinstance(matrix, HardwareMatrix) else load_matrix(matrix)
@@ -108,6 +109,7 @@ class Host:
         profile = await asyncio.to_thread(hardware.detect, keys)
         speeds = await asyncio.to_thread(speeds_here, loaded, bundles.values(), profile, data_dir=config.data_dir)
         profile = replace(profile, speeds=speeds)
+        loaded = pinned(loaded, config.engines, profile=profile, bundles=bundles.values())
         runtime = RuntimeDirectory.open(config.runtime_dir)
         try:
             host = cls(
@@ -236,8 +238,7 @@ class Host:
         """Return the vectors of at most 64 rows that share passes of one packed width: what qualifies a width.
 
         Serving chooses by itself (:mod:`synapse_host.residency.plan`). InvalidRequest where the lane has no packed
-        functions,
-        ``unsupported_packed_width`` for a width that its worker doesn't advertise.
+        functions, ``unsupported_packed_width`` for a width that its worker doesn't advertise.
         """
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from synapse_host.config import HostConfig
     from synapse_host.host import Host
     from synapse_host.placement.assignment import Assignment
+    from synapse_host.placement.matrix import HardwareMatrix
     from synapse_host.results import EmbedResult, Generation, Piece, RerankResult
 
 
@@ -45,7 +46,7 @@ class SyncHost:
     @contextmanager
     def open(
         cls,
-        matrix: Path | str | None = None,
+        matrix: HardwareMatrix | Path | str | None = None,
         models: Mapping[str, Path | str] | None = None,
         config: HostConfig | None = None,
     ) -> Iterator[SyncHost]:
@@ -85,21 +86,50 @@ class SyncHost:
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._thread.call(coroutine)
 
-    def embed(self, model: str, texts: Sequence[str], **options: Any) -> FloatArray:
+    def embed(
+        self,
+        model: str,
+        texts: Sequence[str],
+        *,
+        lane: str | None = None,
+        deadline: float | None = None,
+        truncate: bool = False,
+    ) -> FloatArray:
         """As :meth:`Host.embed`."""
-        return self._run(self._host.embed(model, texts, **options))
+        return self._run(self._host.embed(model, texts, lane=lane, deadline=deadline, truncate=truncate))
 
-    def embed_result(self, model: str, texts: Sequence[str], **options: Any) -> EmbedResult:
+    def embed_result(
+        self,
+        model: str,
+        texts: Sequence[str],
+        *,
+        lane: str | None = None,
+        deadline: float | None = None,
+        truncate: bool = False,
+    ) -> EmbedResult:
         """As :meth:`Host.embed_result`."""
-        return self._run(self._host.embed_result(model, texts, **options))
+        return self._run(self._host.embed_result(model, texts, lane=lane, deadline=deadline, truncate=truncate))
 
-    def embed_ids(self, model: str, rows: Sequence[Any], **options: Any) -> FloatArray:
+    def embed_ids(
+        self, model: str, rows: Sequence[Any], *, lane: str | None = None, deadline: float | None = None
+    ) -> FloatArray:
         """As :meth:`Host.embed_ids`."""
-        return self._run(self._host.embed_ids(model, rows, **options))
+        return self._run(self._host.embed_ids(model, rows, lane=lane, deadline=deadline))
 
-    def embed_stream(self, model: str, texts: Iterable[str], **options: Any) -> Iterator[EmbedResult]:
+    def embed_stream(
+        self,
+        model: str,
+        texts: Iterable[str],
+        *,
+        lane: str | None = None,
+        deadline: float | None = None,
+        truncate: bool = False,
+        offset: int = 0,
+    ) -> Iterator[EmbedResult]:
         """As :meth:`Host.embed_stream`; close the iterator when leaving it early."""
-        return self._each(self._host.embed_stream(model, texts, **options))
+        return self._each(
+            self._host.embed_stream(model, texts, lane=lane, deadline=deadline, truncate=truncate, offset=offset)
+        )
 
     def _each(self, stream: AsyncGenerator[T, None]) -> Iterator[T]:
         async def following() -> T | None:
@@ -115,51 +145,120 @@ class SyncHost:
                     self._run(stream.aclose())
                 raise
 
-    def embed_packed(self, model: str, rows: Sequence[Any], width: int, **options: Any) -> FloatArray:
+    def embed_packed(
+        self, model: str, rows: Sequence[Any], width: int, *, lane: str | None = None, deadline: float | None = None
+    ) -> FloatArray:
         """As :meth:`Host.embed_packed`."""
-        return self._run(self._host.embed_packed(model, rows, width, **options))
+        return self._run(self._host.embed_packed(model, rows, width, lane=lane, deadline=deadline))
 
-    def rerank(self, model: str, query: str, documents: Sequence[str], **options: Any) -> FloatArray:
+    def rerank(
+        self,
+        model: str,
+        query: str,
+        documents: Sequence[str],
+        *,
+        raw: bool = False,
+        lane: str | None = None,
+        deadline: float | None = None,
+        truncate: bool = False,
+    ) -> FloatArray:
         """As :meth:`Host.rerank`."""
-        return self._run(self._host.rerank(model, query, documents, **options))
+        return self._run(
+            self._host.rerank(model, query, documents, raw=raw, lane=lane, deadline=deadline, truncate=truncate)
+        )
 
-    def rerank_result(self, model: str, query: str, documents: Sequence[str], **options: Any) -> RerankResult:
+    def rerank_result(
+        self,
+        model: str,
+        query: str,
+        documents: Sequence[str],
+        *,
+        raw: bool = False,
+        lane: str | None = None,
+        deadline: float | None = None,
+        truncate: bool = False,
+    ) -> RerankResult:
         """As :meth:`Host.rerank_result`."""
-        return self._run(self._host.rerank_result(model, query, documents, **options))
+        return self._run(
+            self._host.rerank_result(model, query, documents, raw=raw, lane=lane, deadline=deadline, truncate=truncate)
+        )
 
-    def rerank_ids(self, model: str, query_ids: Sequence[int], candidates: Sequence[Any], **options: Any) -> FloatArray:
+    def rerank_ids(
+        self,
+        model: str,
+        query_ids: Sequence[int],
+        candidates: Sequence[Any],
+        *,
+        raw: bool = False,
+        lane: str | None = None,
+        deadline: float | None = None,
+    ) -> FloatArray:
         """As :meth:`Host.rerank_ids`."""
-        return self._run(self._host.rerank_ids(model, query_ids, candidates, **options))
+        return self._run(self._host.rerank_ids(model, query_ids, candidates, raw=raw, lane=lane, deadline=deadline))
 
-    def generate(self, model: str, prompt: str | Sequence[Mapping[str, str]], **options: Any) -> Generation:
+    def generate(
+        self,
+        model: str,
+        prompt: str | Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int | None = 128,
+        stop: str | Sequence[str] = (),
+        chat: bool = False,
+        lane: str | None = None,
+        deadline: float | None = None,
+    ) -> Generation:
         """As :meth:`Host.generate`."""
-        return self._run(self._host.generate(model, prompt, **options))
+        return self._run(
+            self._host.generate(
+                model, prompt, max_tokens=max_tokens, stop=stop, chat=chat, lane=lane, deadline=deadline
+            )
+        )
 
     def generate_stream(
-        self, model: str, prompt: str | Sequence[Mapping[str, str]], **options: Any
+        self,
+        model: str,
+        prompt: str | Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        chat: bool = False,
+        lane: str | None = None,
+        deadline: float | None = None,
     ) -> Iterator[Piece]:
         """As :meth:`Host.generate_stream`; close the iterator when leaving it early."""
-        return self._each(self._host.generate_stream(model, prompt, **options))
+        stream = self._host.generate_stream(
+            model, prompt, max_tokens=max_tokens, stop=stop, chat=chat, lane=lane, deadline=deadline
+        )
+        return self._each(stream)
 
-    def generate_ids(self, model: str, ids: Sequence[int], max_tokens: int | None, **options: Any) -> Generation:
+    def generate_ids(
+        self,
+        model: str,
+        ids: Sequence[int],
+        max_tokens: int | None,
+        *,
+        stop: str | Sequence[str] = (),
+        lane: str | None = None,
+        deadline: float | None = None,
+    ) -> Generation:
         """As :meth:`Host.generate_ids`."""
-        return self._run(self._host.generate_ids(model, ids, max_tokens, **options))
+        return self._run(self._host.generate_ids(model, ids, max_tokens, stop=stop, lane=lane, deadline=deadline))
 
-    def load(self, model: str, **options: Any) -> None:
+    def load(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> None:
         """As :meth:`Host.load`."""
-        self._run(self._host.load(model, **options))
+        self._run(self._host.load(model, lane=lane, deadline=deadline))
 
-    def unload(self, model: str, **options: Any) -> None:
+    def unload(self, model: str, *, lane: str | None = None) -> None:
         """As :meth:`Host.unload`."""
-        self._run(self._host.unload(model, **options))
+        self._run(self._host.unload(model, lane=lane))
 
-    def ping(self, model: str, **options: Any) -> dict[str, Any]:
+    def ping(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> dict[str, Any]:
         """As :meth:`Host.ping`."""
-        return self._run(self._host.ping(model, **options))
+        return self._run(self._host.ping(model, lane=lane, deadline=deadline))
 
-    def probe(self, lane_id: str, **options: Any) -> None:
+    def probe(self, lane_id: str, *, deadline: float | None = None) -> None:
         """As :meth:`Host.probe`."""
-        self._run(self._host.probe(lane_id, **options))
+        self._run(self._host.probe(lane_id, deadline=deadline))
 
     def lane_of(self, model: str, lane: str | None = None) -> Assignment:
         """As :meth:`Host.lane_of`."""

@@ -25,12 +25,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import to_builtins
+
 from synapse_host.bulk import parts
 from synapse_host.bulk.embedding import Display, Job, Policy, described
+from synapse_host.bulk.output import Left
 from synapse_host.bulk.parts import Block
 from synapse_host.config import HostConfig
 from synapse_host.errors import BackendMissing, EngineCrashed, InvalidRequest, QueueFull, SynapseError
 from synapse_host.models import catalogue
+from synapse_host.placement.matrix import load as load_matrix
+from synapse_host.placement.select import lane_with
 from synapse_host.sync import SyncHost
 from synapse_host.text.tokenizer import TextTokenizer
 
@@ -61,19 +66,25 @@ class Embedder:
         column: str = "text",
         truncate: bool = False,
         lane: str | None = None,
+        engine: str | None = None,
         matrix: str | None = None,
         models_dir: str | None = None,
         require_certificate: bool = False,
     ) -> None:
         self._column = column
         self._truncate = truncate
-        self.lane = lane
+        loaded = load_matrix(matrix)
+        self.lane = lane if lane or not engine else lane_with(loaded, "embed", engine)
         folder = None if models_dir is None else Path(models_dir)
         self.bundle = catalogue.obtain(model, folder)
         self.model = Path(model).name
-        config = HostConfig(models_dir=folder, require_certificate=require_certificate)
+        config = HostConfig(
+            models_dir=folder,
+            require_certificate=require_certificate,
+            engines={self.lane or "embed": engine} if engine else {},
+        )
         self._open = ExitStack()
-        self.host = self._open.enter_context(SyncHost.open(matrix, {self.model: self.bundle.root}, config))
+        self.host = self._open.enter_context(SyncHost.open(loaded, {self.model: self.bundle.root}, config))
 
     def __call__(self, batch: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
         """Embed one batch: columns as arrays in, the same ones with ``vector`` float32 (n, dims) out."""
@@ -160,7 +171,7 @@ class PartWriter:
         """Embed a block into *file*; return what its part says of the rows."""
         import numpy as np
 
-        errors: list[dict[str, Any]] = []
+        errors: list[Left] = []
         skip = self._policy.on_error == "skip"
 
         def note(error: SynapseError) -> None:
@@ -174,7 +185,7 @@ class PartWriter:
             file.write([text.id for text in made.kept], np.concatenate(made.vectors), made.truncated)
             errors += made.skipped
             rows += len(made.kept)
-        return {"block": asdict(block), "rows": rows, "errors": errors}
+        return {"block": asdict(block), "rows": rows, "errors": to_builtins(errors)}
 
 
 def embed_on_ray(
@@ -193,9 +204,9 @@ def embed_on_ray(
     """Embed *source* (a file, a folder or a pattern, by path or URI) into parts in the folder *out*; blocks until done.
 
     *address*: Ray's (``auto``: the running cluster); None starts Ray on this machine. *embedder*: as
-    :class:`Embedder`'s ``lane``, ``matrix``, ``models_dir``, ``require_certificate``. A run with the same corpus, model
-    and policy goes on where the last one stopped. Returns the command's document. Raises BackendMissing without Ray,
-    InvalidRequest where *out* holds the parts of another result, and the first error that stops an actor.
+    :class:`Embedder`'s ``lane``, ``engine``, ``matrix``, ``models_dir``, ``require_certificate``. A run with the same
+    corpus, model and policy goes on where the last one stopped. Returns the command's document. Raises BackendMissing
+    without Ray, InvalidRequest where *out* holds the parts of another result, and the first error that stops an actor.
     """
     ray = _ray()
     policy = policy or Policy()
@@ -245,7 +256,7 @@ def _ray() -> Any:
         import ray.data
     except ImportError as exc:
         raise BackendMissing(
-            "--ray needs Ray. Install it: pip install 'synapse-workers[ray]'", details={"missing": "ray"}
+            "Ray is missing. Install it: pip install 'synapse-workers[ray]'", details={"missing": "ray"}
         ) from exc
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     return ray
@@ -344,7 +355,7 @@ def _check_same(common: dict[str, Any], facts: dict[str, Any], what: str) -> Non
     if other:
         said = "; ".join(f"{name} {facts.get(name)}, not {common.get(name)}" for name in other)
         raise InvalidRequest(
-            f"{what} would be mixed with another result ({said}). Take another --out, or remove what is there",
+            f"{what} would be mixed with another result ({said}). Take another folder, or remove what is there",
             details={"what": what, "differs": other},
         )
 
@@ -357,7 +368,7 @@ def _finish(files: Any, folder: str, blocks: Iterable[Block], common: dict[str, 
         path = parts.part_path(folder, block, common)
         facts = parts.part_facts(files, path)
         if facts is None:
-            raise InvalidRequest(f"{path}: the part of {block.file} is gone. Run the command again")
+            raise InvalidRequest(f"{path}: the part of {block.file} is gone. Run it again")
         _check_same(common, facts, path)
         errors += facts["errors"]
         kept = {name: facts.get(name) for name in ("rows", "engine", "kernel_revision")}

@@ -216,13 +216,23 @@ def _is_json_string(line: str) -> bool:
 
 
 def _md(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
-    data = file.read(MAX_LINE + 1)
+    try:
+        text = whole(file, name)
+    except InvalidRequest as exc:
+        refuse(exc, on_bad)
+    else:
+        yield Text(text, name, name, named=True)
+
+
+def whole(file: Any, name: str) -> str:
+    """Return all of an open file as one text. InvalidRequest where it is none, or too long."""
+    data: bytes = file.read(MAX_LINE + 1)
     if len(data) > MAX_LINE:
         raise _bad(name, 1, f"longer than {MAX_LINE} bytes")
     try:
-        yield Text(data.decode("utf-8-sig"), name, name, named=True)
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as exc:
-        refuse(_bad(name, data[: exc.start].count(b"\n") + 1, "not UTF-8 text"), on_bad, exc)
+        raise _bad(name, data[: exc.start].count(b"\n") + 1, "not UTF-8 text") from exc
 
 
 def _csv(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
@@ -304,8 +314,12 @@ def _column(name: str, head: list[str], column: str) -> int:
     if column not in head:
         have = ", ".join(head[:20]) or "none"
         raise InvalidRequest(
-            f"{name}: there is no column {column!r} (have: {have}). Name the one with the texts: --column NAME",
+            f"{name}: there is no column {column!r} (have: {have}).",
             details={"file": name, "column": column},
+            advice={
+                "python": "Name the one with the texts: Corpus.of(…, column=NAME).",
+                "command": "Name the one with the texts: --column NAME.",
+            },
         )
     return head.index(column)
 

@@ -19,16 +19,19 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
+from msgspec import structs
+
 from engines.bundle.manifest import Bundle
 from synapse_host.bulk import output
 from synapse_host.bulk.corpus import Corpus, OnBad, Text, arrow_modules
 from synapse_host.bulk.entries import Chunking, Empty, entries
+from synapse_host.bulk.output import Left
 from synapse_host.errors import InvalidRequest, SequenceTooLong, SynapseError
 from synapse_host.text.background import beside
 from synapse_host.text.tokenizer import TextTokenizer
@@ -89,7 +92,7 @@ class Block:
     kept: list[Text] = field(default_factory=list)
     vectors: list[FloatArray] = field(default_factory=list)
     truncated: list[int] = field(default_factory=list)
-    skipped: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[Left] = field(default_factory=list)
     tokens: int = 0
 
 
@@ -112,7 +115,7 @@ async def embed_file(
     policy = policy or Policy()
     until = absolute(deadline)
     assignment = host.lane_of(model, lane)
-    spec = assignment.require()
+    assignment.require()
     reader = Reader(corpus, policy, assignment.bundle, model)
     with output.alone(out):
         file = output.place(out, corpus.files)
@@ -122,35 +125,23 @@ async def embed_file(
         if not count:
             raise InvalidRequest("there is no text to embed", details={"file": corpus.name})
         shape = (count, assignment.bundle.manifest.dims)
-        key = {
-            "input_digest": digest,
-            "manifest_digest": assignment.bundle.digest,
-            "artifact_digest": spec.load.artifact_digest,
-            "engine": spec.engine_id,
-            "rows": count,
-            **policy.facts(),
-        }
+        key = {**output.key_of(assignment, digest, count), **policy.facts()}
         growing = Growing(file, key, shape, display.note if display else None)
         started, first = time.monotonic(), growing.done
         job = Job(host, model, lane, until, policy)
+        bar = display.bar("embedding", count, unit="texts") if display else nullcontext(lambda rows: None)
         async with aclosing(job.blocks(reader.read(growing.read))) as blocks:
-            if display is None:
-                await growing.fill(blocks, lambda rows: None, corpus.name)
-            else:
-                with display.bar("embedding", count, unit="texts") as advance:
-                    advance(growing.read)
-                    await growing.fill(blocks, advance, corpus.name)
+            with bar as advance:
+                advance(growing.read)
+                await growing.fill(blocks, advance, corpus.name)
         elapsed = max(time.monotonic() - started, 1e-9)
         facts = {"model": model, "dims": shape[1], "n": growing.done, **_origin(corpus, key)}
         errors = [*bad, *growing.skipped]
         with output.writing(out):
-            facts["left_out"] = [entry["entry"] for entry in growing.skipped]
+            facts["left_out"] = [one.entry for one in growing.skipped]
             await beside(lambda: growing.finish(reader, facts, errors))
     return {
-        "model": model,
-        "lane": assignment.lane_id,
-        "engine": spec.engine_id,
-        "device": spec.device,
+        **output.maker(assignment),
         "dims": shape[1],
         "n": growing.done,
         "out": str(out),
@@ -185,9 +176,9 @@ class Reader:
         corpus = replace(self.corpus, on_bad=on_bad)
         return islice(self._policy.entries(corpus, self._tokenizer, on_bad), first, None)
 
-    def survey(self) -> tuple[int, str, list[dict[str, Any]]]:
+    def survey(self) -> tuple[int, str, list[Left]]:
         """Return how many entries there are, the corpus's digest, and what is left out."""
-        bad: list[dict[str, Any]] = []
+        bad: list[Left] = []
 
         def note(error: SynapseError) -> None:
             bad.append(described(error))
@@ -198,10 +189,10 @@ class Reader:
         return count, self.corpus.digest(), bad
 
 
-def described(error: SynapseError) -> dict[str, Any]:
-    """Return a line of ``errors.jsonl``."""
+def described(error: SynapseError, entry: int = 0) -> Left:
+    """Return what a run says of an entry that has this error."""
     where = error.details.get("where") or f"{error.details.get('file')}:{error.details.get('line')}"
-    return {"where": where, "code": error.code, "message": error.message}
+    return Left(where, error.code, error.message, entry)
 
 
 def _check_skipped(count: int, error: SynapseError) -> None:
@@ -257,7 +248,7 @@ class Job:
                 if self._policy.on_error == "stop":
                     raise error from exc
                 await self._embed(block, rest[:at])
-                block.skipped.append({"entry": entry + at, **described(error)})
+                block.skipped.append(described(error, entry + at))
                 entry += at + 1
         if not block.vectors:
             block.vectors.append(np.empty((0, 0), np.float32))
@@ -300,11 +291,9 @@ class Growing:
         self._key = key
         self._shape = shape
         self._array: np.memmap[Any, np.dtype[np.float32]] | None = None
-        record = output.good_rows(file, key, shape) or {"rows_done": 0, "read": 0, "truncated": [], "skipped": []}
-        self.done: int = record["rows_done"]
-        self.read: int = record["read"]
-        self.truncated: list[int] = record["truncated"]
-        self.skipped: list[dict[str, Any]] = record["skipped"]
+        record = output.good_rows(file, key, shape) or output.Rows()
+        self.done, self.read = record.rows_done, record.read
+        self.truncated, self.skipped = record.truncated, record.skipped
         self.tokens = 0
         if self.read and note:
             note(f"going on at text {self.read} of {shape[0]}")
@@ -335,26 +324,21 @@ class Growing:
             self._array[done : done + len(vectors)] = vectors if len(vectors) else 0
             done += len(vectors)
         self.truncated += [self.done + row for row in block.truncated]
-        self.skipped += [{**entry, "entry": self.read + entry["entry"]} for entry in block.skipped]
+        self.skipped += [structs.replace(one, entry=self.read + one.entry) for one in block.skipped]
         if block.skipped:
-            _check_skipped(len(self.skipped), InvalidRequest(block.skipped[-1]["message"]))
+            _check_skipped(len(self.skipped), InvalidRequest(block.skipped[-1].message))
         self._array.flush()
-        record = {
-            "rows_done": done,
-            "read": self.read + block.read,
-            "truncated": self.truncated,
-            "skipped": self.skipped,
-        }
-        output.write_record(self._file, {**self._key, **record})
+        record = output.Rows(done, self.read + block.read, self.truncated, self.skipped)
+        output.write_record(self._file, self._key, record)
         self.done, self.read = done, self.read + block.read
         self.tokens += block.tokens
 
-    def finish(self, reader: Reader, facts: dict[str, Any], errors: list[dict[str, Any]]) -> None:
+    def finish(self, reader: Reader, facts: dict[str, Any], errors: list[Left]) -> None:
         """Write what belongs beside the rows and give the result its name. OSError."""
         file, partial = self._file, output.partial_path(self._file)
         if self._array is None:  # an earlier run wrote the last row
             self._array = output.rows_file(file, self._shape, resumed=True)
-        skipped = {entry["entry"] for entry in self.skipped}
+        skipped = {one.entry for one in self.skipped}
         kept = (text for number, text in enumerate(reader.read()) if number not in skipped)
         if file.suffix == ".parquet":
             self._parquet(kept, facts)
@@ -368,7 +352,7 @@ class Growing:
             if self.done < self._shape[0]:
                 output.shorten(file, (self.done, self._shape[1]))
             os.replace(partial, file)  # noqa: PTH105
-        output.write_lines(beside_of(file, "errors.jsonl"), (json.dumps(_error(entry)) for entry in errors))
+        output.write_lines(beside_of(file, "errors.jsonl"), (one.line() for one in errors))
         output.progress_path(file).unlink(missing_ok=True)
 
     def _parquet(self, kept: Iterator[Text], facts: dict[str, Any]) -> None:
@@ -409,7 +393,3 @@ def _ids(texts: Iterator[Text], *, several: bool) -> Iterator[str]:
         if row == 0 and not (text.named or several):
             return
         yield json.dumps(text.id) if text.id.splitlines() != [text.id] or text.id.startswith('"') else text.id
-
-
-def _error(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: entry[name] for name in ("where", "code", "message")}

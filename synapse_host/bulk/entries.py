@@ -33,7 +33,7 @@ class Chunking:
         """Parse ``TOKENS[:OVERLAP]``. InvalidRequest."""
         tokens, _, overlap = text.partition(":")
         if not (tokens.isdecimal() and (overlap or "0").isdecimal() and int(tokens) > int(overlap or 0)):
-            raise InvalidRequest(f"--chunk {text}: must be TOKENS or TOKENS:OVERLAP, with fewer of the latter")
+            raise InvalidRequest(f"chunks of {text!r}: must be TOKENS or TOKENS:OVERLAP, with fewer of the latter")
         return cls(int(tokens), int(overlap or 0))
 
     def check(self, tokenizer: TextTokenizer) -> None:
@@ -63,8 +63,15 @@ def entries(
             if empty == "zero":
                 yield text
             elif empty == "error":
-                message = f"{text.where}: the text is empty. Leave it out, or pass --empty skip or --empty zero"
-                refuse(InvalidRequest(message, details={"where": text.where}), on_bad)
+                error = InvalidRequest(
+                    f"{text.where}: the text is empty.",
+                    details={"where": text.where},
+                    advice={
+                        "python": 'Leave it out, or pass Policy(empty="skip") or Policy(empty="zero").',
+                        "command": "Leave it out, or pass --empty skip or --empty zero.",
+                    },
+                )
+                refuse(error, on_bad)
         elif chunking is None or tokenizer is None:
             yield text
         else:

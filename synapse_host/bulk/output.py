@@ -13,7 +13,10 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from msgspec import Struct, field
 
 from synapse_host.errors import InvalidRequest, of_os
 from synapse_host.locks import lock_exclusive
@@ -22,6 +25,60 @@ from synapse_host.worker.runtime_dir import holder
 if TYPE_CHECKING:
     import numpy as np
 
+    from synapse_host.placement.assignment import Assignment
+
+
+R = TypeVar("R")
+
+
+class Left(Struct):
+    """A text that has no row: why, and which of the entries it was."""
+
+    where: str
+    code: str
+    message: str
+    entry: int = 0
+
+    def line(self) -> str:
+        """Return its line of ``errors.jsonl``."""
+        return json.dumps({"where": self.where, "code": self.code, "message": self.message})
+
+
+class Rows(Struct):
+    """How far a file of vectors is: *rows_done* good rows, made of the first *read* entries.
+
+    *truncated*: rows that were cut. *skipped*: entries that have none.
+    """
+
+    rows_done: int = 0
+    read: int = 0
+    truncated: list[int] = field(default_factory=list)
+    skipped: list[Left] = field(default_factory=list)
+
+
+class Lines(Struct):
+    """How far a file of scores is: its good lines, and the bytes they take."""
+
+    rows_done: int = 0
+    bytes: int = 0
+
+
+def key_of(assignment: Assignment, digest: str, rows: int) -> dict[str, Any]:
+    """Return what a record and a run must have in common: the input by its *digest*, and what computes it."""
+    spec = assignment.require()
+    return {
+        "input_digest": digest,
+        "manifest_digest": assignment.bundle.digest,
+        "artifact_digest": spec.load.artifact_digest,
+        "engine": spec.engine_id,
+        "rows": rows,
+    }
+
+
+def maker(assignment: Assignment) -> dict[str, str]:
+    """Return what a run's document says of what computed it."""
+    return dict(zip(("model", "lane", "engine", "device"), assignment.served_by(), strict=True))
+
 
 def place(out: Path, sources: Iterable[str] = ()) -> Path:
     """Return the file that *out* names: where it is a link, what the link points to, which is the larger disk's file.
@@ -29,7 +86,7 @@ def place(out: Path, sources: Iterable[str] = ()) -> Path:
     InvalidRequest where the result can't be there, or where making it would destroy something else.
     """
     if not out.name:
-        raise InvalidRequest(f"--out {out}: is not a file name", details={"file": str(out)})
+        raise InvalidRequest(f"{out}: is not a file name", details={"file": str(out)})
     if out.exists() and not out.is_file():
         # It would be replaced: as root even /dev/null.
         raise InvalidRequest(f"{out}: can't be written: it is not a regular file", details={"file": str(out)})
@@ -39,7 +96,7 @@ def place(out: Path, sources: Iterable[str] = ()) -> Path:
     mine = [path.stat() for path in (real, progress_path(real), partial_path(real)) if path.exists()]
     for source in sources if mine else ():
         if source != "-" and Path(source).exists() and any(os.path.samestat(Path(source).stat(), one) for one in mine):
-            raise InvalidRequest(f"{out}: --out would overwrite the input", details={"file": str(out)})
+            raise InvalidRequest(f"{out}: would overwrite the input", details={"file": str(out)})
     return real
 
 
@@ -79,7 +136,7 @@ def _locked(lock: Path, out: Path) -> IO[bytes]:
             pid, whom = holder(file)
             file.close()
             raise InvalidRequest(
-                f"{out} is being written by {whom}. Wait for it, or pass another --out",
+                f"{out} is being written by {whom}. Wait for it, or write to another file",
                 details={"reason": "out_busy", "file": str(out), "pid": pid},
             ) from exc
         try:
@@ -169,43 +226,38 @@ def shorten(out: Path, shape: tuple[int, int]) -> None:
         file.truncate(start + 4 * shape[0] * shape[1])
 
 
-def good_rows(out: Path, key: dict[str, Any], shape: tuple[int, int]) -> dict[str, Any] | None:
-    """Return the record of a run of the same *key* that can be gone on from; None where there is none.
+def record_of(out: Path, key: dict[str, Any], kind: type[R]) -> R | None:
+    """Return what a run of the same *key* noted about *out*; None where there is nothing, or nothing to be trusted."""
+    try:
+        document = json.loads(progress_path(out).read_bytes())
+        record = msgspec.convert(document, kind)
+    except (OSError, ValueError, MemoryError, RecursionError, msgspec.ValidationError):
+        return None
+    return record if all(document.get(name) == value for name, value in key.items()) else None
 
-    ``rows_done`` rows of the partial file are good then, made of the first ``read`` entries; ``truncated`` are rows
-    that were cut, ``skipped`` entries that have none.
-    """
+
+def good_rows(out: Path, key: dict[str, Any], shape: tuple[int, int]) -> Rows | None:
+    """Return the record of a run of the same *key* that can be gone on from; None where there is none."""
     import numpy as np
 
+    record = record_of(out, key, Rows)
+    if record is None:
+        return None
+    done, read = record.rows_done, record.read
+    if not (0 < done <= read <= shape[0] and read - done == len(record.skipped)):
+        return None
     try:
-        record = json.loads(progress_path(out).read_bytes())
         # Not np.load: that takes archives too.
         array = np.lib.format.open_memmap(partial_path(out), mode="r")
-    except (OSError, ValueError, EOFError, OverflowError, MemoryError, RecursionError):
+    except (OSError, ValueError, EOFError, OverflowError, MemoryError):
         return None
-    if not isinstance(record, dict) or any(record.get(name) != value for name, value in key.items()):
-        return None
-    done, read = record.get("rows_done"), record.get("read")
-    truncated, skipped = record.get("truncated"), record.get("skipped")
-    if (
-        array.shape != shape
-        or array.dtype != np.float32
-        or type(done) is not int
-        or type(read) is not int
-        or not isinstance(truncated, list)
-        or not isinstance(skipped, list)
-        or not 0 <= done <= read <= shape[0]
-        or read - done != len(skipped)
-        or not all(type(index) is int and 0 <= index < done for index in truncated)
-        or not all(isinstance(entry, dict) and type(entry.get("entry")) is int for entry in skipped)
-    ):
-        return None
-    return record if done else None
+    fits = array.shape == shape and array.dtype == np.float32 and all(0 <= row < done for row in record.truncated)
+    return record if fits else None
 
 
-def write_record(out: Path, record: dict[str, Any]) -> None:
+def write_record(out: Path, key: dict[str, Any], record: Struct) -> None:
     """Write the resume file in one step: a kill leaves the old one or the new one."""
-    replace_with(progress_path(out), json.dumps(record).encode())
+    replace_with(progress_path(out), json.dumps({**key, **msgspec.to_builtins(record)}).encode())
 
 
 def replace_with(path: Path, data: bytes) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Awaitable, Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from synapse_host.text.background import beside
 
 if TYPE_CHECKING:
     from synapse_host.host import Host
+    from synapse_host.results import RerankResult
 
 
 async def rerank_file(
@@ -40,63 +43,51 @@ async def rerank_file(
     the error of a query with ``where`` (``file:line``). Returns the command's document.
     """
     assignment = host.lane_of(model, lane)
-    spec = assignment.require()
+    assignment.require()
+    ask = partial(host.rerank_result, model, raw=raw, lane=lane, deadline=deadline, truncate=truncate)
     with output.alone(out):
         file = output.place(out, [source])
         count, digest = await beside(lambda: _survey(source))
         if not count:
             raise InvalidRequest(f"{source} holds no query", details={"file": source})
-        key = {
-            "input_digest": digest,
-            "manifest_digest": assignment.bundle.digest,
-            "artifact_digest": spec.load.artifact_digest,
-            "engine": spec.engine_id,
-            "raw": raw,
-            "truncate": truncate,
-            "rows": count,
-        }
+        key = {**output.key_of(assignment, digest, count), "raw": raw, "truncate": truncate}
         with output.writing(out):
-            done, size = _resume(file, key)
-        if done:
-            display.note(f"going on at query {done} of {count}")
-        first = done
+            record = _resume(file, key)
+        if first := record.rows_done:
+            display.note(f"going on at query {first} of {count}")
         with (
             display.bar("reranking", count, unit="queries") as advance,
             opened(source) as lines,
-            output.writing_to(file, size) as partial,
+            output.writing_to(file, record.bytes) as growing,
         ):
-            advance(done)
-            for number, value in islice(values(lines, source), done, None):
-                query, documents, name = query_of(value, source, number)
-                try:
-                    result = await host.rerank_result(
-                        model, query, documents, raw=raw, lane=lane, deadline=deadline, truncate=truncate
-                    )
-                except SynapseError as exc:
-                    raise exc.located(f"{source}:{number}") from exc
-                scores = {"scores": result.scores.tolist(), "order": result.order, "truncated": result.truncated}
-                line = json.dumps(({} if name is None else {"id": name}) | scores).encode() + b"\n"
-                done += 1
+            advance(first)
+            for number, value in islice(values(lines, source), first, None):
+                line = await _line(ask, value, source, number)
                 with output.writing(out):
-                    partial.write(line)
-                    partial.flush()
-                    size += len(line)
-                    output.write_record(file, {**key, "rows_done": done, "bytes": size})
+                    growing.write(line)
+                    growing.flush()
+                    record = output.Lines(record.rows_done + 1, record.bytes + len(line))
+                    output.write_record(file, key, record)
                 advance(1)
-        if done != count:
+        if record.rows_done != count:
             raise InvalidRequest(f"{source} shrank while it was read", details={"file": source})
         with output.writing(out):
             os.replace(output.partial_path(file), file)  # noqa: PTH105
             output.progress_path(file).unlink(missing_ok=True)
-    return {
-        "model": model,
-        "lane": assignment.lane_id,
-        "engine": spec.engine_id,
-        "device": spec.device,
-        "n": count,
-        "out": str(out),
-        "resumed_at": first,
-    }
+    return {**output.maker(assignment), "n": count, "out": str(out), "resumed_at": first}
+
+
+async def _line(
+    ask: Callable[[str, list[str]], Awaitable[RerankResult]], value: object, source: str, number: int
+) -> bytes:
+    """Return the line of scores for one line of the source; the error of its query names ``file:line``."""
+    query, documents, name = query_of(value, source, number)
+    try:
+        result = await ask(query, documents)
+    except SynapseError as exc:
+        raise exc.located(f"{source}:{number}") from exc
+    scores = {"scores": result.scores.tolist(), "order": result.order, "truncated": result.truncated}
+    return json.dumps(({} if name is None else {"id": name}) | scores).encode() + b"\n"
 
 
 def _survey(source: str) -> tuple[int, str]:
@@ -109,16 +100,9 @@ def _survey(source: str) -> tuple[int, str]:
     return count, Corpus(files=(source,)).digest()
 
 
-def _resume(file: Path, key: dict[str, Any]) -> tuple[int, int]:
-    """Return how many lines of the partial file are good, and its bytes until there."""
-    try:
-        record = json.loads(output.progress_path(file).read_bytes())
-        size = output.partial_path(file).stat().st_size
-    except (OSError, ValueError, RecursionError):
-        return 0, 0
-    if not isinstance(record, dict) or any(record.get(name) != value for name, value in key.items()):
-        return 0, 0
-    done, good = record.get("rows_done"), record.get("bytes")
-    if type(done) is not int or type(good) is not int or not (0 <= done <= key["rows"] and 0 <= good <= size):
-        return 0, 0
-    return done, good
+def _resume(file: Path, key: dict[str, Any]) -> output.Lines:
+    """Return how much of the partial file is good."""
+    record = output.record_of(file, key, output.Lines) or output.Lines()
+    partial = output.partial_path(file)
+    size = partial.stat().st_size if partial.exists() else 0
+    return record if 0 <= record.rows_done <= key["rows"] and 0 <= record.bytes <= size else output.Lines()

@@ -71,8 +71,12 @@ class Index:
         except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as exc:
             said = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
             raise InvalidRequest(
-                f"{path}: is no index ({said}). Make one: synapse embed --file CORPUS --out {path}",
+                f"{path}: is no index ({said}).",
                 details={"file": str(path)},
+                advice={
+                    "python": "Make one: embed_file(host, model, corpus, path).",
+                    "command": f"Make one: synapse embed --file CORPUS --out {path}.",
+                },
             ) from exc
 
     def check_model(self, bundle: Bundle, model: str) -> None:
@@ -80,8 +84,12 @@ class Index:
         if bundle.digest != self.facts.get("manifest_digest"):
             raise InvalidRequest(
                 f"{self.path} was made by another model than {model} is now ({self.facts.get('model')}, another "
-                "manifest digest). Embed the corpus again, or name the model it was made by: --model",
+                "manifest digest).",
                 details={"file": str(self.path), "expected": self.facts.get("manifest_digest"), "got": bundle.digest},
+                advice={
+                    "python": "Embed the corpus again, or take the model it was made by.",
+                    "command": "Embed the corpus again, or name the model it was made by: --model.",
+                },
             )
 
     def nearest(self, queries: FloatArray, count: int) -> list[list[Hit]]:

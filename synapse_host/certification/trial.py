@@ -37,6 +37,7 @@ from synapse_host.errors import SynapseError
 from synapse_host.host import Host
 from synapse_host.models import builder
 from synapse_host.placement.assignment import Assignment
+from synapse_host.supervision.health import Health
 
 TIMED: Final = 16
 """Probes whose single requests are compared with the same engine forced to the CPU."""
@@ -74,7 +75,7 @@ class Trial:
     limits: list[Case] = field(default_factory=list)
     repeat_differs: int | None = None
     non_finite: dict[str, int] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Health = field(default_factory=lambda: Health(model="", state="stopped"))
     single_ms: list[float] = field(default_factory=list)
     batch_tokens: int = 0
     batch_s: float = 0.0
@@ -120,14 +121,15 @@ class Trial:
                 self.begin("ping", 0)
                 await self.host.ping(self.model, lane=self.lane)
                 self.note()
-                self.placement = Placement(share=self.facts["placement_share"], generation=self.facts["generation"])
+                self.placement = Placement(share=self.facts.placement_share, generation=self.facts.generation)
                 self.inputs = measured
                 await self._functions(probes)
         except SynapseError as exc:
             self.note()
             self.fault = Fault(exc.code, exc.message, self._stage)
         finally:
-            self.facts = self.facts or self._health()
+            if self.facts.worker_engine is None:
+                self.facts = self._health()
 
     async def _functions(self, probes: Fixtures) -> None:
         """Time a Neural Engine lane's functions, and try the packed widths that its worker advertises.
@@ -136,7 +138,7 @@ class Trial:
         """
         if probes.task == "generate" or self.assignment.require().device_kind != "ane":
             return
-        widths = (self.facts.get("packed_widths") or []) if probes.task == "embed" else []
+        widths = self.facts.packed_widths if probes.task == "embed" else []
         rows = probes.rows() if probes.task == "embed" else probes.rows("candidate")
         self.begin("packed widths", len(widths))
         for width in widths:
@@ -161,18 +163,16 @@ class Trial:
         self._done += count
         self.progress(self._stage, self._done, self._total)
 
-    def _health(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.host.health()["lanes"][self.assignment.lane_id]
-        return found
+    def _health(self) -> Health:
+        return msgspec.convert(self.host.health()["lanes"][self.assignment.lane_id], Health)
 
     def note(self) -> None:
         """Remember who serves; a second generation means that the first was lost."""
         health = self._health()
-        if health.get("worker_engine") is not None:
+        if health.worker_engine is not None:
             self.facts = health
-        generation = health["generation"]
-        if generation and generation not in self.generations:
-            self.generations.append(generation)
+        if health.generation and health.generation not in self.generations:
+            self.generations.append(health.generation)
 
     def performance(self) -> Performance:
         """Return the timings."""
@@ -181,7 +181,7 @@ class Trial:
             batch_tokens=self.batch_tokens,
             batch_s=round(self.batch_s, 6),
             load_ms=self.load_ms,
-            rss_mb=self.facts.get("rss_mb"),
+            rss_mb=self.facts.rss_mb,
         )
 
     def said(self) -> dict[str, Any]:
@@ -189,12 +189,12 @@ class Trial:
         facts = self.facts
         return {
             "runtime_config": dict(self.assignment.require().load.runtime_config),
-            "observed": facts.get("worker_engine"),
-            "version": facts.get("worker_version"),
-            "build_flags": dict(facts.get("build_flags") or {}),
-            "kernel_revision": facts.get("kernel_revision"),
-            "packed_widths": list(facts.get("packed_widths") or []),
-            "buckets": list(facts.get("buckets") or []),
+            "observed": facts.worker_engine,
+            "version": facts.worker_version,
+            "build_flags": facts.build_flags,
+            "kernel_revision": facts.kernel_revision,
+            "packed_widths": facts.packed_widths,
+            "buckets": facts.buckets or [],
         }
 
     async def _described(self, probes: Fixtures) -> Fixture:

@@ -247,7 +247,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
     module.configure(parser)
     common_options(parser, running=verb.group == "host")
     try:
-        args = parser.parse_intermixed_args(arguments[1:])
+        args = parser.read(arguments[1:])
     except SystemExit as exc:  # --help only: errors raise UsageError
         return int(exc.code or 0)
     args.started = time.monotonic()

@@ -163,7 +163,7 @@ def _all(args: argparse.Namespace, console: Console) -> int:
             except SynapseError as exc:
                 row = {"verdict": "error", "evidence": None, "reasons": [exc.code], "lane": order.lane}
                 row |= {"engine": order.engine, "model": order.model, "certificate": None}
-                said = exc.message
+                said = exc.said("command")
         rows.append(row)
         good = row["verdict"] == "certified" and row["certificate"] is not None
         console.hang(f"{_mark(good, console)}  ", f"{order.lane} · {order.engine} · {order.model}   {said}", 6)

@@ -147,6 +147,7 @@ def _on_ray(args: argparse.Namespace, console: Console) -> int:
         display=console,
         interactive=console.bars,
         lane=args.lane,
+        engine=args.engine,
         matrix=None if args.matrix is None else str(args.matrix),
         models_dir=None if args.models_dir is None else str(args.models_dir),
     )

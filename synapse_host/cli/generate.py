@@ -5,9 +5,20 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from synapse_host.bulk.corpus import opened, whole
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, count
-from synapse_host.cli.session import OWN_HOST, left, model_name, run_host, served_by, serving_options, watched
+from synapse_host.cli.session import (
+    OWN_HOST,
+    READING,
+    left,
+    limited,
+    model_name,
+    run_host,
+    served_by,
+    serving_options,
+    watched,
+)
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -22,8 +33,9 @@ def configure(parser: Parser) -> None:
     parser.examples("""
         synapse generate 'The capital of Italy is' --max-tokens 8
         synapse generate --chat 'Name three rivers.'
+        synapse generate - < prompt.txt
     """)
-    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from stdin")
     parser.add_argument("--chat", action="store_true", help="PROMPT is a message; use the model's chat template")
     parser.add_argument("--max-tokens", type=count, default=128, metavar="N", help="at most this many (default: 128)")
     serving_options(parser, "generate")
@@ -32,10 +44,14 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     model = model_name(args.model)
+    prompt: str = args.prompt
+    if prompt == "-":
+        with limited(left(args), READING, of=args.deadline), opened("-") as file:
+            prompt = whole(file, "stdin").removesuffix("\n").removesuffix("\r")
 
     async def work(host: Host) -> Generation:
         asked = host.generate(
-            model, args.prompt, max_tokens=args.max_tokens, chat=args.chat, lane=args.lane, deadline=left(args)
+            model, prompt, max_tokens=args.max_tokens, chat=args.chat, lane=args.lane, deadline=left(args)
         )
         return await watched(host, console, asked)
 

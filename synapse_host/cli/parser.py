@@ -7,10 +7,10 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from synapse_host.errors import InvalidRequest
 
@@ -21,6 +21,8 @@ class UsageError(InvalidRequest):
 
 EXAMPLES = "examples:\n"
 WIDEST = 110
+MARK = "\0"
+"""Before a word that argparse would take for an option; no argument of a process can hold this character."""
 
 
 class _Page(argparse.HelpFormatter):
@@ -46,9 +48,30 @@ class Parser(argparse.ArgumentParser):
         """Set the examples shown at the end of ``--help``."""
         self.epilog = EXAMPLES + "\n".join(f"  {line.strip()}" for line in text.strip().splitlines())
 
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse a command line with options and texts in any order; behind ``--`` every word is a text.
+
+        argparse forgets where the ``--`` was when it comes to the texts, so words with a dash are marked until then.
+        """
+        end = list(words).index("--") if "--" in words else len(words)
+        texts = [MARK + word if word.startswith("-") else word for word in words[end + 1 :]]
+        args = self.parse_intermixed_args([*words[:end], *(["--", *texts] if texts else [])])
+        return argparse.Namespace(**{name: _unmarked(value) for name, value in vars(args).items()})
+
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting, so that ``--json`` can print the error as a document."""
-        raise UsageError(f"{message}. See: {self.prog} --help")
+        raise UsageError(f"{message.replace(MARK, '')}. See: {self.prog} --help")
+
+
+def _unmarked(value: Any) -> Any:
+    match value:
+        case str():
+            return value.removeprefix(MARK)
+        case Path():
+            return Path(str(value).removeprefix(MARK))
+        case list():
+            return [_unmarked(each) for each in value]
+    return value
 
 
 def common_options(parser: Parser, *, running: bool = False) -> None:

@@ -35,10 +35,10 @@ CHARACTERS: Final = 1024 * 1024
 def find(args: argparse.Namespace, models: Mapping[str, str], console: Console) -> RunningHost | None:
     """Return the running server where it serves just what the command would: these models, by the same bundles.
 
-    None for --local and for verbs without that option; where none runs, or it ends or is of another version; and where
+    None for --local, --engine and for verbs without these options; where none runs, or it ends or is of another version; and where
     the command names another matrix, or another bundle of that name.
     """
-    if getattr(args, "local", True) or find_spec("httpx") is None:
+    if getattr(args, "local", True) or getattr(args, "engine", None) or find_spec("httpx") is None:
         return None
     try:
         with connect(runtime_dir(args), args.deadline) as remote:
@@ -108,7 +108,9 @@ class RunningHost:
         load = SimpleNamespace(artifact_digest=found[0]["artifact_digest"])
         spec = SimpleNamespace(engine_id=found[0]["engine"], device=found[0]["device"], load=load)
         bundle = manifest.read(served["path"])
-        return SimpleNamespace(lane_id=found[0]["lane"], bundle=bundle, require=lambda: spec)
+        lane_id = found[0]["lane"]
+        maker = (model, lane_id, spec.engine_id, spec.device)
+        return SimpleNamespace(lane_id=lane_id, bundle=bundle, require=lambda: spec, served_by=lambda: maker)
 
     async def embed_stream(
         self, model: str, texts: Iterable[str], *, offset: int = 0, deadline: float | None = None, **options: Any

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.cli.session import DEFAULT_MODELS, left, model_name, run_host
+from synapse_host.cli.session import DEFAULT_MODELS, lane_options, left, model_name, run_host
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def configure(parser: Parser) -> None:
     parser.add_argument("--text", action="store_true", help="show the texts, read from the corpus again")
     parser.add_argument("--rerank", action="store_true", help="order the best 5 x K by a reranker; shows their texts")
     parser.add_argument("--model", metavar="M", help="bundle that made the index (default: the one it names)")
-    parser.add_argument("--lane", metavar="L", help="lane of the matrix (default: embed)")
+    lane_options(parser, "embed")
     reranker = DEFAULT_MODELS["rerank"]
     parser.add_argument("--reranker", default=reranker, metavar="M", help=f"bundle for --rerank (default: {reranker})")
 

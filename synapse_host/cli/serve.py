@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -69,6 +70,9 @@ def configure(parser: Parser) -> None:
     )
     parser.add_argument(
         "--cors", action="append", default=[], metavar="ORIGIN", help="let pages of this origin ask, as https://name"
+    )
+    parser.add_argument(
+        "--idle", type=seconds, metavar="SECONDS", help="end a worker that has had nothing to do for so long"
     )
     parser.add_argument(
         "--drain",
@@ -144,9 +148,10 @@ class _Run:
         from synapse_host.serve.service import Service
 
         self._listen_to_signals()
+        config = replace(config_of(self._args), idle_unload=self._args.idle)
         async with AsyncExitStack() as stack:
             try:
-                host = await stack.enter_async_context(Host.open(matrix, self._models, config_of(self._args)))
+                host = await stack.enter_async_context(Host.open(matrix, self._models, config))
             except asyncio.CancelledError:
                 if self._interrupted:
                     raise

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -20,6 +21,7 @@ from synapse_host.errors import DeadlineExceeded
 from synapse_host.models import catalogue
 from synapse_host.placement.matrix import HardwareMatrix
 from synapse_host.placement.matrix import load as load_matrix
+from synapse_host.placement.select import lane_with
 
 if TYPE_CHECKING:
     from synapse_host.host import Host
@@ -48,8 +50,15 @@ def serving_options(parser: Parser, task: str) -> None:
     """Add --model and --lane of a verb that serves *task*."""
     model = DEFAULT_MODELS[task]
     parser.add_argument("--model", default=model, metavar="M", help=f"bundle name or folder (default: {model})")
+    lane_options(parser, task)
+
+
+def lane_options(parser: Parser, task: str) -> None:
+    """Add --lane and --engine of a verb that serves *task*."""
     parser.add_argument("--lane", metavar="L", help=f"lane of the matrix (default: {task})")
     parser.add_argument("--local", action="store_true", help="use a host of the command's own, not the running server")
+    parser.add_argument("--engine", metavar="E", help="this engine of the lane instead of the first that fits")
+    parser.set_defaults(task=task)
 
 
 def served_by(result: EmbedResult | RerankResult | Generation) -> dict[str, Any]:
@@ -60,6 +69,15 @@ def served_by(result: EmbedResult | RerankResult | Generation) -> dict[str, Any]
 def config_of(args: argparse.Namespace) -> HostConfig:
     """Return the host's configuration; without --runtime-dir the directory is private and removed at the end."""
     return HostConfig(runtime_dir=args.runtime_dir, models_dir=args.models_dir)
+
+
+def with_engine(config: HostConfig, args: argparse.Namespace, matrix: HardwareMatrix) -> HostConfig:
+    """Return the configuration with --engine of a work verb; without --lane this also chooses the lane."""
+    engine = getattr(args, "engine", None)
+    if engine is None:
+        return config
+    args.lane = args.lane or lane_with(matrix, args.task, engine)
+    return replace(config, engines={args.lane: engine})
 
 
 def bundle_of(name: str, args: argparse.Namespace, console: Console) -> Path:
@@ -87,12 +105,13 @@ def run_host(
 
         return run_orderly(ask())
     matrix: HardwareMatrix = load_matrix(args.matrix)
+    config = with_engine(config_of(args), args, matrix)
     paths = {name: bundle_of(source, args, console) for name, source in models.items()}
 
     async def body() -> T:
         from synapse_host.host import Host
 
-        async with Host.open(matrix, paths, config_of(args)) as host:
+        async with Host.open(matrix, paths, config) as host:
             return await work(host)
 
     return run_orderly(body())

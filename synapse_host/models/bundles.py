@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
-from synapse_host.errors import BundleInvalid
+from synapse_host.errors import BundleInvalid, Place
 from synapse_host.placement import places
 from synapse_host.placement.places import NoHome
 
@@ -37,11 +37,15 @@ def read(name: str, path: Path) -> Bundle:
     try:
         return manifest.read(path)
     except BundleError as exc:
-        hint = ""
+        advice: dict[Place, str] = {}
         if not path.exists() and len(path.parts) == 1:
             # Most likely a name where a folder is wanted.
-            hint = f". A model is given by its folder; an installed one's: synapse models path {path}"
-        raise BundleInvalid(f"model {name}: {exc}{hint}", details={"model": name, "path": str(path)}) from exc
+            advice = {
+                "python": "A model is given by its folder; without models= a host has the installed ones.",
+                "command": f"A model is given by its folder; an installed one's: synapse models path {path}.",
+            }
+        text = f"model {name}: {exc}{'.' if advice else ''}"
+        raise BundleInvalid(text, details={"model": name, "path": str(path)}, advice=advice) from exc
 
 
 def open_bundles(models: Mapping[str, Path | str]) -> dict[str, Bundle]:

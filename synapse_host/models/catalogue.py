@@ -68,8 +68,9 @@ def unknown(name: str, folder: Path | None = None) -> UnknownModel:
     if os.sep in name:
         if Path(name, manifest.FILE_NAME).is_file():
             return UnknownModel(
-                f"{name} is a bundle's folder: nothing to install. Use it as it is: --model {name}",
+                f"{name} is a bundle's folder: nothing to install.",
                 details={"known": known},
+                advice={"python": "Use it as it is.", "command": f"Use it as it is: --model {name}."},
             )
         checkpoint = Path(name, "config.json").is_file()
         hint = f". It is a checkpoint; make a bundle of it: synapse build {name} OUT" if checkpoint else ""
@@ -83,7 +84,9 @@ def unknown(name: str, folder: Path | None = None) -> UnknownModel:
     near = get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f", did you mean {near[0]!r}?" if near else ""
     return UnknownModel(
-        f"no model {name!r} (have: {', '.join(known)}{hint}). List them: synapse models", details={"known": known}
+        f"no model {name!r} (have: {', '.join(known)}{hint}).",
+        details={"known": known},
+        advice={"command": "List them: synapse models."},
     )
 
 

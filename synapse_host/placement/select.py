@@ -16,11 +16,15 @@ caller. Detection blocks (files, sysctl, children side by side), so the host cal
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from msgspec import structs
+
 from engines.bundle.manifest import Artifact, Bundle
 from engines.checkpoint.layout import INT8
+from synapse_host.errors import BackendMissing, InvalidRequest
 
 if TYPE_CHECKING:
     from synapse_host.placement.hardware import HostProfile
@@ -61,6 +65,40 @@ class Placement:
     def why_not(self) -> str:
         """Return one line on why nothing fits."""
         return "; ".join(f"{item.engine}: {item.reason}" for item in self.considered)
+
+
+def lane_with(matrix: HardwareMatrix, task: str, engine: str) -> str:
+    """Return the first lane of *task* that lists *engine*; the task's own where none does, for its error."""
+    lanes = (lane.id for lane in matrix.lanes.values() if lane.task == task and engine in lane.engines)
+    return next(lanes, task)
+
+
+def pinned(
+    matrix: HardwareMatrix, engines: Mapping[str, str], *, profile: HostProfile, bundles: Iterable[Bundle]
+) -> HardwareMatrix:
+    """Return the matrix with the lanes of *engines* (lane: engine) pinned to what a caller chose for them.
+
+    Raises InvalidRequest for what is no lane, or an engine that its lane doesn't list, and BackendMissing for one that
+    fits no bundle of the lane's task here; both list the engines of the lane that do.
+    """
+    bundles = list(bundles)
+    lanes = dict(matrix.lanes)
+    for lane_id, engine in engines.items():
+        lane = lanes.get(lane_id)
+        if lane is None:
+            raise InvalidRequest(f"no lane {lane_id!r} (have: {', '.join(lanes)})", details={"known": list(lanes)})
+        mine = [bundle for bundle in bundles if bundle.manifest.task == lane.task]
+        tried = {id: [fit(matrix, matrix.engines[id], profile, one) for one in mine] for id in lane.engines}
+        usable = [id for id, found in tried.items() if any(fits for fits, _, _ in found)]
+        details = {"lane": lane_id, "engine": engine, "known": usable}
+        choice = f"(fit here: {', '.join(usable) or 'none'})"
+        if engine not in lane.engines:
+            raise InvalidRequest(f"lane {lane_id} has no engine {engine!r} {choice}", details=details)
+        if mine and engine not in usable:
+            _, _, reason = tried[engine][0]
+            raise BackendMissing(f"lane {lane_id}: {engine} can't be used: {reason} {choice}", details=details)
+        lanes[lane_id] = structs.replace(lane, pin=engine)
+    return structs.replace(matrix, lanes=lanes)
 
 
 def select(matrix: HardwareMatrix, *, lane_id: str, profile: HostProfile, bundle: Bundle | None = None) -> Placement:

@@ -52,8 +52,8 @@ async def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float |
 
 async def embed_packed(lanes: Lanes, assignment: Assignment, rows: Rows, width: int, until: float | None) -> FloatArray:
     """Return the vectors of rows that share passes of one packed width; InvalidRequest where the lane has none."""
-    if len(rows.lengths) > tight.MAX_ROWS:
-        raise InvalidRequest(f"{len(rows.lengths)} rows to be packed, one exchange takes at most {tight.MAX_ROWS}")
+    if not 1 <= len(rows.lengths) <= tight.MAX_ROWS:
+        raise InvalidRequest(f"{len(rows.lengths)} rows to be packed, one exchange takes 1 to {tight.MAX_ROWS}")
     serving = lanes.serving(assignment)
     if not isinstance(serving, RungedLane):
         raise InvalidRequest(f"lane {assignment.lane_id} has no packed functions: it is not on the Neural Engine")

@@ -53,13 +53,14 @@ async def collect(
 ) -> FloatArray:
     """Send every part and return the rows of all, float32 (n, *width), in request order.
 
-    At most AHEAD of them are under way, started in order; the first failure cancels the others.
+    At most AHEAD of them are under way, started in order; the first failure cancels the others. Without any part the
+    answer has no rows.
     """
     if len(parts) == 1:
         return await send(parts[0])
     import numpy as np
 
-    answer = np.empty((parts[-1].rows.stop, *width), np.float32)
+    answer = np.empty((parts[-1].rows.stop if parts else 0, *width), np.float32)
 
     async def place(part: Part) -> None:
         answer[part.rows.start : part.rows.stop] = await send(part)

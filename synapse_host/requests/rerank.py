@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from engines.protocol.messages import ITEM_BYTES, Rerank, Segment
-from synapse_host.errors import InvalidRequest
 from synapse_host.requests.batching import Batch
 from synapse_host.requests.parts import Part, buffer, collect, cut
 from synapse_host.results import sigmoid
@@ -70,8 +69,6 @@ def composed(
     limits: dict[str, Any] = {"max_tokens": assignment.bundle.manifest.max_tokens, "model": assignment.model}
     query = id_rows([query_ids], **limits, noun="query").ids
     rows = id_rows(candidates, **limits, noun="candidate")
-    if not rows.lengths:
-        raise InvalidRequest("candidates is empty: nothing to score")
     # Checked before it is composed: every row would hold the query once more. A worker that composes adds three ids.
     common = len(query) + (3 if frame is None else len(frame))
     check_lengths([length + common for length in rows.lengths], **limits, noun="candidate")

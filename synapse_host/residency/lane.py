@@ -142,6 +142,11 @@ class RungedLane:
             # From here on nobody gets a lease; who asks meanwhile waits for the next worker.
             await self._shell.parked(self._lane)
 
+    def rest(self) -> None:
+        """Take an idle worker down until the next request, its functions with it."""
+        if not self._shell.core.busy(self._lane):
+            self._shell.park(self._lane)
+
     async def _start(self, deadline: float | None) -> None:
         """Bring a worker up, if none is, for its smallest bucket."""
         (await self._shell.lease(Key(self._lane, "shape", self._ladder[0]), deadline=deadline)).release()
@@ -288,6 +293,7 @@ class AneFleet:
         self._supervisors.append(supervisor)
         # A worker that dies takes its functions with it, also while nobody waits: the books follow at once.
         supervisor.lost = lambda: shell.fault(lane_id, shell.generation(lane_id))
+        supervisor.idle.rest = lane.rest
         return lane
 
     async def aclose(self) -> None:

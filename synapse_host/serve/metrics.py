@@ -44,8 +44,10 @@ class Collector:
         return self._host.on_loop(lambda: list(self._families()))
 
     def _families(self) -> Iterator[Any]:
-        counters = self._host.counters
-        lanes: dict[str, dict[str, Any]] = self._host.health()["lanes"]
+        # Not the lane's id, which changes where a second model is installed: a series would end and another begin.
+        labels = {id: f"{item.lane}:{item.model}" for id, item in self._host.assignments.items()}
+        counters = {labels[id]: counts for id, counts in self._host.counters.items()}
+        lanes: dict[str, dict[str, Any]] = {labels[id]: lane for id, lane in self._host.health()["lanes"].items()}
         yield from _traffic(counters)
         yield from _failures(counters)
         yield from _states(lanes)

@@ -77,6 +77,8 @@ class LaneHealth:
 
     def __init__(self, spec: LaneSpec) -> None:
         self.age_from: float | None = None
+        self.used: float | None = None
+        """When the worker last answered something other than PING; None where there is none."""
         self.facts = Health(
             model=spec.model, state="stopped", engine=spec.engine_id, device=spec.device, kind=spec.kind
         )
@@ -84,10 +86,15 @@ class LaneHealth:
 
     def struck(self, death: Death, details: dict[str, Any]) -> None:
         """Note that the worker died; *details* are those of its EngineCrashed."""
-        self.age_from = None
         said = {key: details[key] for key in ("stage", "cause", "exit_status", "signal", "fingerprint")}
         fault = Fault(generation=death.generation, worker_pid=death.pid, **said)
-        self.facts = structs.replace(self.facts, **_PONG, last_fault=fault)
+        self.ended()
+        self.facts = structs.replace(self.facts, last_fault=fault)
+
+    def ended(self) -> None:
+        """Forget what was true of the worker only while it lived."""
+        self.age_from = self.used = None
+        self.facts = structs.replace(self.facts, **_PONG)
 
     def greeted(self, hello: Hello, now: float) -> None:
         """Note that a new generation has shaken hands."""
@@ -123,17 +130,21 @@ class LaneHealth:
         """Return the seconds since the worker was last heard of; None where there is none."""
         return None if self.age_from is None else now - self.age_from
 
+    def rests(self, now: float, after: float) -> bool:
+        """Return whether a worker has had nothing to do for *after* seconds. A PING is no work."""
+        return self.used is not None and now - self.used >= after
+
 
 def _known(value: Any) -> Any:
     return None if value is UNSET else value
 
 
 class Refresher:
-    """Calls *ping* every *interval* seconds until stopped. *ping* must not wait: it skips what is busy or missing."""
+    """Calls *look* every *interval* seconds until stopped. *look* must not wait: it skips what is busy or missing."""
 
-    def __init__(self, interval: float, ping: Callable[[], None]) -> None:
+    def __init__(self, interval: float, look: Callable[[], None]) -> None:
         self._interval = interval
-        self._ping = ping
+        self._look = look
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -149,4 +160,4 @@ class Refresher:
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._interval, self._tick)
-        self._ping()
+        self._look()

@@ -13,7 +13,7 @@ from engines.protocol.errors import LocalProtocolError
 from engines.protocol.messages import AnyReply, Load, Loaded
 from synapse_host.errors import EngineCrashed, LaneRefused
 from synapse_host.placement.spec import LaneSpec
-from synapse_host.supervision.health import Health, LaneHealth, Refresher
+from synapse_host.supervision.health import Health, LaneHealth
 from synapse_host.supervision.standing import Standing
 from synapse_host.worker import refusals
 from synapse_host.worker.exchange import Exchange
@@ -36,7 +36,7 @@ class Generations:
         *,
         owner: Owner,
         health: LaneHealth,
-        refresher: Refresher,
+        spawned: Callable[[], None],
         admit: Callable[[LaneSpec], Awaitable[LaneSpec]] | None = None,
     ) -> None:
         self.number = 0
@@ -56,7 +56,7 @@ class Generations:
         self._owner = owner
         self._counters = context.counters
         self._health = health
-        self._refresher = refresher
+        self._spawned = spawned
         self._loop = asyncio.get_running_loop()
         self._forwarder = LineForwarder(self._spec.lane_id, per_second=context.config.log_lines_per_s)
         self._revision: str | None = None
@@ -175,7 +175,7 @@ class Generations:
         self._health.greeted(hello, self._loop.time())
         self._revision = self._health.facts.kernel_revision or self._revision
         self.advertised = tuple(self._health.facts.packed_widths)
-        self._refresher.start()
+        self._spawned()
         return session
 
     # --- the end of one ----------------------------------------------------------------------------------------------
@@ -193,6 +193,15 @@ class Generations:
         """No request goes to *session* any more."""
         if self.session is session:
             self.session = None
+            self._health.ended()
+            if session.process is not None and session.process.running:
+                self._undead = session
+
+    def rest(self) -> None:
+        """Begin the planned end of the worker; whoever comes meanwhile waits for it and starts the next one."""
+        session = self.session
+        if session is not None and (ending := session.leave(self._grace)) is not None:
+            ending.add_done_callback(lambda _: self.forget(session))
 
     async def retire(self, deadline: float | None, stage: str) -> None:
         """Stop the current worker so that a probe runs on a fresh one; one that is still starting counts as fresh.
@@ -219,8 +228,8 @@ class Generations:
             # Kept until it is gone, as above.
             await session.stop(self._grace)
             self.forget(session)
-        processes = [one.process for one in (self._undead, session) if one is not None]
-        return not any(process is not None and process.running for process in processes)
+        process = None if self._undead is None else self._undead.process
+        return process is None or not process.running
 
     async def close(self) -> None:
         """Stop for ever, a start under way included."""

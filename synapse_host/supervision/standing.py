@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shlex
 from typing import Any
 
@@ -12,6 +13,8 @@ from synapse_host.supervision.quarantine import Quarantine, Strike, fingerprint_
 from synapse_host.worker.exchange import Exchange
 from synapse_host.worker.process import Death
 from synapse_host.worker.refusals import stopping
+
+_log = logging.getLogger(__name__)
 
 
 class Standing:
@@ -58,9 +61,14 @@ class Standing:
         fingerprint = None
         if exchange is not None:
             fingerprint = fingerprint_of(exchange.request, exchange.payload, self.spec.model)
+        open_before = self.quarantine.admits(now)
         self.quarantine.strike(Strike(death.generation, death.cause, now, fingerprint))
         shut = not self.quarantine.admits(now)
         remaining = self.quarantine.remaining(now)
+        if shut and open_before:
+            seconds = "until it is probed" if remaining is None else f"{remaining:.0f}"
+            lane_id, model, reason = self.spec.lane_id, self.spec.model, f"{stage}: {death.describe()}"
+            _log.warning("lane quarantined: lane=%s model=%s seconds=%s reason=%s", lane_id, model, seconds, reason)
         details: dict[str, Any] = {
             "lane_id": self.spec.lane_id,
             "stage": stage,

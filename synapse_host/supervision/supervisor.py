@@ -19,7 +19,7 @@ request can't meet the reply of an abandoned one. A caller awaits a plain Future
 
 Everything runs on one event loop and nothing here blocks. What may run at the same time: any number of waiting callers,
 at most one start (a task that outlives whoever asked for it), one open exchange, one background PING in the turn's
-place, and the end of a worker (a task of its session).
+place (:mod:`synapse_host.supervision.idle`), and the end of a worker (a task of its session).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from engines.protocol.errors import ErrorCode, LocalProtocolError
 from engines.protocol.messages import SERVING, AnyReply, Ping, Pong, Unload
 from synapse_host.errors import EngineCrashed, SynapseError
 from synapse_host.placement.spec import LaneSpec
-from synapse_host.supervision.health import LaneHealth, Refresher
+from synapse_host.supervision.health import LaneHealth
+from synapse_host.supervision.idle import Idle
 from synapse_host.supervision.lifecycle import Generations
 from synapse_host.supervision.queueing import Permits, Turns, expire
 from synapse_host.supervision.sharing import ALONE, Sharing
@@ -75,10 +76,10 @@ class Supervisor:
         self._quarantine = self._standing.quarantine
         self._turns = Turns(self._standing, limit=config.queue_limit)
         self._health = LaneHealth(spec)
-        self._refresher = Refresher(config.ping_interval, self._refresh)
         self._workers = Generations(
-            context, self._standing, owner=self, health=self._health, refresher=self._refresher, admit=admit
+            context, self._standing, owner=self, health=self._health, spawned=lambda: self.idle.start(), admit=admit
         )
+        self.idle = Idle(context, self._turns, self._workers, self._health)
         self._closer: asyncio.Task[None] | None = None
         self._sharing = Sharing(self._turns, spec)
 
@@ -344,17 +345,6 @@ class Supervisor:
                 await self._begin(session, Exchange(request, None, self._loop.create_future(), "ping", deadline))
             return self.health()
 
-    def _refresh(self) -> None:
-        """PING an idle worker. A busy one is alive as its exchange proves, and PING never starts a missing one."""
-        session = self._workers.session
-        if self._turns.held or self._workers.starting is not None or session is None or session.dead or session.open:
-            return
-        self._turns.held = True
-        waiter: asyncio.Future[Outcome] = self._loop.create_future()
-        # Nobody awaits it: `replied` stamps what the reply says.
-        waiter.cancel()
-        self._begin(session, Exchange(Ping(req_id=session.next_req_id()), None, waiter, "ping"))
-
     def _pinging(self) -> bool:
         session = self._workers.session
         return session is not None and session.open is not None and not session.serving
@@ -364,6 +354,8 @@ class Supervisor:
     def replied(self, session: Session, exchange: Exchange, reply: AnyReply, payload: memoryview | None) -> None:
         """Resolve the waiter (unless it left), then hand on permit and stream."""
         self._health.age_from = now = self._loop.time()
+        if type(exchange.request) is not Ping:
+            self._health.used = now
         outcomes: list[Outcome] = []
         error: SynapseError | None = None
         try:
@@ -432,7 +424,7 @@ class Supervisor:
         Idempotent and safe to call concurrently; a later call with a shorter *drain* hurries an earlier one.
         """
         self._standing.closing = True
-        self._refresher.stop()
+        self.idle.stop()
         self._turns.close(self._loop.time() + drain)
         if self._closer is None:
             self._closer = self._loop.create_task(self._close())

@@ -34,7 +34,10 @@ def chat_ids(
     template = bundle.manifest.chat_template
     name = bundle.manifest.model_id
     if template is UNSET:
-        raise InvalidRequest(f"bundle {name} has no chat template; generate without --chat")
+        raise InvalidRequest(
+            f"bundle {name} has no chat template.",
+            advice={"python": "Generate without chat=True.", "command": "Generate without --chat."},
+        )
     messages = _messages(prompt, tokenizer.max_characters)
     special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
     tokens = {f"{role}_token": tokenizer.token(id) for role, id in special.items() if role in ("bos", "eos")}

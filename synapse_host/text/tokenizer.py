@@ -8,17 +8,14 @@ special tokens, and the result names it by its index.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec import UNSET
 
-from engines.bundle.digest import same
 from engines.bundle.manifest import Bundle
 from synapse_host.errors import BundleInvalid, InvalidRequest
 from synapse_host.text import tokenizer_file
@@ -102,11 +99,15 @@ class TextTokenizer:
         self.max_tokens = manifest.max_tokens
         if manifest.tokenizer is UNSET:
             raise InvalidRequest(
-                f"bundle {self.model} has no tokenizer: send token ids (embed_ids, rerank_ids, generate_ids)"
+                f"bundle {self.model} has no tokenizer.",
+                advice={
+                    "python": "Send token ids (embed_ids, rerank_ids, generate_ids).",
+                    "command": "Its texts can't be read here; a Python program may send it token ids.",
+                },
             )
         path = bundle.path(manifest.tokenizer.path)
         # Kept: the second object below comes from the same bytes, whatever becomes of the file.
-        self._file = _read(path, manifest.tokenizer.digest, self.model)
+        self._file = tokenizer_file.checked(path, manifest.tokenizer.digest, self.model)
         self._name = path.name
         self._plain = _open(self._file, self._name, self.model)
         self._longest = max(map(len, self._plain.get_vocab()), default=1) or 1
@@ -433,34 +434,6 @@ def _batches(texts: Sequence[str], longest: int) -> Iterator[list[str]]:
         characters = characters + len(text) if len(text) <= longest else BATCH_CHARACTERS
     if batch:
         yield batch
-
-
-def _read(path: Path, digest: str, model: str) -> bytes:
-    """Return a tokenizer file's bytes by their digest, without what isn't accepted.
-
-    The digest comes first: another vocabulary would give wrong vectors without any error.
-    """
-    try:
-        data = tokenizer_file.read(path)
-    except OSError as exc:
-        raise BundleInvalid(
-            f"bundle {model}: {path.name} can't be read as a tokenizer: {exc.strerror or exc}. Rebuild the bundle"
-        ) from exc
-    except ValueError as exc:
-        raise BundleInvalid(f"bundle {model}: {path.name} can't be read as a tokenizer: {exc}") from exc
-    actual = hashlib.sha256(data).hexdigest()
-    if not same(digest, actual):
-        raise BundleInvalid(
-            f"bundle {model}: {path.name} was changed: its digest is sha256:{actual}, the manifest says {digest}. "
-            "Install or build the bundle again",
-            details={"file": str(path), "expected": digest, "observed": f"sha256:{actual}"},
-        )
-    try:
-        return tokenizer_file.sanitized(data)
-    except ValueError as exc:
-        raise BundleInvalid(
-            f"bundle {model}: {path.name} can't be read as a tokenizer: {exc}. Rebuild the bundle"
-        ) from exc
 
 
 def _open(data: bytes, name: str, model: str) -> Tokenizer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -17,7 +18,9 @@ from typing import Final
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from engines.bundle.digest import same
 from engines.bundle.manifest import read_plain
+from synapse_host.errors import BundleInvalid
 from synapse_host.text.tokenizer_schema import MAX_PARTS, File, Model, Normalizer, PreTokenizer
 
 MAX_BYTES: Final = 64 * 1024 * 1024
@@ -38,6 +41,28 @@ class _Kind(Struct):
 def read(path: Path) -> bytes:
     """Return a file's bytes. Raises OSError for one that is no plain file, ValueError for one that is too large."""
     return read_plain(path, MAX_BYTES)
+
+
+def checked(path: Path, digest: str, model: str) -> bytes:
+    """Return a bundle's tokenizer file by its digest, sanitized; BundleInvalid names *model* and what is wrong.
+
+    The digest comes first: another vocabulary would give wrong vectors without any error.
+    """
+    try:
+        data = read(path)
+        actual = hashlib.sha256(data).hexdigest()
+        if same(digest, actual):
+            return sanitized(data)
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
+        raise BundleInvalid(
+            f"bundle {model}: {path.name} can't be read as a tokenizer: {reason}. Rebuild the bundle"
+        ) from exc
+    raise BundleInvalid(
+        f"bundle {model}: {path.name} was changed: its digest is sha256:{actual}, the manifest says {digest}. "
+        "Install or build the bundle again",
+        details={"file": str(path), "expected": digest, "observed": f"sha256:{actual}"},
+    )
 
 
 def sanitized(data: bytes) -> bytes:

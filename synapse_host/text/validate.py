@@ -39,7 +39,7 @@ def absolute(deadline: Any) -> float | None:
 
 
 def check_texts(texts: Any, name: str) -> int:
-    """Return how many *texts* there are; refuse what isn't a list of at least one.
+    """Return how many *texts* there are; refuse what isn't a list.
 
     The texts themselves are looked at when they are tokenised.
     """
@@ -50,8 +50,6 @@ def check_texts(texts: Any, name: str) -> int:
     count = _count(texts) if ordered else None
     if count is None:
         raise InvalidRequest(f"{name} is {type(texts).__name__}; pass a list of texts")
-    if not count:
-        raise InvalidRequest(f"{name} is empty: nothing to do")
     _check_count(count, name)
     return count
 
@@ -81,10 +79,7 @@ def check_source(texts: Any) -> Iterator[Any]:
 
 def check_rows(rows: Sequence[Any], assignment: Assignment) -> Rows:
     """Return a caller's rows of ids laid end to end; none may be empty or longer than the model takes."""
-    checked = id_rows(rows, max_tokens=assignment.bundle.manifest.max_tokens, model=assignment.model)
-    if not checked.lengths:
-        raise InvalidRequest("no rows: nothing to do")
-    return checked
+    return id_rows(rows, max_tokens=assignment.bundle.manifest.max_tokens, model=assignment.model)
 
 
 def id_rows(rows: Sequence[Any], *, max_tokens: int, model: str, noun: str = "row") -> Rows:

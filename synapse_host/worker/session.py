@@ -370,12 +370,16 @@ class Session:
 
         It goes on to its end when its caller leaves: see :meth:`ended`.
         """
+        if (ending := self.leave(grace)) is not None:
+            await asyncio.shield(ending)
+
+    def leave(self, grace: float) -> asyncio.Task[None] | None:
+        """Begin what :meth:`stop` waits for and return it; None where no process was started."""
         if self._ending is None:
             self._unwatch()
-            if self.process is None:
-                return
-            self._ending = self._loop.create_task(self._stop(self.process, grace))
-        await asyncio.shield(self._ending)
+            if self.process is not None:
+                self._ending = self._loop.create_task(self._stop(self.process, grace))
+        return self._ending
 
     async def _stop(self, process: WorkerProcess, grace: float) -> None:
         if not self.serving and not self._channel.closed and self._channel.connection.state in (State.IDLE, State.BUSY):

@@ -35,6 +35,7 @@ TO_A_WORKER = {
     "rerank": (("rerank", "a", "b"), "RERANK", "rerank"),
     "generate": (("generate", "a", "--max-tokens", "2"), "GENERATE", "generate"),
     "serve": (("serve", "--port", "0", "--load", "toy"), "LOAD", "embed"),
+    "search": (("search", "x.npy", "a"), "EMBED_BATCH", "embed"),
 }
 TO_A_HOST = {
     "ps": ("ps",), "ps --metrics": ("ps", "--metrics"), "ping": ("ping",), "logs": ("logs",),
@@ -45,7 +46,7 @@ WHOLE = {
     "build": ("build", "a", "b"), "models": ("models",), "matrix": ("matrix", "check"), "doctor": ("doctor",),
     "certify": ("certify", "embed"), "certificates": ("certificates",), "demo": ("demo",),
 }  # fmt: skip
-ELSEWHERE = {"bench", "search"}  # test_bench.py; search asks what embed asks
+ELSEWHERE = {"bench"}  # test_bench.py
 
 
 def test_no_verb_is_forgotten() -> None:
@@ -56,6 +57,8 @@ def test_no_verb_is_forgotten() -> None:
 @pytest.mark.parametrize("verb", TO_A_WORKER)
 def test_of_a_request(cli: Command, verb: str) -> None:
     words, message, task = TO_A_WORKER[verb]
+    if verb == "search":
+        assert cli("embed", "--model", "toy", "--out", "x.npy", "a").code == 0
     cli.setup({"rules": [{"on": message, "do": [{"sleep": 60}]}]}).bundle("toy", task=task)
     more = ("--runtime-dir", str(cli.root / "rt")) if verb == "serve" else ("--model", "toy")
     done = cli(*words, *more, "--json", "--deadline", "1.5")

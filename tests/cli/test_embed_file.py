@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from synapse_host.bulk.output import alone, good_rows, reserve_blocks
+from synapse_host.bulk.output import Left, Rows, alone, good_rows, reserve_blocks
 from synapse_host.errors import InvalidRequest
 from tests.cli.conftest import Command, Here
 
@@ -130,6 +130,7 @@ def test_an_out_that_is_a_link_is_written_through_it(cli: Command, here: Here) -
         {"truncated": [5]},
         {"read": 2},
         {"skipped": [3]},
+        {"skipped": [{"entry": 1}]},
         "deep",
         "zip",
     ],
@@ -139,9 +140,12 @@ def test_a_record_that_lies_is_not_believed(tmp_path: Path, changes: dict[str, o
     out, note = tmp_path / "x.npy", tmp_path / "x.npy.progress.json"
     with (tmp_path / "x.npy.partial").open("wb") as file:
         (np.savez if changes == "zip" else np.save)(file, np.zeros((4, 2), np.float32))  # type: ignore[operator]
-    honest = {"input_digest": "d", "rows_done": 2, "read": 3, "truncated": [1], "skipped": [{"entry": 1}]}
+    left = {"where": "x:2", "code": "invalid_request", "message": "empty", "entry": 1}
+    honest = {"input_digest": "d", "rows_done": 2, "read": 3, "truncated": [1], "skipped": [left]}
     note.write_text(json.dumps(honest))
-    assert good_rows(out, {"input_digest": "d"}, (4, 2)) == (None if changes == "zip" else honest)
+    believed = None if changes == "zip" else Rows(2, 3, [1], [Left(**left)])
+    assert good_rows(out, {"input_digest": "d"}, (4, 2)) == believed
+    assert good_rows(out, {"input_digest": "e"}, (4, 2)) is None
     note.write_text(json.dumps({**honest, **changes}) if isinstance(changes, dict) else "[" * 100_000)
     assert good_rows(out, {"input_digest": "d"}, (4, 2)) is None
 

@@ -153,6 +153,12 @@ def test_nothing_is_loaded_unless_asked(cli: Command, runtime_dir: Path) -> None
         assert "not loaded" in host("ps").out
 
 
+def test_an_idle_worker_ends(cli: Command, runtime_dir: Path) -> None:
+    with running(cli, runtime_dir, "--load", "toy", "--idle", "0.2") as host:
+        until(lambda: not workers_of(cli))
+        assert host("load", "toy").code == 0
+
+
 def test_a_broken_bundle_is_left_out_unless_it_is_named(cli: Command, runtime_dir: Path) -> None:
     broken = cli.root / "models" / "broken"
     broken.mkdir()
@@ -421,7 +427,7 @@ def test_the_port_of_this_machine_alone(cli: Command, runtime_dir: Path) -> None
         with urllib.request.urlopen(f"{url}/metrics", timeout=LIMIT_S) as reply:
             assert reply.headers["Content-Type"].startswith("text/plain")
             text = reply.read().decode()
-        assert 'synapse_worker_requests_total{lane="embed",op="load",outcome="ok"} 1.0' in text
+        assert 'synapse_worker_requests_total{lane="embed:toy",op="load",outcome="ok"} 1.0' in text
         assert url in host("ps").out
         printed = host("ps", "--metrics")
         assert printed.code == 0 and printed.out.startswith("# HELP synapse_worker_")

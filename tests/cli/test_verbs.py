@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from synapse_host.cli import VERBS
+from synapse_host.cli.parser import Parser, UsageError, common_options
 from tests.cli.conftest import Command, Here
 from tests.support.scripted import expected_vector
 from tests.support.small_bundle import CLS, SEP, WORDS
@@ -97,8 +101,81 @@ def test_generate(cli: Command, here: Here) -> None:
     done = cli("generate", "--model", "writer", "--json", "--max-tokens", "3", "a b")
     assert done.document["n_prompt"] == 2 and done.document["n_gen"] == 3
     assert set(done.document) == {"model", "lane", "engine", "device", "text", "n_prompt", "n_gen", "finish_reason"}
+    piped = cli("generate", "--model", "writer", "--json", "--max-tokens", "3", "-", stdin="a b\n")
+    assert piped.document == done.document
+    odd = here("generate", "--model", "writer", "-")
+    assert odd.code == 2 and "prompt is empty" in odd.err
     chat = here("generate", "--model", "writer", "--chat", "--json", "--max-tokens", "3", "a b")
     assert chat.document["text"] == done.document["text"]
+
+
+DASHES: list[tuple[str, list[str], dict[str, Any]]] = [
+    # verb, words, what they mean
+    ("embed", ["--", "-x", "--json", "--"], {"texts": ["-x", "--json", "--"], "json": False}),
+    ("embed", ["a", "--quiet", "--", "-b"], {"texts": ["a", "-b"], "quiet": True}),
+    ("embed", ["--ray", "--", "a"], {"texts": ["a"], "ray": "local"}),
+    ("rerank", ["--raw", "--", "-q", "-d", "e"], {"query": "-q", "documents": ["-d", "e"], "raw": True}),
+    ("rerank", ["q", "--", "-d"], {"query": "q", "documents": ["-d"]}),
+    ("search", ["--", "-i.npy", "-q"], {"index": Path("-i.npy"), "queries": ["-q"]}),
+    ("search", ["i.npy", "q", "--top", "3", "--", "-r"], {"index": Path("i.npy"), "queries": ["q", "-r"], "top": 3}),
+    ("generate", ["--max-tokens", "3", "--", "--chat"], {"prompt": "--chat", "max_tokens": 3, "chat": False}),
+    *((verb, ["--", "-l"], {"lane": "-l"}) for verb in ("ping", "logs", "probe", "certify")),
+    *((verb, ["--", "-m"], {"model": "-m"}) for verb in ("load", "unload")),
+    ("build", ["--", "-cp", "-out"], {"checkpoint": "-cp", "out": Path("-out")}),
+    ("models", ["--", "show", "-m"], {"action": "show", "name": ["-m"]}),
+    ("matrix", ["--", "explain", "-l"], {"action": "explain", "lane": "-l"}),
+    *((verb, ["--json", "--"], {"json": True}) for verb in ("serve", "ps", "doctor", "certificates", "bench", "demo")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("verb", "words", "meant"), DASHES)
+def test_behind_two_dashes_every_word_is_a_text(verb: str, words: list[str], meant: dict[str, Any]) -> None:
+    parser = Parser(f"synapse {verb}")
+    import_module(f"synapse_host.cli.{verb}").configure(parser)
+    common_options(parser)
+    read = vars(parser.read(words))
+    assert {name: read[name] for name in meant} == meant
+    with pytest.raises(UsageError) as caught:
+        parser.read(["--nonsense", "--", "-x"])
+    assert caught.value.message.isprintable()
+
+
+def test_every_verb_takes_two_dashes(cli: Command, here: Here) -> None:
+    assert {verb for verb, _, _ in DASHES} == set(VERBS)
+    found = here("embed", "--model", "toy", "--json", "--", "-a", "--json").document
+    assert found["n"] == 2
+
+
+def test_an_engine_is_chosen_by_its_name(cli: Command, here: Here) -> None:
+    cli.bundle("judge", task="rerank").bundle("writer", task="generate", frame=False)
+    assert cli.matrix is not None
+    matrix = json.loads(cli.matrix.read_text())
+    for name in ("second", "third"):
+        matrix["engines"][name] = matrix["engines"]["scripted"]
+    for lane in matrix["lanes"].values():
+        lane["engines"].append("second")
+    matrix["lanes"]["aside"] = {"task": "embed", "engines": ["third"]}
+    cli.matrix.write_text(json.dumps(matrix))
+    index = str(cli.root / "x.npy")
+    for words in (
+        ("embed", "--model", "toy", "a"),
+        ("embed", "--model", "toy", "--out", index, "a"),
+        ("rerank", "--model", "judge", "query", "a"),
+        ("generate", "--model", "writer", "--max-tokens", "1", "a"),
+    ):
+        document = here(*words, "--engine", "second", "--json").document
+        assert (document["lane"], document["engine"]) == (words[0], "second")
+    found = here("search", index, "a", "--engine", "second", "--json").document["results"][0]["hits"]
+    assert [hit["row"] for hit in found] == [0]
+    # Without --lane it is the first lane of the task that lists the engine.
+    document = here("embed", "--model", "toy", "--engine", "third", "--json", "a").document
+    assert (document["lane"], document["engine"]) == ("aside", "third")
+    for words, listed in (
+        (("--engine", "fourth"), "scripted, second"),
+        (("--engine", "second", "--lane", "aside"), "third"),
+    ):
+        done = here("embed", "--model", "toy", *words, "a")
+        assert done.code == 2 and f"(fit here: {listed})" in done.err
 
 
 def test_matrix_check_and_explain(cli: Command, here: Here) -> None:

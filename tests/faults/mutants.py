@@ -68,7 +68,7 @@ TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "synapse_host.text.limits": ("tests/text/test_limits.py",),
     "synapse_host.text.split_pattern": ("tests/text/test_split_pattern.py", "tests/text/test_tokenizer_file.py"),
     "synapse_host.text.tokenizer": ("tests/text/test_tokenizer.py",),
-    "synapse_host.text.tokenizer_file": ("tests/text/test_tokenizer_file.py",),
+    "synapse_host.text.tokenizer_file": ("tests/text/test_tokenizer_file.py", "tests/text/test_tokenizer.py"),
     "synapse_host.text.validate": ("tests/text/test_validate.py",),
     "engines.runtime.artifact": ("tests/runtime/test_artifact.py",),
     "engines.runtime.dispatch": ("tests/runtime/test_dispatch.py",),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Awaitable
@@ -196,10 +197,8 @@ async def test_local_refusals_start_no_worker(bench: Bench) -> None:
             (UnknownModel, host.embed("other", ["a"])),
             (InvalidRequest, host.rerank("toy", "a", ["b"])),
             (InvalidRequest, host.embed("toy", ["a"], lane="nowhere")),
-            (InvalidRequest, host.embed("toy", [])),
             (InvalidRequest, host.embed("toy", "one text")),
             (InvalidRequest, host.embed("toy", ["a", ""])),
-            (InvalidRequest, host.embed_ids("toy", [])),
             (InvalidRequest, host.embed_ids("toy", [[1], []])),
             (InvalidRequest, host.embed_ids("toy", [[-1]])),
             (SequenceTooLong, host.embed_ids("toy", [[1] * 17])),
@@ -224,12 +223,30 @@ async def test_local_refusals_start_no_worker(bench: Bench) -> None:
         for kind, call in refused:
             with pytest.raises(kind):
                 await call
-        with pytest.raises(InvalidRequest, match="65 rows to be packed, one exchange takes at most 64"):
-            await host.embed_packed("toy", [[1]] * 65, 128)
+        for rows in ([[1]] * 65, []):
+            with pytest.raises(InvalidRequest, match=f"{len(rows)} rows to be packed, one exchange takes 1 to 64"):
+                await host.embed_packed("toy", rows, 128)
         resting = host.health()["lanes"]["embed"]
         assert (resting["state"], resting["worker_pid"], resting["generation"]) == ("idle", None, 0)
         await host.load("toy")
         assert set(resting) == set(host.health()["lanes"]["embed"]), "a lane that never ran has the same fields"
+
+
+@pytest.mark.parametrize("engine", ["llama", "cuda"])
+async def test_nothing_to_do_is_done_without_a_worker(bench: Bench, engine: str) -> None:
+    formats = {"gguf": "f16", "safetensors-package": "f32"}
+    bench.model("toy", formats=formats).model("judge", task="rerank", formats=formats)
+    async with bench.host(engine=engine) as host:
+        for vectors in (await host.embed("toy", []), await host.embed_ids("toy", []), await host.embed("toy", ())):
+            assert vectors.shape == (0, 8) and vectors.dtype == np.float32
+        result = await host.embed_result("toy", [])
+        assert (result.vectors.shape, result.truncated, result.tokens) == ((0, 8), [], 0)
+        for scores in (await host.rerank("judge", "a", []), await host.rerank_ids("judge", [5], [], raw=True)):
+            assert scores.shape == (0,) and scores.dtype == np.float32
+        assert (await host.rerank_result("judge", "a", [])).order == []
+        with pytest.raises(InvalidRequest, match="the query is empty"):
+            await host.rerank("judge", "", [])
+        assert {lane["generation"] for lane in host.health()["lanes"].values()} == {0}
 
 
 @pytest.mark.parametrize("task", ["embed", "rerank", "generate"])
@@ -393,10 +410,17 @@ def test_the_sync_host_makes_the_same_calls(bench: Bench) -> None:
     left.close()
 
 
-def test_the_sync_host_has_every_call_of_the_host() -> None:
+def test_the_sync_host_has_every_call_of_the_host_with_the_same_arguments() -> None:
     calls = {name for name, value in vars(Host).items() if callable(value) and not name.startswith("_")}
-    # Its block closes it, and its loop is its own business.
-    assert calls - set(dir(SyncHost)) == {"aclose", "on_loop"}
+    calls -= {"aclose", "on_loop"}  # its block closes it, and its loop is its own business
+    for name in calls:
+        ours, theirs = inspect.signature(getattr(SyncHost, name)), inspect.signature(getattr(Host, name))
+        assert list(ours.parameters.values()) == list(theirs.parameters.values()), name
+        if not name.endswith("_stream"):
+            assert ours.return_annotation == theirs.return_annotation, name
+    opened, theirs = inspect.signature(SyncHost.open), inspect.signature(Host.open)
+    arguments = list(theirs.parameters.values())
+    assert list(opened.parameters.values()) == [each for each in arguments if each.name != "qualifying"]
 
 
 def test_health_is_read_on_the_loop_from_any_thread_and_after_its_end(
@@ -425,10 +449,7 @@ def test_health_is_read_on_the_loop_from_any_thread_and_after_its_end(
     assert hosts[0].health()["closed"]
 
 
-def test_a_name_where_a_folder_is_wanted_gets_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BundleInvalid, match=r"model a: .*synapse models path minilm$"):
-        open_bundles({"a": "minilm"})
+def test_a_folder_that_is_not_there_gets_no_hint(tmp_path: Path) -> None:
     with pytest.raises(BundleInvalid, match=r"No such file or directory$"):
         open_bundles({"a": str(tmp_path / "nothing")})
 

@@ -278,7 +278,7 @@ NO_WHEEL = {
     # As pip 24 says it on a full tmpfs.
     "no room": (
         "ERROR: Exception:\nTraceback (most recent call last):\nOSError: [Errno 28] No space left on device: 'a'",
-        StorageFull, r"^no room for toy-synapse-model==1\.0 in .* about \d+ MB",
+        StorageFull, r"^no room for toy-synapse-model==1\.0 in .* about \d+ MB\. .* HostConfig\.models_dir\.$",
     ),
 }  # fmt: skip
 

@@ -8,10 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from engines.bundle.manifest import Bundle, read
+from synapse_host.errors import SynapseError
 from synapse_host.placement.hardware import HostProfile, floor_keys
 from synapse_host.placement.matrix import Hardware, HardwareMatrix, load
 from synapse_host.placement.probe import Floor
-from synapse_host.placement.select import dtype_order, floor_text, hardware_reason, select
+from synapse_host.placement.select import dtype_order, floor_text, hardware_reason, lane_with, pinned, select
 from tests.support.small_bundle import write_bundle
 
 OK = Floor("ok", "ok")
@@ -152,6 +153,36 @@ def test_a_lane_may_choose_the_fastest_of_what_was_certified_here(
     others = dataclasses.replace(LINUX, speeds={"another": speeds})
     assert select(fastest, lane_id="embed", profile=others, bundle=bundle).engine == "llama-cpu"
     assert select(fastest, lane_id="embed", profile=profile).engine == "llama-cpu"
+
+
+CHOSEN: list[tuple[dict[str, str], str]] = [
+    # lane and engine that a caller asks for; the error
+    ({"embed": "typo"}, "invalid_request: lane embed has no engine 'typo' (fit here: llama-cpu, onnx-cpu)"),
+    ({"quiet": "cuda"}, "invalid_request: lane quiet has no engine 'cuda' (fit here: llama-cpu, onnx-cpu)"),
+    ({"embed": "cuda"}, "backend_missing: lane embed: cuda can't be used: hardware nvidia: no NVIDIA driver (fit here: "
+     "llama-cpu, onnx-cpu)"),
+    ({"nothing": "cuda"}, "invalid_request: no lane 'nothing' (have: embed, rerank, generate, quiet)"),
+]  # fmt: skip
+
+
+def test_a_caller_may_choose_the_engine_of_a_lane(matrix: HardwareMatrix, bundle: Bundle) -> None:
+    chosen = pinned(matrix, {"embed": "onnx-cpu"}, profile=LINUX, bundles=[bundle])
+    placed = {lane: select(chosen, lane_id=lane, profile=LINUX, bundle=bundle).engine for lane in ("embed", "quiet")}
+    assert placed == {"embed": "onnx-cpu", "quiet": "llama-cpu"}
+    assert lane_with(matrix, "embed", "cuda") == "embed" and lane_with(matrix, "embed", "no such") == "embed"
+    listed = replace(matrix.lanes["embed"], engines=["llama-cpu"])
+    assert lane_with(replace(matrix, lanes={**matrix.lanes, "embed": listed}), "embed", "onnx-cpu") == "quiet"
+    # A host without a model of the task has nothing that could fit; the lane is simply not used.
+    assert pinned(matrix, {"rerank": "cuda"}, profile=LINUX, bundles=[bundle]).lanes["rerank"].pin == "cuda"
+
+
+@pytest.mark.parametrize(("engines", "said"), CHOSEN)
+def test_an_engine_that_cannot_be_chosen_is_refused_with_those_that_can(
+    engines: dict[str, str], said: str, matrix: HardwareMatrix, bundle: Bundle
+) -> None:
+    with pytest.raises(SynapseError) as caught:
+        pinned(matrix, engines, profile=LINUX, bundles=[bundle])
+    assert f"{caught.value.code}: {caught.value.message}" == said
 
 
 @pytest.mark.parametrize(

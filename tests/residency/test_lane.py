@@ -242,6 +242,15 @@ async def test_unload_takes_the_worker_down_and_the_next_request_brings_it_back(
     assert resident(one.shell.core, "ane") == shapes(128, 256)
 
 
+async def test_an_idle_worker_ends_with_its_functions(ane: Callable[..., Any]) -> None:
+    one, supervisor, lane = ane(config=dataclasses.replace(FAST, idle_unload=0.2))
+    for generation in (1, 2):
+        await serve_rows(lane, MEDIUM)
+        assert supervisor.generation == generation
+        await until(lambda: charged(one.shell.core) == (0, 0, 0))
+        assert supervisor.health()["worker_pid"] is None and supervisor.health()["strikes"] == 0
+
+
 def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix, placement, Host, lane lock, fleet, a (scripted) worker with the production engine's name."""
     bundle = tmp_path / "bundle"

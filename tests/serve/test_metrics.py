@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -55,7 +56,7 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def value(text: str, name: str, **labels: str) -> float:
-    return samples(text)[name, tuple(sorted({"lane": "embed", **labels}.items()))]
+    return samples(text)[name, tuple(sorted({"lane": "embed:toy", **labels}.items()))]
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_a_host_at_work(on_host: Any) -> None:
     assert 0 < value(text, "progress_gap_seconds", window="inference") < 120
     assert value(text, "bytes_total", direction="received") > 3 * 2 * 8 * 4
     info = next(labels for name, labels in samples(text) if name == "info")
-    assert dict(info) == {"lane": "embed", "model": "toy", "engine": "scripted", "device": "cpu", "state": "idle"}
+    assert dict(info) == {"lane": "embed:toy", "model": "toy", "engine": "scripted", "device": "cpu", "state": "idle"}
 
 
 def test_buckets_are_cumulative(on_host: Any) -> None:
@@ -174,12 +175,21 @@ def test_another_thread_may_ask_while_the_lanes_work(on_host: Any) -> None:
         sys.setswitchinterval(before)
 
 
+async def test_a_second_model_changes_no_series(tmp_path: Path) -> None:
+    matrix = write_matrix(tmp_path)
+    models = {name: write_bundle(tmp_path / name, model_id=name) for name in ("toy", "second")}
+    for installed in ({"toy": models["toy"]}, models):
+        async with Host.open(matrix, installed) as host:
+            found = {dict(labels)["lane"] for _, labels in samples(metrics.text(host))}
+            assert found == {f"embed:{name}" for name in installed}
+
+
 def test_odd_names_are_escaped(on_host: Any) -> None:
     async def work(host: Host) -> str:
-        host.counters['em"bed\n\\'] = host.counters["embed"]
+        host.assignments["embed"] = dataclasses.replace(host.assignments["embed"], model='t"oy\n\\')
         return metrics.text(host)
 
-    assert ("bytes_total", (("direction", "sent"), ("lane", 'em"bed\n\\'))) in samples(on_host(work))
+    assert ("bytes_total", (("direction", "sent"), ("lane", 'embed:t"oy\n\\'))) in samples(on_host(work))
 
 
 def test_the_documented_metrics_are_these() -> None:

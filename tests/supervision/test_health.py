@@ -54,6 +54,18 @@ def test_a_generation_s_facts():
     assert (health.facts.rss_growth_mb, health.facts.buckets) == (0, None) and health.facts.last_fault is not None
 
 
+def test_a_worker_rests_from_its_last_answer_on():
+    health = LaneHealth(lane())
+    assert not health.rests(1e9, 5.0), "there is no worker"
+    health.greeted(HELLO, 100.0)
+    assert not health.rests(1e9, 5.0), "its LOAD is still to come"
+    health.used = 100.0
+    health.pong(pong(100), 104.0)
+    assert [health.rests(now, 5.0) for now in (104.9, 105.0)] == [False, True], "a PING is no work"
+    health.ended()
+    assert not health.rests(1e9, 5.0) and (health.age(110.0), health.facts.rss_mb) == (None, None)
+
+
 def test_the_refresher_stops():
     async def main():
         calls = []

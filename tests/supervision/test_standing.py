@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -76,6 +77,21 @@ async def test_a_legacy_lane_names_its_only_ways_out():
     one.admit(probing=True)
     one.quarantine.probed()
     one.admit()
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("catalog", "600"), ("legacy", "until it is probed")])
+async def test_a_quarantine_is_logged_once(kind, seconds, caplog):
+    one = standing(kind, "embed:m")
+    with caplog.at_level(logging.WARNING):
+        for generation in (1, 2, 3):  # the third in a probe of the shut lane
+            one.charge(death(generation), "embed_batch", exchange(generation))
+    said = f"lane quarantined: lane=embed:m model=m seconds={seconds} reason=embed_batch: it ended (SIGABRT)"
+    assert [record.getMessage() for record in caplog.records] == [said]
+    one.quarantine.probed()
+    with caplog.at_level(logging.WARNING):
+        for generation in (4, 5):
+            one.charge(death(generation), "embed_batch", exchange(generation))
+    assert len(caplog.records) == 2
 
 
 async def test_clear_and_reopen():

@@ -714,6 +714,52 @@ async def test_a_deadline_holds_while_a_worker_is_being_ended(make, monkeypatch,
         await lane.load()
 
 
+# --- nothing to do ----------------------------------------------------------------------------------------------------
+
+IDLE = dataclasses.replace(FAST, idle_unload=0.2, ping_interval=0.05)
+"""A PING every now and then keeps no worker."""
+
+
+@pytest.mark.parametrize("busy", ["request", "probe"])
+async def test_an_idle_worker_ends_and_the_next_request_starts_another(make, tmp_path, busy):
+    bye, go = tmp_path / "bye", tmp_path / "go"
+    held = on("serving", {"wait_for": str(go)}, first_id=POISON)
+    lane = make({"rules": [held], "shutdown": [{"touch": str(bye)}]}, config=IDLE)
+    long = embed([POISON, 1])
+    working = lane.submit(long, stage=EMBED) if busy == "request" else lane.probe(long)
+    work = asyncio.create_task(working)
+    await until(lambda: lane.health()["state"] == "serving")
+    await asyncio.sleep(0.5)
+    assert lane.health()["state"] == "serving" and not bye.exists(), "what works isn't idle"
+    pid = lane.health()["worker_pid"]
+    go.touch()
+    await work
+    await until(lambda: lane.health()["worker_pid"] is None)
+    assert bye.exists() and not Path(f"/proc/{pid}").exists()
+    health = lane.health()
+    assert (health["state"], health["models"], health["rss_mb"], health["strikes"]) == ("stopped", [], None, 0)
+    await serve(lane)
+    assert lane.generation == 2 and lane.health()["strikes"] == 0
+
+
+async def test_whoever_comes_while_an_idle_worker_ends_is_served(make):
+    lane = make(config=dataclasses.replace(FAST, idle_unload=0.01))
+    for pause in range(12):
+        await serve(lane)
+        await asyncio.sleep(0.04 + 0.002 * pause)  # about where it begins to end
+        await asyncio.gather(serve(lane), serve(lane))
+    assert lane.generation > 1 and lane.health()["strikes"] == 0
+
+
+async def test_a_quarantine_outlasts_idleness(make):
+    lane = make(KILLS, config=IDLE)
+    await crash(lane)
+    await crash(lane)
+    await asyncio.sleep(0.5)
+    health = lane.health()
+    assert (health["state"], health["strikes"]) == ("quarantined", 2)
+
+
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 

@@ -160,12 +160,10 @@ def test_a_qwen3_reranker_reads_each_document_once(tmp_path: Path) -> None:
     assert caught.value.details == {"index": 1}
 
 
-def test_a_prompt_has_no_index_and_a_bundle_without_a_tokenizer_says_why(tmp_path: Path) -> None:
+def test_a_prompt_has_no_index(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(bundle(tmp_path / "1", task="generate", frame=False, max_tokens=4))
     with pytest.raises(SequenceTooLong, match=r"^the prompt has 5 tokens, toy takes 4\. Shorten it\.$"):
         tokenizer.prompt("a b c d e")
-    with pytest.raises(InvalidRequest, match="has no tokenizer: send token ids"):
-        TextTokenizer(bundle(tmp_path, tokenizer=False))
 
 
 def test_a_broken_or_a_changed_tokenizer_is_a_broken_bundle(tmp_path: Path) -> None:

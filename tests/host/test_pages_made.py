@@ -1,7 +1,8 @@
-"""README's status table is what the documents under evidence/ say."""
+"""The pages that scripts make: README's status table, and the Python API."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -11,19 +12,33 @@ import msgspec
 import pytest
 
 from synapse_host.certificates import document as documents
+from synapse_host.config import HostConfig
+from synapse_host.host import Host
 from synapse_host.placement.matrix import load
 from tests.support.evidence import evidence
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def status_table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("status_table", ROOT / "scripts" / "status_table.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def status_table() -> ModuleType:
+    return script("status_table")
+
+
+def test_the_page_of_the_api_is_what_the_code_says() -> None:
+    made = script("app_page").page()
+    assert made == (ROOT / "docs" / "app.md").read_text("utf-8"), "make it anew: scripts/app_page.py --write"
+    calls = {name for name, value in vars(Host).items() if callable(value) and not name.startswith("_")}
+    for name in (*calls, *(f"`{each.name}`" for each in dataclasses.fields(HostConfig)), "`engine_crashed`", "`order`"):
+        assert name in made
 
 
 def test_the_readme_says_what_the_documents_say(status_table: ModuleType) -> None:
