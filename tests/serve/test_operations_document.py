@@ -34,7 +34,7 @@ CODES = {row[0]: row[1:] for row in tables("code")}
 def described(error: type[SynapseError]) -> list[str]:
     """Return the columns class, safe and exit as the page writes them."""
     retry = f", {error.default_retry_after_ms}" if error.default_retry_after_ms is not None else ""
-    return [("t" if error.transient else "p") + retry, "yes" if error.safe_to_retry else "no", str(error.exit_code)]
+    return [("t" if error.transient else "p") + retry, "yes" if error.safe_to_retry else "no", str(error("").exit_code)]
 
 
 def host_errors() -> list[type[SynapseError]]:
