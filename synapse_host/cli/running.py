@@ -35,8 +35,8 @@ CHARACTERS: Final = 1024 * 1024
 def find(args: argparse.Namespace, models: Mapping[str, str], console: Console) -> RunningHost | None:
     """Return the running server where it serves just what the command would: these models, by the same bundles.
 
-    None for --local, --engine and for verbs without these options; where none runs, or it ends or is of another version; and where
-    the command names another matrix, or another bundle of that name.
+    None for --local, --engine and for verbs without these options; where none runs, or it ends or is of another
+    version; and where the command names another matrix, or another bundle of that name.
     """
     if getattr(args, "local", True) or getattr(args, "engine", None) or find_spec("httpx") is None:
         return None
