@@ -74,7 +74,11 @@ class Artifact(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a model is. ``dims``: vector width (embed), 1 (rerank), hidden size (generate)."""
+    """What a model is.
+
+    ``dims``: vector width (embed), 1 (rerank), hidden size (generate). ``prompts``: texts, by name, that the model was
+    trained to see before others; ``default_prompt`` names the one that is used where a caller names none.
+    """
 
     manifest_version: Literal[1]
     model_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -93,6 +97,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     config: dict[str, Any] | UnsetType = UNSET
     fixtures: FileRef | UnsetType = UNSET
     chat_template: str | UnsetType = UNSET
+    prompts: dict[str, str] | UnsetType = UNSET
+    default_prompt: str | UnsetType = UNSET
     license: str | UnsetType = UNSET
     source: str | UnsetType = UNSET
 
@@ -236,6 +242,8 @@ def _validate(manifest: Manifest) -> None:
             refuse("score", "a reranking bundle says sigmoid or identity")
         if manifest.dims != 1:
             refuse("dims", "a reranker has 1")
+    if manifest.default_prompt is not UNSET and manifest.default_prompt not in (manifest.prompts or {}):
+        refuse("default_prompt", f"{manifest.default_prompt!r} is none of prompts")
     refs = [(f"artifacts[{i}].path", a.path) for i, a in enumerate(manifest.artifacts)]
     refs += [(key, ref.path) for key in ("tokenizer", "fixtures") if isinstance(ref := getattr(manifest, key), FileRef)]
     for key, text in refs:

@@ -43,6 +43,9 @@ class Facts:
     """Special tokens between query and document, of a reranker."""
     score: str | None = None
     """``sigmoid`` or ``identity``, of a reranker."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    """The name of the prompt that is put before every text where a caller names none."""
     end_ids: tuple[int, ...] = ()
     """Every id that ends a generation."""
     notes: tuple[str, ...] = ()
@@ -58,7 +61,13 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
     lowers = pipeline.check_tokenizer_files(folder)
     steps = pipeline.read_pipeline(folder)
     embed, generate = task == "embed", task == "generate"
-    notes = pipeline.check_prompts(folder) if embed else pipeline.check_generation(folder) if generate else []
+    prompts, default = pipeline.read_prompts(folder) if embed else ({}, None)
+    if any(prompts.values()) and steps is not None and not steps.include_prompt:
+        raise CheckpointError(
+            f"{folder}: the pooling's include_prompt is false, so a prompt's tokens would have to be left out of it, "
+            "which isn't done here. Without config_sentence_transformers.json the model is built without prompts"
+        )
+    notes = _prompt_notes(prompts, default) if embed else pipeline.check_generation(folder) if generate else []
     limits = [known.positions, pipeline.read_limit(folder, tokenizer_lowers=lowers)]
     limits.append(None if generate else pipeline.tokenizer_limit(folder))
     return Facts(
@@ -72,9 +81,17 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
         pair_separators=pipeline.pair_separators(folder) if task == "rerank" and not known.causal else 1,
         chat_template=pipeline.chat_template(folder) if generate else None,
         score=pipeline.read_score(raw, folder / "config.json") if task == "rerank" else None,
+        prompts=prompts,
+        default_prompt=default,
         end_ids=tuple(pipeline.end_ids(folder, raw, config["vocab_size"])) if generate else (),
         notes=tuple(notes),
     )
+
+
+def _prompt_notes(prompts: dict[str, str], default: str | None) -> list[str]:
+    said = ", ".join(f"{name}: {text!r}" for name, text in prompts.items() if text)
+    usual = "by default none is" if default is None else f"by default {default!r} is"
+    return [f"the model has prompts, {usual} put before a text; --prompt NAME names another: {said}"] if said else []
 
 
 def special_ids(checkpoint: Checkpoint) -> dict[str, int]:

@@ -44,6 +44,8 @@ class Pipeline:
     normalize: bool
     score_folder: Path | None = None
     """Where a reranker's LogitScore module keeps its settings."""
+    include_prompt: bool = True
+    """Whether the tokens of a prompt are pooled like the text's."""
 
 
 def read_pipeline(folder: Path) -> Pipeline | None:
@@ -55,7 +57,7 @@ def read_pipeline(folder: Path) -> Pipeline | None:
     if not file.exists():
         return None
     pooling: Pooling | None = None
-    normalize, score, seen = False, None, []
+    normalize, score, seen, include = False, None, [], True
     for number, module in enumerate(read_json_list(file)):
         kind, path = module.get("type"), module.get("path", "")
         if not isinstance(kind, str) or not isinstance(path, str):
@@ -68,6 +70,7 @@ def read_pipeline(folder: Path) -> Pipeline | None:
                 raise CheckpointError(f"{file}: the transformer's files lie in {path!r}: build that folder")
         elif name == "Pooling" and seen == ["Transformer", "Pooling"]:
             pooling = read_pooling(home / "config.json")
+            include = read_json(home / "config.json").get("include_prompt") is not False
         elif name == "Normalize" and pooling is not None and not normalize:
             normalize = True
         elif name == "LogitScore" and seen == ["Transformer", "LogitScore"]:
@@ -77,7 +80,7 @@ def read_pipeline(folder: Path) -> Pipeline | None:
                 f"{file}: module {number} is a {name} after {', '.join(seen[:-1]) or 'nothing'}, which isn't served: "
                 "it would be left out of every vector. Served: Transformer, Pooling (mean, cls, last token), Normalize"
             )
-    return Pipeline(pooling, normalize, score)
+    return Pipeline(pooling, normalize, score, include)
 
 
 def read_pooling(file: Path) -> Pooling:
@@ -113,22 +116,17 @@ def read_limit(folder: Path, *, tokenizer_lowers: bool | None) -> int | None:
     return said if type(said) is int and said > 0 else None
 
 
-def check_prompts(folder: Path) -> list[str]:
-    """Refuse a default prompt, which would stand before every text; return notes about the named ones."""
+def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    """Return the prompts of a model by name, and the name of the one that is put before every text by default."""
     file = folder / "config_sentence_transformers.json"
     conf = read_optional(file)
     _only(file, set(conf) - _PROMPT_KEYS, "a vector")
-    prompts = conf.get("prompts") or {}
+    prompts, default = conf.get("prompts") or {}, conf.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointError(f"{file}: prompts must map names to texts")
-    default = conf.get("default_prompt_name")
-    if default is not None and prompts.get(default) != "":
-        raise CheckpointError(
-            f"{file}: default_prompt_name {default!r} puts a prompt before every text, which isn't done here. Set it "
-            f"to null and put the prompt into your texts: {prompts.get(default)!r}"
-        )
-    said = ", ".join(f"{name}: {text!r}" for name, text in prompts.items() if text)
-    return [f"the model was trained with prompts, which your texts must bring along: {said}"] if said else []
+    if default is not None and (not isinstance(default, str) or default not in prompts):
+        raise CheckpointError(f"{file}: default_prompt_name {default!r} is none of the prompts {_quoted(prompts)}")
+    return prompts, default
 
 
 def read_score(config: Mapping[str, Any], file: Path) -> str:

@@ -128,7 +128,9 @@ def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, by: Reference,
     tokenizer = _tokenizer(checkpoint.folder)
     frame = _frame(tokenizer, known.special_ids, checkpoint.family != "qwen3")
     texts = probes.texts()
-    rows = [_cut(tokenizer.encode(text, add_special_tokens=False).ids, frame, limit) for text in texts]
+    # As a host serves it: without a word of the caller, the model's default prompt is before every text.
+    before = known.prompts.get(known.default_prompt or "", "")
+    rows = [_cut(tokenizer.encode(before + text, add_special_tokens=False).ids, frame, limit) for text in texts]
     kept = [i for i, row in enumerate(rows) if len(row) > len(frame[0]) + len(frame[1])]
     model = _model("AutoModel", checkpoint.folder, "float64")
     vectors = []

@@ -116,6 +116,8 @@ def _show(args: argparse.Namespace, console: Console) -> int:
             "pooling": known.pooling,
             "normalize": known.normalize,
             "score": known.score,
+            "prompts": known.prompts,
+            "default_prompt": known.default_prompt,
             "source": known.source,
             "license": known.license,
         }

@@ -213,6 +213,8 @@ def _described(checkpoint: Checkpoint, known: facts.Facts) -> dict[str, Any]:
         "head": known.head,
         "token_types": known.token_types,
         "chat_template": known.chat_template,
+        "prompts": known.prompts or None,
+        "default_prompt": known.default_prompt,
         "config": plain_numbers(checkpoint.config),
     }
 

@@ -135,6 +135,9 @@ def test_anything_but_one_strict_object_is_refused(data: bytes, part: str) -> No
         ({"model_id": "../x"}, "model_id"),
         ({"extra": 1}, "extra"),
         ({"model_id": None}, "model_id"),
+        ({"default_prompt": "query"}, "default_prompt"),
+        ({"default_prompt": "query", "prompts": {"passage": "passage: "}}, "default_prompt"),
+        ({"prompts": {"query": 1}}, "prompts"),
         *(({"tokenizer": {"path": "t", "digest": digest}}, "digest")
           for digest in ("", "ab" * 32, "sha256:" + "AB" * 32, "sha256:ab", "md5:" + "ab" * 32)),
     ],

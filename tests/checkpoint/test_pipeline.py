@@ -64,9 +64,10 @@ Write = Callable[..., Path]
         (
             EMBEDDER,
             "config_sentence_transformers.json",
-            {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
-            "query: ",
+            {"prompts": {"query": "query: "}, "default_prompt_name": "passage"},
+            "'passage' is none of the prompts 'query'",
         ),
+        (EMBEDDER, "config_sentence_transformers.json", {"prompts": {"query": 7}}, "names to texts"),
         (EMBEDDER, "config_sentence_transformers.json", {"truncate_dim": 32}, "truncate_dim"),
         (EMBEDDER, "config.json", {"is_decoder": True}, "is_decoder"),
         (EMBEDDER, "config.json", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
@@ -107,6 +108,13 @@ def test_a_tokenizer_in_another_form_is_refused_with_the_way_to_convert_it(tmp_p
     [
         (EMBEDDER, "modules.json", [TRANSFORMER, POOLING], {"normalize": False}),
         (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, NORMALIZE], {"normalize": True}),
+        (EMBEDDER, "config_sentence_transformers.json", {}, {"prompts": {}, "default_prompt": None}),
+        (
+            EMBEDDER,
+            "config_sentence_transformers.json",
+            {"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": "query"},
+            {"prompts": {"query": "q: ", "document": ""}, "default_prompt": "query"},
+        ),
         (EMBEDDER, "tokenizer_config.json", {"model_max_length": 32}, {"max_tokens": 32}),
         (EMBEDDER, "tokenizer_config.json", {"model_max_length": 10**30}, {"max_tokens": 64}),
         (EMBEDDER, "config.json", {"transformers_version": "9", "use_cache": True, "torch_dtype": "float16"}, {}),
@@ -160,6 +168,16 @@ def test_a_template_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     folder = toy_models.write_llama(tmp_path / "m")
     os.mkfifo(folder / "chat_template.jinja")
     with pytest.raises(CheckpointError, match="not a plain file"):
+        known(folder)
+
+
+def test_a_pooling_without_the_prompt_is_refused_where_there_is_a_prompt(tmp_path: Path) -> None:
+    folder = toy_models.write_bert(tmp_path / "m")
+    merged(folder / "1_Pooling/config.json", {"include_prompt": False})
+    merged(folder / "config_sentence_transformers.json", {"prompts": {"query": ""}})
+    known(folder)
+    merged(folder / "config_sentence_transformers.json", {"prompts": {"query": "q: "}})
+    with pytest.raises(CheckpointError, match="include_prompt"):
         known(folder)
 
 

@@ -80,6 +80,29 @@ async def test_texts_become_vectors_in_input_order(bench: Bench) -> None:
         assert result.tokens == 3 + 16
 
 
+async def test_a_prompt_of_the_model_is_put_before_its_texts(bench: Bench) -> None:
+    few, many = ["a", "b"], ["a"] * (encoders.CHUNK + 1)
+    plain, asked = vector([CLS, A, SEP]), vector([CLS, QUERY, A, SEP])
+    prompts = {"query": "query ", "doc": "b "}
+    bench.model("toy", prompts=prompts, default_prompt="query").model("free", prompts=prompts)
+    async with bench.host() as host:
+        for texts in (few, many):
+            for model, prompt, expected in (
+                ("toy", None, asked),
+                ("toy", "none", plain),
+                ("toy", "doc", vector([CLS, B, A, SEP])),
+                ("free", None, plain),
+                ("free", "query", asked),
+            ):
+                assert (await host.embed(model, texts, prompt=prompt))[0].tolist() == expected
+                assert (await host.embed_result(model, texts, prompt=prompt)).vectors[0].tolist() == expected
+                stream = host.embed_stream(model, texts, prompt=prompt)
+                assert [part.vectors[0].tolist() async for part in stream] == [expected] * (1 + (texts is many))
+            with pytest.raises(InvalidRequest, match="doc, query, none"):
+                await host.embed("toy", texts, prompt="passage")
+        assert (await host.embed_ids("toy", [[A]])).tolist() == [vector([A])], "ids are sent as they are"
+
+
 @pytest.mark.report("ollama/ollama#6187")
 @pytest.mark.parametrize("max_frame", [None, 16 * 1024])
 async def test_many_texts_are_split_and_keep_their_order(bench: Bench, max_frame: int | None) -> None:
@@ -370,7 +393,7 @@ def test_the_sync_host_makes_the_same_calls(bench: Bench) -> None:
         host.load("toy")
         assert host.embed("toy", ["a"]).tolist() == [vector([CLS, A, SEP])]
         assert host.embed_ids("toy", [[7]]).tolist() == [vector([7])]
-        assert host.embed_result("toy", ["a"]).lane == "embed"
+        assert host.embed_result("toy", ["a"], prompt="none").lane == "embed"
         assert host.rerank("judge", "query", ["a"]).shape == (1,)
         assert host.rerank_result("judge", "query", ["a"]).order == [0]
         assert host.rerank_ids("judge", [QUERY], [[A]]).shape == (1,)
