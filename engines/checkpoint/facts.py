@@ -18,11 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from engines.checkpoint import pipeline
 from engines.checkpoint.read import Checkpoint, CheckpointError, read_optional
 from engines.protocol.messages import Pooling
+
+if TYPE_CHECKING:
+    from engines.checkpoint.dense import Module
 
 _ROLES: Final = ("cls", "sep", "bos", "eos", "pad", "unk", "mask")
 
@@ -45,6 +48,7 @@ class Facts:
     """``sigmoid`` or ``identity``, of a reranker."""
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    dense: tuple[Module, ...] = ()
     """The name of the prompt that is put before every text where a caller names none."""
     end_ids: tuple[int, ...] = ()
     """Every id that ends a generation."""
@@ -68,10 +72,15 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
             "which isn't done here. Without config_sentence_transformers.json the model is built without prompts"
         )
     notes = _prompt_notes(prompts, default) if embed else pipeline.check_generation(folder) if generate else []
+    dense, width = steps.dense if steps is not None and embed else (), config["hidden_size"]
+    for module in dense:
+        if module.layer.in_features != width:
+            raise CheckpointError(f"{module.folder}: takes {module.layer.in_features} numbers, {width} are before it")
+        width = module.layer.out_features
     limits = [known.positions, pipeline.read_limit(folder, tokenizer_lowers=lowers)]
     limits.append(None if generate else pipeline.tokenizer_limit(folder))
     return Facts(
-        dims=1 if task == "rerank" else config["hidden_size"],
+        dims=1 if task == "rerank" else width,
         max_tokens=min(limit for limit in limits if limit),
         pooling=(steps and steps.pooling) or known.pooling if embed else None,
         normalize=(steps is None or steps.normalize) if embed else None,
@@ -83,6 +92,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
         score=pipeline.read_score(raw, folder / "config.json") if task == "rerank" else None,
         prompts=prompts,
         default_prompt=default,
+        dense=dense,
         end_ids=tuple(pipeline.end_ids(folder, raw, config["vocab_size"])) if generate else (),
         notes=tuple(notes),
     )

@@ -14,11 +14,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from engines.checkpoint.families import FAMILIES
 from engines.checkpoint.read import CheckpointError, read_bytes, read_json, read_json_list, read_optional
 from engines.protocol.messages import Pooling
+
+if TYPE_CHECKING:
+    from engines.checkpoint.dense import Module
 
 _FLAGS: Final[dict[str, Pooling]] = {
     "pooling_mode_mean_tokens": Pooling.MEAN,
@@ -46,6 +49,8 @@ class Pipeline:
     """Where a reranker's LogitScore module keeps its settings."""
     include_prompt: bool = True
     """Whether the tokens of a prompt are pooled like the text's."""
+    dense: tuple[Module, ...] = ()
+    """Layers between pooling and normalisation."""
 
 
 def read_pipeline(folder: Path) -> Pipeline | None:
@@ -58,6 +63,7 @@ def read_pipeline(folder: Path) -> Pipeline | None:
         return None
     pooling: Pooling | None = None
     normalize, score, seen, include = False, None, [], True
+    dense: list[Module] = []
     for number, module in enumerate(read_json_list(file)):
         kind, path = module.get("type"), module.get("path", "")
         if not isinstance(kind, str) or not isinstance(path, str):
@@ -71,6 +77,10 @@ def read_pipeline(folder: Path) -> Pipeline | None:
         elif name == "Pooling" and seen == ["Transformer", "Pooling"]:
             pooling = read_pooling(home / "config.json")
             include = read_json(home / "config.json").get("include_prompt") is not False
+        elif name == "Dense" and kind.startswith("sentence_transformers.") and pooling is not None and not normalize:
+            from engines.checkpoint.dense import read_module  # the host imports this module, and it needs no numpy
+
+            dense.append(read_module(home))
         elif name == "Normalize" and pooling is not None and not normalize:
             normalize = True
         elif name == "LogitScore" and seen == ["Transformer", "LogitScore"]:
@@ -78,9 +88,10 @@ def read_pipeline(folder: Path) -> Pipeline | None:
         else:
             raise CheckpointError(
                 f"{file}: module {number} is a {name} after {', '.join(seen[:-1]) or 'nothing'}, which isn't served: "
-                "it would be left out of every vector. Served: Transformer, Pooling (mean, cls, last token), Normalize"
+                "it would be left out of every vector. Served: Transformer, Pooling (mean, cls, last token), "
+                "then Dense of sentence_transformers, then Normalize"
             )
-    return Pipeline(pooling, normalize, score, include)
+    return Pipeline(pooling, normalize, score, include, tuple(dense))
 
 
 def read_pooling(file: Path) -> Pooling:

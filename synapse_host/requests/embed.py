@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
 from engines.bundle import tight
+from engines.bundle.manifest import BundleError
+from engines.protocol.errors import ErrorCode
 from engines.protocol.messages import ITEM_BYTES, EmbedBatch, Item, Pooling, Vectors
-from synapse_host.errors import BundleInvalid, InvalidRequest
+from synapse_host.errors import WORKER_ERRORS, BundleInvalid, InvalidRequest
 from synapse_host.requests.parts import Part, buffer, collect, cut, whole
 from synapse_host.residency.lane import RungedLane
+from synapse_host.text.background import beside
 from synapse_host.text.encoders import checked
 
 if TYPE_CHECKING:
@@ -26,7 +30,7 @@ def request(manifest: Manifest, part: Part) -> Build:
     """Return the EMBED_BATCH of some rows; an item's id is the row's number."""
     items = [Item(id=str(row), n_tokens=length) for row, length in zip(part.rows, part.lengths, strict=True)]
     pooling = Pooling(manifest.pooling) if manifest.pooling is not UNSET else Pooling.MEAN
-    normalize = manifest.normalize is not False
+    normalize = manifest.worker_normalizes
 
     def build(req_id: str, model_ref: str) -> tuple[EmbedBatch, memoryview]:
         batch = EmbedBatch(req_id=req_id, model_ref=model_ref, pooling=pooling, normalize=normalize, items=items)
@@ -38,8 +42,9 @@ def request(manifest: Manifest, part: Part) -> Build:
 async def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float | None) -> FloatArray:
     """Return the rows' vectors, float32 (n, dims), in as many exchanges as they need."""
     manifest = assignment.bundle.manifest
-    dims = manifest.dims
+    dims = manifest.worker_dims
     limits = {"reply_row_bytes": ITEM_BYTES * dims, "max_frame": lanes.config.max_frame}
+    finish = await _finisher(lanes, assignment)
     parts = await checked(rows.lengths, until, lambda: cut(rows, **limits, noun="text"))
     serving = lanes.serving(assignment)
 
@@ -51,10 +56,9 @@ async def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float |
                 f"bundle {assignment.model} says dims {dims}, its artifact gives {reply.dims}. Rebuild the bundle",
                 details={"expected": dims, "observed": reply.dims},
             )
-        vectors: FloatArray = raw.reshape(len(part.rows), dims)
-        return vectors
+        return await finish(raw.reshape(len(part.rows), dims))
 
-    return await collect(parts, send, dims)
+    return await collect(parts, send, manifest.dims)
 
 
 async def embed_packed(lanes: Lanes, assignment: Assignment, rows: Rows, width: int, until: float | None) -> FloatArray:
@@ -64,8 +68,40 @@ async def embed_packed(lanes: Lanes, assignment: Assignment, rows: Rows, width: 
     serving = lanes.serving(assignment)
     if not isinstance(serving, RungedLane):
         raise InvalidRequest(f"lane {assignment.lane_id} has no packed functions: it is not on the Neural Engine")
+    finish = await _finisher(lanes, assignment)
     manifest = assignment.bundle.manifest
     build = request(manifest, whole(rows))
     _, raw = await serving.submit_packed(width, build, deadline=until, stage="embed")
-    vectors: FloatArray = raw.reshape(len(rows.lengths), manifest.dims)
+    return await finish(raw.reshape(len(rows.lengths), manifest.worker_dims))
+
+
+async def _finisher(lanes: Lanes, assignment: Assignment) -> Callable[[FloatArray], Awaitable[FloatArray]]:
+    """Return what makes an embedding of a worker's vectors: the model's dense layers, applied in a thread.
+
+    BundleInvalid where their file can't be used. It is read at the model's first request, before a worker is asked.
+    """
+    manifest = assignment.bundle.manifest
+    if manifest.dense is UNSET:
+        return _as_it_is
+    import numpy as np
+
+    from engines.checkpoint import dense
+
+    if assignment.model not in lanes.dense:
+        try:
+            lanes.dense[assignment.model] = await beside(lambda: dense.read(assignment.bundle))
+        except BundleError as exc:
+            raise BundleInvalid(str(exc)) from exc
+    layers = lanes.dense[assignment.model]
+
+    async def finish(pooled: FloatArray) -> FloatArray:
+        vectors = await beside(lambda: dense.apply(layers, pooled, normalize=manifest.normalize is True))
+        if not np.isfinite(vectors).all():
+            raise WORKER_ERRORS[ErrorCode.NONFINITE_OUTPUT](f"the dense layers of {assignment.model} overflow")
+        return vectors
+
+    return finish
+
+
+async def _as_it_is(vectors: FloatArray) -> FloatArray:
     return vectors

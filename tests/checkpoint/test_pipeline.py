@@ -46,7 +46,9 @@ Write = Callable[..., Path]
     ("write", "file", "value", "words"),
     [
         # A module that would be left out of every vector (vllm#15509, text-embeddings-inference#732).
-        (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, DENSE], "Dense"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, DENSE, POOLING], "module 1 is a Dense after Transformer"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, NORMALIZE, DENSE], "module 3 is a Dense"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, {**DENSE, "type": "pylate.models.Dense"}], "Dense"),
         (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, {**DENSE, "type": ST + "LayerNorm"}], "LayerNorm"),
         (EMBEDDER, "modules.json", [TRANSFORMER, NORMALIZE, POOLING], "Normalize"),
         (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, {**POOLING, "path": "3_Pooling"}], "Pooling"),
@@ -168,6 +170,22 @@ def test_a_template_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     folder = toy_models.write_llama(tmp_path / "m")
     os.mkfifo(folder / "chat_template.jinja")
     with pytest.raises(CheckpointError, match="not a plain file"):
+        known(folder)
+
+
+def test_dense_layers_are_followed_in_their_order_and_must_fit(tmp_path: Path) -> None:
+    folder = toy_models.write_bert(tmp_path / "m")
+    modules = [TRANSFORMER, POOLING, DENSE, {**DENSE, "path": "3_Dense"}]
+    merged(folder / "modules.json", modules)
+    toy_models.write_dense(folder / "2_Dense", 64, 16, "GELU")
+    toy_models.write_dense(folder / "3_Dense", 16, 24, "Identity")
+    found = known(folder)
+    assert (found.dims, found.normalize) == (24, False)
+    assert [(one.layer.in_features, one.layer.activation) for one in found.dense] == [(64, "GELU"), (16, "Identity")]
+    merged(folder / "modules.json", [*modules, NORMALIZE])
+    assert known(folder).normalize
+    toy_models.write_dense(folder / "3_Dense", 64, 24, "Identity")
+    with pytest.raises(CheckpointError, match="3_Dense: takes 64 numbers, 16 are before it"):
         known(folder)
 
 
