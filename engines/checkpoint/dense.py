@@ -21,7 +21,7 @@ from msgspec import UNSET
 from engines.bundle import digest, manifest
 from engines.bundle.manifest import BundleError, DenseLayer, DenseLayers
 from engines.checkpoint.read import FLOAT_DTYPES, SINGLE, CheckpointError, read_json
-from engines.checkpoint.safetensors import SafetensorsFile
+from engines.checkpoint.safetensors import SafetensorsFile, parse_header
 from engines.checkpoint.safetensors import write as write_tensors
 
 if TYPE_CHECKING:
@@ -144,13 +144,15 @@ def read(bundle: Bundle) -> list[Weights]:
     actual = hashlib.sha256(data).hexdigest()
     if not digest.same(spec.digest, actual):
         raise BundleError(f"{path}: digest is sha256:{actual}, expected {spec.digest}; build or install it again")
-    file = SafetensorsFile.of_bytes(data, path)
+    file = SafetensorsFile(parse_header(data, where=str(path)), data, path)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for number, layer in enumerate(spec.layers):
+        wanted |= {f"{number}.weight": (layer.out_features, layer.in_features), f"{number}.bias": (layer.out_features,)}
+    found = {name: info.shape for name, info in file.header.tensors.items() if info.dtype == "F32"}
+    if found != wanted:
+        raise BundleError(f"{path}: holds {found}, the manifest says {wanted}")
     layers: list[Weights] = []
     for number, layer in enumerate(spec.layers):
-        for name, shape in (("weight", (layer.out_features, layer.in_features)), ("bias", (layer.out_features,))):
-            info = file.header.tensors.get(f"{number}.{name}")
-            if info is None or (info.dtype, info.shape) != ("F32", shape):
-                raise BundleError(f"{path}: tensor '{number}.{name}' isn't the F32 {shape} of the manifest")
         weight, bias = file.array(f"{number}.weight"), file.array(f"{number}.bias")
         if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
             raise BundleError(f"{path}: layer {number} holds a weight that is no finite number")

@@ -48,8 +48,8 @@ class Facts:
     """``sigmoid`` or ``identity``, of a reranker."""
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
-    dense: tuple[Module, ...] = ()
     """The name of the prompt that is put before every text where a caller names none."""
+    dense: tuple[Module, ...] = ()
     end_ids: tuple[int, ...] = ()
     """Every id that ends a generation."""
     notes: tuple[str, ...] = ()
@@ -66,11 +66,6 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
     steps = pipeline.read_pipeline(folder)
     embed, generate = task == "embed", task == "generate"
     prompts, default = pipeline.read_prompts(folder) if embed else ({}, None)
-    if any(prompts.values()) and steps is not None and not steps.include_prompt:
-        raise CheckpointError(
-            f"{folder}: the pooling's include_prompt is false, so a prompt's tokens would have to be left out of it, "
-            "which isn't done here. Without config_sentence_transformers.json the model is built without prompts"
-        )
     notes = _prompt_notes(prompts, default) if embed else pipeline.check_generation(folder) if generate else []
     dense, width = steps.dense if steps is not None and embed else (), config["hidden_size"]
     for module in dense:

@@ -47,8 +47,6 @@ class Pipeline:
     normalize: bool
     score_folder: Path | None = None
     """Where a reranker's LogitScore module keeps its settings."""
-    include_prompt: bool = True
-    """Whether the tokens of a prompt are pooled like the text's."""
     dense: tuple[Module, ...] = ()
     """Layers between pooling and normalisation."""
 
@@ -62,7 +60,7 @@ def read_pipeline(folder: Path) -> Pipeline | None:
     if not file.exists():
         return None
     pooling: Pooling | None = None
-    normalize, score, seen, include = False, None, [], True
+    normalize, score, seen = False, None, []
     dense: list[Module] = []
     for number, module in enumerate(read_json_list(file)):
         kind, path = module.get("type"), module.get("path", "")
@@ -76,7 +74,12 @@ def read_pipeline(folder: Path) -> Pipeline | None:
                 raise CheckpointError(f"{file}: the transformer's files lie in {path!r}: build that folder")
         elif name == "Pooling" and seen == ["Transformer", "Pooling"]:
             pooling = read_pooling(home / "config.json")
-            include = read_json(home / "config.json").get("include_prompt") is not False
+            included = read_json(home / "config.json").get("include_prompt") is not False
+            if not included and any(read_prompts(folder)[0].values()):
+                raise CheckpointError(
+                    f"{home / 'config.json'}: include_prompt is false, so a prompt's tokens would have to be left out "
+                    "of the pooling, which isn't done here. Without config_sentence_transformers.json there is none"
+                )
         elif name == "Dense" and kind.startswith("sentence_transformers.") and pooling is not None and not normalize:
             from engines.checkpoint.dense import read_module  # the host imports this module, and it needs no numpy
 
@@ -91,7 +94,7 @@ def read_pipeline(folder: Path) -> Pipeline | None:
                 "it would be left out of every vector. Served: Transformer, Pooling (mean, cls, last token), "
                 "then Dense of sentence_transformers, then Normalize"
             )
-    return Pipeline(pooling, normalize, score, include, tuple(dense))
+    return Pipeline(pooling, normalize, score, tuple(dense))
 
 
 def read_pooling(file: Path) -> Pooling:

@@ -154,12 +154,7 @@ class SafetensorsFile:
             buffer = mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b""
         except (OSError, ValueError) as exc:
             raise BundleError(f"{path}: can't be mapped: {exc}") from exc
-        return cls.of_bytes(buffer, path)
-
-    @classmethod
-    def of_bytes(cls, data: mmap.mmap | bytes, path: Path) -> SafetensorsFile:
-        """Open a file that was read already; *path* names it in errors. Raises BundleError."""
-        return cls(parse_header(data, where=str(path)), data, path)
+        return cls(parse_header(buffer, where=str(path)), buffer, path)
 
     def array(self, name: str) -> Array:
         """Return a tensor: a read-only view, for BF16 a fresh float32 array (the exact same values)."""

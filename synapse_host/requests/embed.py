@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET
@@ -19,6 +19,7 @@ from synapse_host.text.encoders import checked
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Manifest
+    from engines.checkpoint.dense import Weights
     from synapse_host.arrays import FloatArray
     from synapse_host.lanes import Lanes
     from synapse_host.placement.assignment import Assignment
@@ -44,7 +45,7 @@ async def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float |
     manifest = assignment.bundle.manifest
     dims = manifest.worker_dims
     limits = {"reply_row_bytes": ITEM_BYTES * dims, "max_frame": lanes.config.max_frame}
-    finish = await _finisher(lanes, assignment)
+    layers = await _layers(lanes, assignment)
     parts = await checked(rows.lengths, until, lambda: cut(rows, **limits, noun="text"))
     serving = lanes.serving(assignment)
 
@@ -56,7 +57,7 @@ async def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float |
                 f"bundle {assignment.model} says dims {dims}, its artifact gives {reply.dims}. Rebuild the bundle",
                 details={"expected": dims, "observed": reply.dims},
             )
-        return await finish(raw.reshape(len(part.rows), dims))
+        return await _finished(assignment, layers, raw.reshape(len(part.rows), dims))
 
     return await collect(parts, send, manifest.dims)
 
@@ -68,23 +69,15 @@ async def embed_packed(lanes: Lanes, assignment: Assignment, rows: Rows, width: 
     serving = lanes.serving(assignment)
     if not isinstance(serving, RungedLane):
         raise InvalidRequest(f"lane {assignment.lane_id} has no packed functions: it is not on the Neural Engine")
-    finish = await _finisher(lanes, assignment)
+    layers = await _layers(lanes, assignment)
     manifest = assignment.bundle.manifest
     build = request(manifest, whole(rows))
     _, raw = await serving.submit_packed(width, build, deadline=until, stage="embed")
-    return await finish(raw.reshape(len(rows.lengths), manifest.worker_dims))
+    return await _finished(assignment, layers, raw.reshape(len(rows.lengths), manifest.worker_dims))
 
 
-async def _finisher(lanes: Lanes, assignment: Assignment) -> Callable[[FloatArray], Awaitable[FloatArray]]:
-    """Return what makes an embedding of a worker's vectors: the model's dense layers, applied in a thread.
-
-    BundleInvalid where their file can't be used. It is read at the model's first request, before a worker is asked.
-    """
-    manifest = assignment.bundle.manifest
-    if manifest.dense is UNSET:
-        return _as_it_is
-    import numpy as np
-
+async def _layers(lanes: Lanes, assignment: Assignment) -> Sequence[Weights]:
+    """Return the model's dense layers, read in a thread at its first request; BundleInvalid for a file that changed."""
     from engines.checkpoint import dense
 
     if assignment.model not in lanes.dense:
@@ -92,16 +85,19 @@ async def _finisher(lanes: Lanes, assignment: Assignment) -> Callable[[FloatArra
             lanes.dense[assignment.model] = await beside(lambda: dense.read(assignment.bundle))
         except BundleError as exc:
             raise BundleInvalid(str(exc)) from exc
-    layers = lanes.dense[assignment.model]
-
-    async def finish(pooled: FloatArray) -> FloatArray:
-        vectors = await beside(lambda: dense.apply(layers, pooled, normalize=manifest.normalize is True))
-        if not np.isfinite(vectors).all():
-            raise WORKER_ERRORS[ErrorCode.NONFINITE_OUTPUT](f"the dense layers of {assignment.model} overflow")
-        return vectors
-
-    return finish
+    return lanes.dense[assignment.model]
 
 
-async def _as_it_is(vectors: FloatArray) -> FloatArray:
+async def _finished(assignment: Assignment, layers: Sequence[Weights], pooled: FloatArray) -> FloatArray:
+    """Return what the layers make of a worker's vectors, normalised where the model is; without layers as they are."""
+    if not layers:
+        return pooled
+    import numpy as np
+
+    from engines.checkpoint import dense
+
+    normalize = assignment.bundle.manifest.normalize is True
+    vectors = await beside(lambda: dense.apply(layers, pooled, normalize=normalize))
+    if not np.isfinite(vectors).all():
+        raise WORKER_ERRORS[ErrorCode.NONFINITE_OUTPUT](f"the dense layers of {assignment.model} overflow")
     return vectors

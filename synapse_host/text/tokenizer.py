@@ -124,14 +124,9 @@ class TextTokenizer:
             _ = self._special  # opened now, where nobody else waits: pairs() may run on the event loop's thread
 
     def rows(
-        self,
-        texts: Sequence[str],
-        *,
-        truncate: bool = False,
-        offset: int = 0,
-        noun: str = "text",
+        self, texts: Sequence[str], *, truncate: bool = False, offset: int = 0, noun: str = "text",
         prompt: str | None = None,
-    ) -> Rows:
+    ) -> Rows:  # fmt: skip
         """Return the texts' rows with their special tokens, each text behind the model's *prompt* of that name.
 
         Raises InvalidRequest {index} for an empty text and SequenceTooLong {index, tokens, max_tokens}; *offset* is the
@@ -228,7 +223,7 @@ class TextTokenizer:
         A piece ends where a token ends, never inside a character. Read alone it may have a token or two more, since
         a word was cut: never more than the model takes behind *prompt*. A text without tokens is yielded whole.
         """
-        before, room = prompt_text(self._manifest, prompt), self.room(prompt)
+        room = self.room(prompt)
         start, size = 0, self._first_piece(8 * tokens)
         while True:
             window = text[start : start + size]
@@ -238,15 +233,12 @@ class TextTokenizer:
             sure = len(spans) if last else len(spans) - MARGIN
             at = 0
             while sure - at > tokens:
-                end = self._piece_end(window, spans, at, at + tokens, before, room)
+                end = self._piece_end(window, spans, at, at + tokens, room)
                 yield window[spans[at][0] : spans[end - 1][1]]
                 at = max(at + 1, end - overlap)
             if last:
                 # What is left fits, unless a word that was cut at its beginning has more tokens now.
-                while at < len(spans):
-                    end = self._piece_end(window, spans, at, len(spans), before, room)
-                    if end == len(spans):
-                        break
+                while at < len(spans) and (end := self._piece_end(window, spans, at, len(spans), room)) < len(spans):
                     yield window[spans[at][0] : spans[end - 1][1]]
                     at = max(at + 1, end - overlap)
                 yield window[spans[at][0] :] if spans else window
@@ -256,17 +248,14 @@ class TextTokenizer:
             else:
                 size *= 2
 
-    def _piece_end(
-        self, window: str, spans: Sequence[tuple[int, int]], at: int, end: int, before: str, room: int
-    ) -> int:
-        """Return where a piece that begins with the token *at* ends, at most at *end*; *room* is left by *before*."""
-        most = self.max_tokens - len(self.single)
+    def _piece_end(self, window: str, spans: Sequence[tuple[int, int]], at: int, end: int, room: int) -> int:
+        """Return where a piece of at most *room* tokens that begins with the token *at* ends, at most at *end*."""
         while end - at > 1 and (
             # Several tokens of one character have the same span.
             (end < len(spans) and spans[end][0] < spans[end - 1][1])
             or (
                 end - at > room - MARGIN
-                and len(self._ids(self._plain, before + window[spans[at][0] : spans[end - 1][1]], most)[0]) > most
+                and len(self._ids(self._plain, window[spans[at][0] : spans[end - 1][1]], room)[0]) > room
             )
         ):
             end -= 1
