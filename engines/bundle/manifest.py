@@ -88,7 +88,7 @@ class DenseLayers(Struct, frozen=True, forbid_unknown_fields=True):
 
     path: str
     digest: Digest
-    layers: Annotated[list[DenseLayer], Meta(min_length=1, max_length=16)]
+    layers: list[DenseLayer]
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
