@@ -36,7 +36,7 @@ from synapse_host.text import encoders
 from synapse_host.text.background import beside
 from synapse_host.text.rows import Frame, Rows, special_frame
 from synapse_host.text.template import Renderer
-from synapse_host.text.validate import absolute, check_rows, check_texts
+from synapse_host.text.validate import absolute, check_rows, check_texts, prompt_text
 from synapse_host.worker.listener import RuntimeDirectory
 
 if TYPE_CHECKING:
@@ -153,9 +153,15 @@ class Host:
         lane: str | None = None,
         deadline: float | None = None,
         truncate: bool = False,
+        prompt: str | None = None,
     ) -> FloatArray:
-        """Return the texts' vectors, float32 (n, dims), in input order. *deadline*: seconds from now."""
-        return (await self.embed_result(model, texts, lane=lane, deadline=deadline, truncate=truncate)).vectors
+        """Return the texts' vectors, float32 (n, dims), in input order. *deadline*: seconds from now.
+
+        *prompt*: the name of a prompt of the model, put before each text; by default the model's own choice, if it has
+        one; ``"none"`` for no prompt. InvalidRequest lists the names there are.
+        """
+        options: dict[str, Any] = {"lane": lane, "deadline": deadline, "truncate": truncate, "prompt": prompt}
+        return (await self.embed_result(model, texts, **options)).vectors
 
     @memory.typed
     async def embed_result(
@@ -166,6 +172,7 @@ class Host:
         lane: str | None = None,
         deadline: float | None = None,
         truncate: bool = False,
+        prompt: str | None = None,
     ) -> EmbedResult:
         """Return vectors with what was cut and who served. Raises SequenceTooLong by index unless *truncate*."""
         until = absolute(deadline)
@@ -174,7 +181,10 @@ class Host:
         if count <= encoders.CHUNK:
             few = list(texts)
             tokenizer = await self._encoders.of(model, until)
-            rows = await encoders.encoded(few, until, lambda: tokenizer.rows(few, truncate=truncate))
+            before = prompt_text(assignment.bundle.manifest, prompt) or None
+            rows = await encoders.encoded(
+                few, until, lambda: tokenizer.rows(few, truncate=truncate, prompt=prompt), query=before
+            )
             vectors = await embedding.embed(self._lanes, assignment, rows, until)
             return EmbedResult(vectors, rows.truncated, *assignment.served_by(), len(rows.ids))
         import numpy as np
@@ -183,7 +193,8 @@ class Host:
         answer: FloatArray = np.empty((count, assignment.bundle.manifest.dims), np.float32)
         done = tokens = 0
         # A copy: the caller's list may change while it is embedded, and a row without an answer would hold old memory.
-        stream = self.embed_stream(model, list(texts), lane=lane, deadline=deadline, truncate=truncate)
+        options: dict[str, Any] = {"lane": lane, "deadline": deadline, "truncate": truncate, "prompt": prompt}
+        stream = self.embed_stream(model, list(texts), **options)
         async with aclosing(stream) as parts:
             async for part in parts:
                 answer[done : done + len(part.vectors)] = part.vectors
@@ -201,6 +212,7 @@ class Host:
         lane: str | None = None,
         deadline: float | None = None,
         truncate: bool = False,
+        prompt: str | None = None,
         offset: int = 0,
     ) -> AsyncGenerator[EmbedResult, None]:
         """Yield results of consecutive chunks of at most 1,024 texts; memory stays bounded however many there are.
@@ -215,7 +227,7 @@ class Host:
         if not hasattr(offset, "__index__"):
             raise InvalidRequest(f"offset is {offset!r}, must be a whole number")
         tokenizer = await self._encoders.of(model, until)
-        chunks = encoders.chunks(tokenizer, texts, until, truncate=truncate, offset=offset)
+        chunks = encoders.chunks(tokenizer, texts, until, truncate=truncate, offset=offset, prompt=prompt)
         async with aclosing(chunks):
             async for rows in chunks:
                 vectors = await embedding.embed(self._lanes, assignment, rows, until)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Bundle
+    from engines.checkpoint.dense import Weights
     from synapse_host.config import HostConfig
     from synapse_host.placement.hardware import HostProfile
     from synapse_host.placement.matrix import HardwareMatrix
@@ -61,6 +62,8 @@ class Lanes:
         self.counters = {lane_id: LaneCounters() for lane_id in self.assignments}
         self.logs = {lane_id: LogRing(config.log_ring_bytes) for lane_id in self.assignments}
         self.fleet: AneFleet | None = None
+        self.dense: dict[str, Sequence[Weights]] = {}
+        """The dense layers of the models that have been asked for vectors."""
         self._bundles = bundles
         self._profile = profile
         self._runtime = runtime

@@ -94,9 +94,12 @@ class SyncHost:
         lane: str | None = None,
         deadline: float | None = None,
         truncate: bool = False,
+        prompt: str | None = None,
     ) -> FloatArray:
         """As :meth:`Host.embed`."""
-        return self._run(self._host.embed(model, texts, lane=lane, deadline=deadline, truncate=truncate))
+        return self._run(
+            self._host.embed(model, texts, lane=lane, deadline=deadline, truncate=truncate, prompt=prompt)
+        )
 
     def embed_result(
         self,
@@ -106,9 +109,12 @@ class SyncHost:
         lane: str | None = None,
         deadline: float | None = None,
         truncate: bool = False,
+        prompt: str | None = None,
     ) -> EmbedResult:
         """As :meth:`Host.embed_result`."""
-        return self._run(self._host.embed_result(model, texts, lane=lane, deadline=deadline, truncate=truncate))
+        return self._run(
+            self._host.embed_result(model, texts, lane=lane, deadline=deadline, truncate=truncate, prompt=prompt)
+        )
 
     def embed_ids(
         self, model: str, rows: Sequence[Any], *, lane: str | None = None, deadline: float | None = None
@@ -124,12 +130,14 @@ class SyncHost:
         lane: str | None = None,
         deadline: float | None = None,
         truncate: bool = False,
+        prompt: str | None = None,
         offset: int = 0,
     ) -> Iterator[EmbedResult]:
         """As :meth:`Host.embed_stream`; close the iterator when leaving it early."""
-        return self._each(
-            self._host.embed_stream(model, texts, lane=lane, deadline=deadline, truncate=truncate, offset=offset)
+        stream = self._host.embed_stream(
+            model, texts, lane=lane, deadline=deadline, truncate=truncate, prompt=prompt, offset=offset
         )
+        return self._each(stream)
 
     def _each(self, stream: AsyncGenerator[T, None]) -> Iterator[T]:
         async def following() -> T | None:

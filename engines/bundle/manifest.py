@@ -32,6 +32,8 @@ from engines.protocol.messages import Pooling
 FILE_NAME: Final = "manifest.json"
 MAX_BYTES: Final = 4 * 1024 * 1024
 
+FILES: Final = ("tokenizer", "fixtures", "dense")
+"""Keys of the files that a manifest names beside its artifacts."""
 Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "llama"]
 Task: TypeAlias = Literal["embed", "rerank", "generate"]
 Score: TypeAlias = Literal["sigmoid", "identity"]
@@ -73,8 +75,29 @@ class Artifact(Struct, frozen=True, forbid_unknown_fields=True):
     files: int | UnsetType = UNSET
 
 
+class DenseLayer(Struct, frozen=True, forbid_unknown_fields=True):
+    """A dense layer: ``activation(x @ weight.T + bias)``; *activation* is the name of a class of torch.nn."""
+
+    in_features: Positive
+    out_features: Positive
+    activation: str
+
+
+class DenseLayers(Struct, frozen=True, forbid_unknown_fields=True):
+    """Dense layers behind the pooling, which the host applies, and the file of their weights."""
+
+    path: str
+    digest: Digest
+    layers: list[DenseLayer]
+
+
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a model is. ``dims``: vector width (embed), 1 (rerank), hidden size (generate)."""
+    """What a model is.
+
+    ``dims``: vector width (embed), 1 (rerank), hidden size (generate). ``prompts``: texts, by name, that the model was
+    trained to see before others; ``default_prompt`` names the one that is used where a caller names none. ``dense``:
+    layers between the pooling and the normalisation; ``dims`` is the width behind them.
+    """
 
     manifest_version: Literal[1]
     model_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -93,8 +116,21 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     config: dict[str, Any] | UnsetType = UNSET
     fixtures: FileRef | UnsetType = UNSET
     chat_template: str | UnsetType = UNSET
+    prompts: dict[str, str] | UnsetType = UNSET
+    default_prompt: str | UnsetType = UNSET
+    dense: DenseLayers | UnsetType = UNSET
     license: str | UnsetType = UNSET
     source: str | UnsetType = UNSET
+
+    @property
+    def worker_dims(self) -> int:
+        """The width of what a worker returns; the host's dense layers come behind it."""
+        return self.dims if self.dense is UNSET else self.dense.layers[0].in_features
+
+    @property
+    def worker_normalizes(self) -> bool:
+        """Whether a worker normalises its vectors; behind dense layers the host does it."""
+        return self.normalize is True and self.dense is UNSET
 
 
 class Bundle(Struct, frozen=True):
@@ -236,8 +272,14 @@ def _validate(manifest: Manifest) -> None:
             refuse("score", "a reranking bundle says sigmoid or identity")
         if manifest.dims != 1:
             refuse("dims", "a reranker has 1")
+    if manifest.default_prompt is not UNSET and manifest.default_prompt not in (manifest.prompts or {}):
+        refuse("default_prompt", f"{manifest.default_prompt!r} is none of prompts")
+    if manifest.dense is not UNSET:
+        widths = [width for layer in manifest.dense.layers for width in (layer.in_features, layer.out_features)]
+        if manifest.task != "embed" or widths[1::2] != [*widths[2::2], manifest.dims]:
+            refuse("dense", "each layer takes what the one before it gives, the last one gives an embedder's dims")
     refs = [(f"artifacts[{i}].path", a.path) for i, a in enumerate(manifest.artifacts)]
-    refs += [(key, ref.path) for key in ("tokenizer", "fixtures") if isinstance(ref := getattr(manifest, key), FileRef)]
+    refs += [(key, ref.path) for key in FILES if (ref := getattr(manifest, key)) is not UNSET]
     for key, text in refs:
         pure = PurePosixPath(text)
         if not text or pure.is_absolute() or ".." in pure.parts or "\\" in text or "\0" in text or ":" in text:

@@ -18,11 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from engines.checkpoint import pipeline
 from engines.checkpoint.read import Checkpoint, CheckpointError, read_optional
 from engines.protocol.messages import Pooling
+
+if TYPE_CHECKING:
+    from engines.checkpoint.dense import Module
 
 _ROLES: Final = ("cls", "sep", "bos", "eos", "pad", "unk", "mask")
 
@@ -43,6 +46,10 @@ class Facts:
     """Special tokens between query and document, of a reranker."""
     score: str | None = None
     """``sigmoid`` or ``identity``, of a reranker."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    """The name of the prompt that is put before every text where a caller names none."""
+    dense: tuple[Module, ...] = ()
     end_ids: tuple[int, ...] = ()
     """Every id that ends a generation."""
     notes: tuple[str, ...] = ()
@@ -58,11 +65,17 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
     lowers = pipeline.check_tokenizer_files(folder)
     steps = pipeline.read_pipeline(folder)
     embed, generate = task == "embed", task == "generate"
-    notes = pipeline.check_prompts(folder) if embed else pipeline.check_generation(folder) if generate else []
+    prompts, default = pipeline.read_prompts(folder) if embed else ({}, None)
+    notes = _prompt_notes(prompts, default) if embed else pipeline.check_generation(folder) if generate else []
+    dense, width = steps.dense if steps is not None and embed else (), config["hidden_size"]
+    for module in dense:
+        if module.layer.in_features != width:
+            raise CheckpointError(f"{module.folder}: takes {module.layer.in_features} numbers, {width} are before it")
+        width = module.layer.out_features
     limits = [known.positions, pipeline.read_limit(folder, tokenizer_lowers=lowers)]
     limits.append(None if generate else pipeline.tokenizer_limit(folder))
     return Facts(
-        dims=1 if task == "rerank" else config["hidden_size"],
+        dims=1 if task == "rerank" else width,
         max_tokens=min(limit for limit in limits if limit),
         pooling=(steps and steps.pooling) or known.pooling if embed else None,
         normalize=(steps is None or steps.normalize) if embed else None,
@@ -72,9 +85,18 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
         pair_separators=pipeline.pair_separators(folder) if task == "rerank" and not known.causal else 1,
         chat_template=pipeline.chat_template(folder) if generate else None,
         score=pipeline.read_score(raw, folder / "config.json") if task == "rerank" else None,
+        prompts=prompts,
+        default_prompt=default,
+        dense=dense,
         end_ids=tuple(pipeline.end_ids(folder, raw, config["vocab_size"])) if generate else (),
         notes=tuple(notes),
     )
+
+
+def _prompt_notes(prompts: dict[str, str], default: str | None) -> list[str]:
+    said = ", ".join(f"{name}: {text!r}" for name, text in prompts.items() if text)
+    usual = "by default none is" if default is None else f"by default {default!r} is"
+    return [f"the model has prompts, {usual} put before a text; --prompt NAME names another: {said}"] if said else []
 
 
 def special_ids(checkpoint: Checkpoint) -> dict[str, int]:

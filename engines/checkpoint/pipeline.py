@@ -14,11 +14,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from engines.checkpoint.families import FAMILIES
 from engines.checkpoint.read import CheckpointError, read_bytes, read_json, read_json_list, read_optional
 from engines.protocol.messages import Pooling
+
+if TYPE_CHECKING:
+    from engines.checkpoint.dense import Module
 
 _FLAGS: Final[dict[str, Pooling]] = {
     "pooling_mode_mean_tokens": Pooling.MEAN,
@@ -44,6 +47,8 @@ class Pipeline:
     normalize: bool
     score_folder: Path | None = None
     """Where a reranker's LogitScore module keeps its settings."""
+    dense: tuple[Module, ...] = ()
+    """Layers between pooling and normalisation."""
 
 
 def read_pipeline(folder: Path) -> Pipeline | None:
@@ -56,6 +61,7 @@ def read_pipeline(folder: Path) -> Pipeline | None:
         return None
     pooling: Pooling | None = None
     normalize, score, seen = False, None, []
+    dense: list[Module] = []
     for number, module in enumerate(read_json_list(file)):
         kind, path = module.get("type"), module.get("path", "")
         if not isinstance(kind, str) or not isinstance(path, str):
@@ -68,6 +74,16 @@ def read_pipeline(folder: Path) -> Pipeline | None:
                 raise CheckpointError(f"{file}: the transformer's files lie in {path!r}: build that folder")
         elif name == "Pooling" and seen == ["Transformer", "Pooling"]:
             pooling = read_pooling(home / "config.json")
+            included = read_json(home / "config.json").get("include_prompt") is not False
+            if not included and any(read_prompts(folder)[0].values()):
+                raise CheckpointError(
+                    f"{home / 'config.json'}: include_prompt is false, so a prompt's tokens would have to be left out "
+                    "of the pooling, which isn't done here. Without config_sentence_transformers.json there is none"
+                )
+        elif name == "Dense" and kind.startswith("sentence_transformers.") and pooling is not None and not normalize:
+            from engines.checkpoint.dense import read_module  # the host imports this module, and it needs no numpy
+
+            dense.append(read_module(home))
         elif name == "Normalize" and pooling is not None and not normalize:
             normalize = True
         elif name == "LogitScore" and seen == ["Transformer", "LogitScore"]:
@@ -75,9 +91,10 @@ def read_pipeline(folder: Path) -> Pipeline | None:
         else:
             raise CheckpointError(
                 f"{file}: module {number} is a {name} after {', '.join(seen[:-1]) or 'nothing'}, which isn't served: "
-                "it would be left out of every vector. Served: Transformer, Pooling (mean, cls, last token), Normalize"
+                "it would be left out of every vector. Served: Transformer, Pooling (mean, cls, last token), "
+                "then Dense of sentence_transformers, then Normalize"
             )
-    return Pipeline(pooling, normalize, score)
+    return Pipeline(pooling, normalize, score, tuple(dense))
 
 
 def read_pooling(file: Path) -> Pooling:
@@ -113,22 +130,17 @@ def read_limit(folder: Path, *, tokenizer_lowers: bool | None) -> int | None:
     return said if type(said) is int and said > 0 else None
 
 
-def check_prompts(folder: Path) -> list[str]:
-    """Refuse a default prompt, which would stand before every text; return notes about the named ones."""
+def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    """Return the prompts of a model by name, and the name of the one that is put before every text by default."""
     file = folder / "config_sentence_transformers.json"
     conf = read_optional(file)
     _only(file, set(conf) - _PROMPT_KEYS, "a vector")
-    prompts = conf.get("prompts") or {}
+    prompts, default = conf.get("prompts") or {}, conf.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointError(f"{file}: prompts must map names to texts")
-    default = conf.get("default_prompt_name")
-    if default is not None and prompts.get(default) != "":
-        raise CheckpointError(
-            f"{file}: default_prompt_name {default!r} puts a prompt before every text, which isn't done here. Set it "
-            f"to null and put the prompt into your texts: {prompts.get(default)!r}"
-        )
-    said = ", ".join(f"{name}: {text!r}" for name, text in prompts.items() if text)
-    return [f"the model was trained with prompts, which your texts must bring along: {said}"] if said else []
+    if default is not None and (not isinstance(default, str) or default not in prompts):
+        raise CheckpointError(f"{file}: default_prompt_name {default!r} is none of the prompts {_quoted(prompts)}")
+    return prompts, default
 
 
 def read_score(config: Mapping[str, Any], file: Path) -> str:

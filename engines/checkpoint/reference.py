@@ -128,9 +128,15 @@ def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, by: Reference,
     tokenizer = _tokenizer(checkpoint.folder)
     frame = _frame(tokenizer, known.special_ids, not checkpoint.known.causal)
     texts = probes.texts()
-    rows = [_cut(tokenizer.encode(text, add_special_tokens=False).ids, frame, limit) for text in texts]
+    # As a host serves it: without a word of the caller, the model's default prompt is before every text.
+    before = known.prompts.get(known.default_prompt or "", "")
+    rows = [_cut(tokenizer.encode(before + text, add_special_tokens=False).ids, frame, limit) for text in texts]
     kept = [i for i, row in enumerate(rows) if len(row) > len(frame[0]) + len(frame[1])]
     model = _model("AutoModel", checkpoint.folder, "float64")
+    layers = [
+        (*(torch.from_numpy(part.copy()).double() for part in one.arrays()), getattr(torch.nn, one.layer.activation)())
+        for one in known.dense
+    ]
     vectors = []
     asked = [rows[i] for i in kept]
     asked += probes.edges([id for row in asked for id in row[len(frame[0]) : len(row) - len(frame[1])]], limit)
@@ -139,6 +145,8 @@ def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, by: Reference,
         for done, row in enumerate(asked, 1):
             states = model(torch.tensor([row])).last_hidden_state[0]
             vector = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[str(known.pooling)]
+            for weight, bias, activation in layers:
+                vector = activation(torch.nn.functional.linear(vector, weight, bias))
             vectors.append((vector / vector.norm() if known.normalize else vector).numpy())
             progress(done, len(asked))
     ids, cu = fixtures.flatten(asked)

@@ -73,8 +73,8 @@ class Header:
     metadata: dict[str, str]
 
 
-def parse_header(data: mmap.mmap, *, where: str) -> Header:
-    """Parse and check the header of a mapped file.
+def parse_header(data: mmap.mmap | bytes, *, where: str) -> Header:
+    """Parse and check the header of a mapped file, or of a whole file's bytes.
 
     Every count is bounded before it is used, and the tensors must tile the data buffer exactly: no hole, no overlap,
     nothing beyond the file. Raises BundleError naming *where* and the tensor.
@@ -84,6 +84,8 @@ def parse_header(data: mmap.mmap, *, where: str) -> Header:
         return BundleError(f"{where}: {why}; the file is damaged or not a safetensors file")
 
     file_size = len(data)
+    if file_size < 10:
+        raise BundleError(f"{where}: {file_size} bytes are too few for a safetensors file")
     (length,) = struct.unpack_from("<Q", data)
     if not 2 <= length <= min(MAX_HEADER, file_size - 8):
         raise refuse(f"a header of {length} bytes can't be")
@@ -129,7 +131,7 @@ class SafetensorsFile:
     The map lives as long as any view of it: nothing has to be closed, and a view never dangles.
     """
 
-    def __init__(self, header: Header, buffer: mmap.mmap, path: Path) -> None:
+    def __init__(self, header: Header, buffer: mmap.mmap | bytes, path: Path) -> None:
         self.header = header
         self.path = path
         self._buffer = buffer
@@ -149,9 +151,7 @@ class SafetensorsFile:
                 raise BundleError(f"{path}: {exc.strerror or exc}") from exc
         try:
             size = os.fstat(fd).st_size
-            if size < 10:
-                raise BundleError(f"{path}: {size} bytes are too few for a safetensors file")
-            buffer = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+            buffer = mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b""
         except (OSError, ValueError) as exc:
             raise BundleError(f"{path}: can't be mapped: {exc}") from exc
         return cls(parse_header(buffer, where=str(path)), buffer, path)

@@ -126,16 +126,17 @@ def spec_of(manifest: Manifest, config: dict[str, Any]) -> ModelSpec:
     pooling = manifest.pooling.value if manifest.pooling is not UNSET else "cls"
     separator = special.get("sep", -1) if manifest.token_types is True else None
     pad = special.get("pad", config.get("pad_token_id") or 0)
+    width = manifest.worker_dims
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     for wrong, words in (
         (separator == -1, "token_types needs special_ids.sep"),
-        (manifest.task == "embed" and manifest.dims != hidden, f"dims {manifest.dims}, the checkpoint has {hidden}"),
+        (manifest.task == "embed" and width != hidden, f"dims {width}, the checkpoint has {hidden}"),
         (not isinstance(pad, int) or not 0 <= pad < vocabulary, f"pad id {pad!r} is not in the vocabulary"),
     ):
         if wrong:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"manifest.json: {words}")
     return ModelSpec(
-        manifest.family, manifest.task, manifest.dims, config,
+        manifest.family, manifest.task, width, config,
         max_tokens=min(manifest.max_tokens, config["max_position_embeddings"], MAX_TOKENS),
-        pooling=pooling, normalize=manifest.normalize is True, head=head, pad_id=pad, separator=separator,
+        pooling=pooling, normalize=manifest.worker_normalizes, head=head, pad_id=pad, separator=separator,
     )  # fmt: skip

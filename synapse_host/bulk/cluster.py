@@ -55,8 +55,8 @@ class Embedder:
     """Adds ``vector`` and ``truncated`` to batches with a column of texts; for ``ray.data.Dataset.map_batches``.
 
     *model*: a bundle's name, or its folder on a path that all machines share; a default model is installed where it
-    is missing. *column*: where the texts are. *truncate*: cut what is too long (else SequenceTooLong). Errors keep
-    their codes. The host ends with the actor.
+    is missing. *column*: where the texts are. *truncate*: cut what is too long (else SequenceTooLong). *prompt*: as
+    :meth:`synapse_host.host.Host.embed`. Errors keep their codes. The host ends with the actor.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Embedder:
         *,
         column: str = "text",
         truncate: bool = False,
+        prompt: str | None = None,
         lane: str | None = None,
         engine: str | None = None,
         matrix: str | None = None,
@@ -73,6 +74,7 @@ class Embedder:
     ) -> None:
         self._column = column
         self._truncate = truncate
+        self._prompt = prompt
         loaded = load_matrix(matrix)
         self.lane = lane if lane or not engine else lane_with(loaded, "embed", engine)
         folder = None if models_dir is None else Path(models_dir)
@@ -91,7 +93,8 @@ class Embedder:
         import numpy as np
 
         texts = [str(text) for text in batch[self._column]]
-        result = self.host.embed_result(self.model, texts, lane=self.lane, truncate=self._truncate)
+        options: dict[str, Any] = {"lane": self.lane, "truncate": self._truncate, "prompt": self._prompt}
+        result = self.host.embed_result(self.model, texts, **options)
         cut = np.zeros(len(texts), bool)
         cut[result.truncated] = True
         return {**batch, "vector": result.vectors, "truncated": cut}

@@ -35,7 +35,7 @@ from synapse_host.bulk.output import Left
 from synapse_host.errors import InvalidRequest, SequenceTooLong, SynapseError
 from synapse_host.text.background import beside
 from synapse_host.text.tokenizer import TextTokenizer
-from synapse_host.text.validate import absolute
+from synapse_host.text.validate import absolute, prompt_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,21 +67,27 @@ class Display(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What becomes of each text: cut where too long, cut into chunks, left out where empty or bad."""
+    """What becomes of each text: cut where too long, cut into chunks, left out where empty or bad, put behind a prompt.
+
+    ``prompt``: as :meth:`synapse_host.host.Host.embed`.
+    """
 
     truncate: bool = False
     empty: Empty = "error"
     on_error: OnError = "stop"
     chunking: Chunking | None = None
+    prompt: str | None = None
 
     def entries(self, texts: Iterable[Text], tokenizer: TextTokenizer | None, on_bad: OnBad) -> Iterator[Text]:
         """Iterate over the entries of *texts*; see :func:`synapse_host.bulk.entries.entries`."""
-        return entries(texts, empty=self.empty, chunking=self.chunking, tokenizer=tokenizer, on_bad=on_bad)
+        cut: dict[str, Any] = {"chunking": self.chunking, "tokenizer": tokenizer, "prompt": self.prompt}
+        return entries(texts, empty=self.empty, on_bad=on_bad, **cut)
 
     def facts(self) -> dict[str, Any]:
         """Return what of it shapes the rows, for records and for who reads the corpus again."""
         cut = self.chunking and [self.chunking.tokens, self.chunking.overlap]
-        return {"truncate": self.truncate, "empty": self.empty, "on_error": self.on_error, "chunk": cut}
+        policy = {"truncate": self.truncate, "empty": self.empty, "on_error": self.on_error, "chunk": cut}
+        return policy | {"prompt": self.prompt}
 
 
 @dataclass(slots=True)
@@ -165,9 +171,10 @@ class Reader:
     def __init__(self, corpus: Corpus, policy: Policy, bundle: Bundle, model: str) -> None:
         self.corpus = corpus
         self._policy = policy
+        prompt_text(bundle.manifest, policy.prompt)  # a wrong name is refused before the corpus is read
         self._tokenizer = TextTokenizer(bundle, model=model) if policy.chunking else None
         if policy.chunking and self._tokenizer:
-            policy.chunking.check(self._tokenizer)
+            policy.chunking.check(self._tokenizer, policy.prompt)
 
     def read(self, first: int = 0, on_bad: Callable[[SynapseError], None] | None = None) -> Iterator[Text]:
         """Iterate over the entries from number *first* on. *on_bad* gets the error of each text that is left out."""
@@ -268,6 +275,7 @@ class Job:
                 lane=self._lane,
                 deadline=left,
                 truncate=self._policy.truncate,
+                prompt=self._policy.prompt,
             )
             vectors[sent] = result.vectors
             block.truncated += [len(block.kept) + sent[index] for index in result.truncated]

@@ -36,12 +36,13 @@ class Chunking:
             raise InvalidRequest(f"chunks of {text!r}: must be TOKENS or TOKENS:OVERLAP, with fewer of the latter")
         return cls(int(tokens), int(overlap or 0))
 
-    def check(self, tokenizer: TextTokenizer) -> None:
-        """Raise InvalidRequest where a chunk would not fit the model."""
-        room = tokenizer.max_tokens - len(tokenizer.single)
+    def check(self, tokenizer: TextTokenizer, prompt: str | None = None) -> None:
+        """Raise InvalidRequest where a chunk would not fit the model behind *prompt*."""
+        room = tokenizer.room(prompt)
         if self.tokens > room:
             raise InvalidRequest(
-                f"chunks of {self.tokens} tokens don't fit: {tokenizer.model} takes {room} beside its special tokens",
+                f"chunks of {self.tokens} tokens don't fit: {tokenizer.model} takes {room} beside its special "
+                "tokens and prompt",
                 details={"tokens": self.tokens, "max_tokens": room},
             )
 
@@ -52,6 +53,7 @@ def entries(
     empty: Empty = "error",
     chunking: Chunking | None = None,
     tokenizer: TextTokenizer | None = None,
+    prompt: str | None = None,
     on_bad: OnBad = None,
 ) -> Iterator[Text]:
     """Iterate over the entries of *texts*; chunk *n* of the text ``id`` has the id ``id#n``.
@@ -75,6 +77,6 @@ def entries(
         elif chunking is None or tokenizer is None:
             yield text
         else:
-            pieces = tokenizer.pieces(text.text, chunking.tokens, chunking.overlap)
+            pieces = tokenizer.pieces(text.text, chunking.tokens, chunking.overlap, prompt)
             for number, piece in enumerate(pieces):
                 yield replace(text, text=piece, id=f"{text.id}#{number}", where=f"{text.where}#{number}", named=True)

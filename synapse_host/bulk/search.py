@@ -149,7 +149,8 @@ class Index:
         """Return the texts of some rows, read from the corpus again; InvalidRequest where it has changed."""
         facts = self.facts
         cut = facts.get("chunk")
-        policy = Policy(facts["truncate"], facts["empty"], facts["on_error"], Chunking(*cut) if cut else None)
+        chunking = Chunking(*cut) if cut else None
+        policy = Policy(facts["truncate"], facts["empty"], facts["on_error"], chunking, facts.get("prompt"))
         corpus = Corpus(files=tuple(facts["files"]), column=facts["column"])
         if not corpus.files:
             raise InvalidRequest(f"{self.path}: its texts are in no file that could be read again")

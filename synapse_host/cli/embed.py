@@ -65,6 +65,12 @@ def configure(parser: Parser) -> None:
         "a pattern or a URI (s3://…), --out is a folder of parquet parts",
     )
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long; what was cut is listed")
+    parser.add_argument(
+        "--prompt",
+        metavar="NAME",
+        help="a prompt of the model, put before each text (default: the model's own choice; none: no prompt; which "
+        "there are: synapse models show M)",
+    )
     parser.add_argument("--chunk", metavar="N[:M]", help="cut texts into chunks of N tokens, M of them shared")
     parser.add_argument(
         "--empty",
@@ -109,8 +115,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     model = model_name(args.model)
 
     async def work(host: Host) -> EmbedResult:
-        asked = host.embed_result(model, texts, lane=args.lane, deadline=left(args), truncate=args.truncate)
-        return await watched(host, console, asked)
+        options: dict[str, Any] = {"lane": args.lane, "truncate": args.truncate, "prompt": args.prompt}
+        return await watched(host, console, host.embed_result(model, texts, deadline=left(args), **options))
 
     result = run_host(args, console, {model: args.model}, work)
     n, dims = result.vectors.shape
@@ -141,7 +147,7 @@ def _on_ray(args: argparse.Namespace, console: Console) -> int:
         args.file,
         str(args.out),
         args.model,
-        policy=Policy(args.truncate, args.empty, args.on_error, chunking),
+        policy=Policy(args.truncate, args.empty, args.on_error, chunking, args.prompt),
         column=args.column,
         address=None if args.ray == "local" else args.ray,
         display=console,
@@ -167,7 +173,7 @@ def _to_file(args: argparse.Namespace, console: Console) -> int:
     # Here and not on the host's loop: a pipe that nobody writes to ends with a signal, or with the deadline.
     with limited(left(args), READING, of=args.deadline):
         corpus = Corpus.of(args.file or args.texts, column=args.column)
-    policy = Policy(args.truncate, args.empty, args.on_error, chunking)
+    policy = Policy(args.truncate, args.empty, args.on_error, chunking, args.prompt)
     model = model_name(args.model)
 
     async def work(host: Host) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 
 from engines.bundle import manifest
@@ -117,6 +118,9 @@ def _show(args: argparse.Namespace, console: Console) -> int:
             "pooling": known.pooling,
             "normalize": known.normalize,
             "score": known.score,
+            "prompts": known.prompts,
+            "default_prompt": known.default_prompt,
+            "dense": UNSET if known.dense is UNSET else msgspec.to_builtins(known.dense.layers),
             "source": known.source,
             "license": known.license,
         }

@@ -31,6 +31,11 @@ def configure(parser: Parser) -> None:
     parser.add_argument("--top", type=int, default=10, metavar="K", help="results a query (default: 10)")
     parser.add_argument("--text", action="store_true", help="show the texts, read from the corpus again")
     parser.add_argument("--rerank", action="store_true", help="order the best 5 x K by a reranker; shows their texts")
+    parser.add_argument(
+        "--prompt",
+        metavar="NAME",
+        help="prompt before each query (default: query, where the model has one; none: none)",
+    )
     parser.add_argument("--model", metavar="M", help="bundle that made the index (default: the one it names)")
     lane_options(parser, "embed")
     reranker = DEFAULT_MODELS["rerank"]
@@ -68,7 +73,8 @@ async def _search(
     """Return, for each query, its hits as the document has them; reranked ones have the reranker's ``score``."""
     bundle = host.lane_of(model, args.lane).bundle
     index.check_model(bundle, model)
-    vectors = await host.embed(model, args.queries, lane=args.lane, deadline=left(args))
+    prompt = args.prompt or ("query" if "query" in (bundle.manifest.prompts or {}) else None)
+    vectors = await host.embed(model, args.queries, lane=args.lane, deadline=left(args), prompt=prompt)
     found = index.nearest(vectors, 5 * args.top if args.rerank else args.top)
     texts: dict[int, str] = {}
     if args.rerank or args.text:

@@ -143,6 +143,8 @@ def build(
     checkpoint doesn't say (license, source, max_tokens, score). ``fixtures``: reference fixtures to take along;
     ``reference``: compute them (extra ``reference``). Raises BundleInvalid or InvalidRequest; *out* is untouched then.
     """
+    from engines.checkpoint import dense
+
     unknown = [name for name in formats if name not in FORMATS]
     if unknown or not formats:
         raise InvalidRequest(f"format {unknown[0] if unknown else ''!r} is not one of {', '.join(FORMATS)}")
@@ -160,6 +162,7 @@ def build(
             fields: dict[str, Any] = {
                 "tokenizer": take(checkpoint_folder / TOKENIZER, folder / TOKENIZER),
                 "fixtures": _fixtures(checkpoint, known, folder, fixtures, reference, overrides or {}, progress),
+                "dense": dense.write(known.dense, folder),
                 **_described(checkpoint, known),
                 **(overrides or {}),
             }
@@ -174,6 +177,7 @@ def build(
             )
             manifest.write(folder, built)
             try_tokenizer(manifest.read(folder), checkpoint.config["vocab_size"])
+            dense.read(manifest.read(folder))
         return manifest.read(out)
     except BundleError as exc:
         raise BundleInvalid(str(exc)) from exc
@@ -213,6 +217,8 @@ def _described(checkpoint: Checkpoint, known: facts.Facts) -> dict[str, Any]:
         "head": known.head,
         "token_types": known.token_types,
         "chat_template": known.chat_template,
+        "prompts": known.prompts or None,
+        "default_prompt": known.default_prompt,
         "config": plain_numbers(checkpoint.config),
     }
 
@@ -326,7 +332,7 @@ def verify(bundle: Bundle, progress: Progress = silent) -> list[str]:
     refs: list[tuple[str, str, str | None]] = []
     for artifact in bundle.manifest.artifacts:
         refs.append((artifact.path, artifact.digest, None if artifact.tree is UNSET else artifact.tree))
-    for key in ("tokenizer", "fixtures"):
+    for key in manifest.FILES:
         ref = getattr(bundle.manifest, key)
         if ref is not UNSET:
             refs.append((ref.path, ref.digest, None))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
 from engines.bundle import tight
+from engines.bundle.manifest import BundleError
+from engines.protocol.errors import ErrorCode
 from engines.protocol.messages import ITEM_BYTES, Pooling, Vectors
-from synapse_host.errors import BundleInvalid, InvalidRequest
+from synapse_host.errors import WORKER_ERRORS, BundleInvalid, InvalidRequest
 from synapse_host.requests.batching import Batch
 from synapse_host.requests.parts import Part, collect, cut, whole
 from synapse_host.residency.lane import RungedLane
+from synapse_host.text.background import beside
 from synapse_host.text.encoders import checked
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Manifest
+    from engines.checkpoint.dense import Weights
     from synapse_host.arrays import FloatArray
     from synapse_host.lanes import Lanes
     from synapse_host.placement.assignment import Assignment
@@ -25,14 +30,15 @@ if TYPE_CHECKING:
 def request(manifest: Manifest, part: Part) -> Batch:
     """Return the EMBED_BATCH of some rows; an item's id is the row's number."""
     pooling = Pooling(manifest.pooling) if manifest.pooling is not UNSET else Pooling.MEAN
-    return Batch(part.lengths, part.ids, pooling, manifest.normalize is not False, part.rows.start)
+    return Batch(part.lengths, part.ids, pooling, manifest.worker_normalizes, part.rows.start)
 
 
 async def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float | None) -> FloatArray:
     """Return the rows' vectors, float32 (n, dims), in as many exchanges as they need."""
     manifest = assignment.bundle.manifest
-    dims = manifest.dims
+    dims = manifest.worker_dims
     limits = {"reply_row_bytes": ITEM_BYTES * dims, "max_frame": lanes.config.max_frame}
+    layers = await _layers(lanes, assignment)
     parts = await checked(rows.lengths, until, lambda: cut(rows, **limits, noun="text"))
     serving = lanes.serving(assignment)
 
@@ -44,10 +50,9 @@ async def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float |
                 f"bundle {assignment.model} says dims {dims}, its artifact gives {reply.dims}. Rebuild the bundle",
                 details={"expected": dims, "observed": reply.dims},
             )
-        vectors: FloatArray = raw.reshape(len(part.rows), dims)
-        return vectors
+        return await _finished(assignment, layers, raw.reshape(len(part.rows), dims))
 
-    return await collect(parts, send, dims)
+    return await collect(parts, send, manifest.dims)
 
 
 async def embed_packed(lanes: Lanes, assignment: Assignment, rows: Rows, width: int, until: float | None) -> FloatArray:
@@ -57,8 +62,35 @@ async def embed_packed(lanes: Lanes, assignment: Assignment, rows: Rows, width: 
     serving = lanes.serving(assignment)
     if not isinstance(serving, RungedLane):
         raise InvalidRequest(f"lane {assignment.lane_id} has no packed functions: it is not on the Neural Engine")
+    layers = await _layers(lanes, assignment)
     manifest = assignment.bundle.manifest
     build = request(manifest, whole(rows))
     _, raw = await serving.submit_packed(width, build, deadline=until, stage="embed")
-    vectors: FloatArray = raw.reshape(len(rows.lengths), manifest.dims)
+    return await _finished(assignment, layers, raw.reshape(len(rows.lengths), manifest.worker_dims))
+
+
+async def _layers(lanes: Lanes, assignment: Assignment) -> Sequence[Weights]:
+    """Return the model's dense layers, read in a thread at its first request; BundleInvalid for a file that changed."""
+    from engines.checkpoint import dense
+
+    if assignment.model not in lanes.dense:
+        try:
+            lanes.dense[assignment.model] = await beside(lambda: dense.read(assignment.bundle))
+        except BundleError as exc:
+            raise BundleInvalid(str(exc)) from exc
+    return lanes.dense[assignment.model]
+
+
+async def _finished(assignment: Assignment, layers: Sequence[Weights], pooled: FloatArray) -> FloatArray:
+    """Return what the layers make of a worker's vectors, normalised where the model is; without layers as they are."""
+    if not layers:
+        return pooled
+    import numpy as np
+
+    from engines.checkpoint import dense
+
+    normalize = assignment.bundle.manifest.normalize is True
+    vectors = await beside(lambda: dense.apply(layers, pooled, normalize=normalize))
+    if not np.isfinite(vectors).all():
+        raise WORKER_ERRORS[ErrorCode.NONFINITE_OUTPUT](f"the dense layers of {assignment.model} overflow")
     return vectors

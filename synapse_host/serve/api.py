@@ -123,9 +123,12 @@ class Api:
             raise InvalidRequest(message, details={"param": "dimensions", "dims": bundle.manifest.dims})
         deadline = deadline_of(request, body)
         texts, rows = _inputs(given, name)
+        prompt = body.input_type if isinstance(body, Embeddings) else body.prompt_name
+        if rows and prompt is not None:
+            raise InvalidRequest("a prompt goes before texts, not before token ids", details={"param": name})
         if rows:
             return await self._host.embed_ids(model, rows, deadline=deadline), sum(map(len, rows))
-        result = await self._host.embed_result(model, texts, deadline=deadline, truncate=truncate)
+        result = await self._host.embed_result(model, texts, deadline=deadline, truncate=truncate, prompt=prompt)
         return result.vectors, result.tokens
 
     # --- reranking ---------------------------------------------------------------------------------------------------

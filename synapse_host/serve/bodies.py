@@ -37,24 +37,25 @@ class Body(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Embeddings(Body, kw_only=True):
-    """``POST /v1/embeddings``."""
+    """``POST /v1/embeddings``; ``input_type`` names a prompt of the model, as Cohere's and Jina's clients send it."""
 
     input: Input
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
+    input_type: str | None = None
     user: Any = None
 
 
 class TeiEmbed(Body, kw_only=True):
     """``POST /embed`` of Text Embeddings Inference."""
 
-    NEUTRAL: ClassVar = {"prompt_name": (), "truncation_direction": ("right", "Right"), "encoding_format": ("float",)}
+    NEUTRAL: ClassVar = {"truncation_direction": ("right", "Right"), "encoding_format": ("float",)}
 
     inputs: Input
     normalize: bool = True
     truncate: bool = False
     dimensions: int | None = None
-    prompt_name: Any = None
+    prompt_name: str | None = None
     truncation_direction: Any = None
     encoding_format: Any = None
 
@@ -218,6 +219,7 @@ class EmbedCall(Load, kw_only=True):
 
     texts: Annotated[list[str], Meta(min_length=1, max_length=CHUNK)]
     truncate: bool = False
+    prompt: str | None = None
     offset: Annotated[int, Meta(ge=0)] = 0
 
 

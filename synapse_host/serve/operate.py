@@ -221,6 +221,7 @@ class Calls:
             lane=body.lane,
             deadline=deadline_of(request, body),
             truncate=body.truncate,
+            prompt=body.prompt,
             offset=body.offset,
         )
         async with aclosing(stream) as results:

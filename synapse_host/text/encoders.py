@@ -80,7 +80,13 @@ async def in_thread(encode: Callable[[], T], until: float | None) -> T:
 
 
 async def chunks(
-    tokenizer: TextTokenizer, texts: Iterable[str], until: float | None, *, truncate: bool, offset: int
+    tokenizer: TextTokenizer,
+    texts: Iterable[str],
+    until: float | None,
+    *,
+    truncate: bool,
+    offset: int,
+    prompt: str | None = None,
 ) -> AsyncGenerator[Rows, None]:
     """Yield the rows of consecutive chunks of at most CHUNK texts; the next one is made while the caller has this one.
 
@@ -91,7 +97,7 @@ async def chunks(
 
     def prepare(first: int) -> Rows | None:
         chunk = list(islice(source, CHUNK))
-        return tokenizer.rows(chunk, truncate=truncate, offset=first) if chunk else None
+        return tokenizer.rows(chunk, truncate=truncate, offset=first, prompt=prompt) if chunk else None
 
     ahead = beside(lambda: prepare(offset))
     while (rows := await _within(ahead, until)) is not None:

@@ -23,6 +23,7 @@ from synapse_host.text.limits import too_long
 from synapse_host.text.rows import Frame, Rows, flatten, joined, pair_frame, single_frame
 from synapse_host.text.spelling import speller
 from synapse_host.text.tokenizer_schema import MAX_IDS
+from synapse_host.text.validate import prompt_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -95,6 +96,7 @@ class TextTokenizer:
 
     def __init__(self, bundle: Bundle, *, model: str | None = None) -> None:
         manifest = bundle.manifest
+        self._manifest = manifest
         self.model = model or manifest.model_id
         self.max_tokens = manifest.max_tokens
         if manifest.tokenizer is UNSET:
@@ -123,13 +125,33 @@ class TextTokenizer:
         if self._instructed:
             _ = self._special  # opened now, where nobody else waits: pairs() may run on the event loop's thread
 
-    def rows(self, texts: Sequence[str], *, truncate: bool = False, offset: int = 0, noun: str = "text") -> Rows:
-        """Return the texts' rows with their special tokens.
+    def rows(
+        self, texts: Sequence[str], *, truncate: bool = False, offset: int = 0, noun: str = "text",
+        prompt: str | None = None,
+    ) -> Rows:  # fmt: skip
+        """Return the texts' rows with their special tokens, each text behind the model's *prompt* of that name.
 
         Raises InvalidRequest {index} for an empty text and SequenceTooLong {index, tokens, max_tokens}; *offset* is the
-        index of the first text.
+        index of the first text. *prompt*: see :func:`prompt_text`; its tokens count, and it is never cut.
         """
+        if before := prompt_text(self._manifest, prompt):
+            self._check(texts, noun, offset)
+            self.room(prompt)
+            # One text, as sentence-transformers makes it: the first word's tokens may depend on what is before it.
+            texts = [before + text for text in texts]
         return self._fitted(texts, noun, offset, self.single.prefix, self.single.suffix, truncate=truncate)
+
+    def room(self, prompt: str | None = None) -> int:
+        """Return how many tokens a text may have beside the special ones and a prompt; InvalidRequest for none."""
+        room = self.max_tokens - len(self.single)
+        if before := prompt_text(self._manifest, prompt):
+            taken = len(self._ids(self._plain, before, room)[0])
+            if taken >= room:
+                raise InvalidRequest(
+                    f"the prompt {before[:80]!r} leaves no room for a text: {self.model} takes {room} tokens for both"
+                )
+            room -= taken
+        return room
 
     def segments(
         self, query: str, documents: Sequence[str], *, truncate: bool = False, special: int = 3
@@ -197,12 +219,13 @@ class TextTokenizer:
             raise too_long(0, self.max_tokens + 1, self.max_tokens, model=self.model, noun="prompt", at_least=True)
         return ids
 
-    def pieces(self, text: str, tokens: int, overlap: int = 0) -> Iterator[str]:
+    def pieces(self, text: str, tokens: int, overlap: int = 0, prompt: str | None = None) -> Iterator[str]:
         """Yield the text in pieces of at most *tokens* tokens; each begins with the last *overlap* of the one before.
 
         A piece ends where a token ends, never inside a character. Read alone it may have a token or two more, since
-        a word was cut: never more than the model takes. A text without tokens is yielded whole.
+        a word was cut: never more than the model takes behind *prompt*. A text without tokens is yielded whole.
         """
+        room = self.room(prompt)
         start, size = 0, self._first_piece(8 * tokens)
         while True:
             window = text[start : start + size]
@@ -212,12 +235,12 @@ class TextTokenizer:
             sure = len(spans) if last else len(spans) - MARGIN
             at = 0
             while sure - at > tokens:
-                end = self._piece_end(window, spans, at, at + tokens)
+                end = self._piece_end(window, spans, at, at + tokens, room)
                 yield window[spans[at][0] : spans[end - 1][1]]
                 at = max(at + 1, end - overlap)
             if last:
                 # What is left fits, unless a word that was cut at its beginning has more tokens now.
-                while at < len(spans) and (end := self._piece_end(window, spans, at, len(spans))) < len(spans):
+                while at < len(spans) and (end := self._piece_end(window, spans, at, len(spans), room)) < len(spans):
                     yield window[spans[at][0] : spans[end - 1][1]]
                     at = max(at + 1, end - overlap)
                 yield window[spans[at][0] :] if spans else window
@@ -227,9 +250,8 @@ class TextTokenizer:
             else:
                 size *= 2
 
-    def _piece_end(self, window: str, spans: Sequence[tuple[int, int]], at: int, end: int) -> int:
-        """Return where a piece that begins with the token *at* ends, at most at *end*."""
-        room = self.max_tokens - len(self.single)
+    def _piece_end(self, window: str, spans: Sequence[tuple[int, int]], at: int, end: int, room: int) -> int:
+        """Return where a piece of at most *room* tokens that begins with the token *at* ends, at most at *end*."""
         while end - at > 1 and (
             # Several tokens of one character have the same span.
             (end < len(spans) and spans[end][0] < spans[end - 1][1])

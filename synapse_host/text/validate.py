@@ -8,14 +8,19 @@ from array import array as array_of
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import UNSET
+
 from synapse_host.errors import InvalidRequest
 from synapse_host.text import limits
 from synapse_host.text.rows import Rows
 
 if TYPE_CHECKING:
+    from engines.bundle.manifest import Manifest
     from synapse_host.arrays import IntArray
     from synapse_host.placement.assignment import Assignment
 
+NO_PROMPT: Final = "none"
+"""The name that asks for no prompt, also where the model has a default one."""
 MAX_ROWS: Final = 2**24
 """Texts or rows of one call: their answer alone takes 24 GiB at 384 dims. A stream has no such limit."""
 BLOCK: Final = 4096
@@ -65,6 +70,22 @@ def _count(values: Any) -> int | None:
 def _check_count(count: int, name: str) -> None:
     if count > MAX_ROWS:
         raise InvalidRequest(f"{name} has {count} entries, a call takes at most {MAX_ROWS}; send them in parts")
+
+
+def prompt_text(manifest: Manifest, name: str | None) -> str:
+    """Return what is put before each text: the prompt called *name*; for None the model's default, if it has one.
+
+    ``none`` is no prompt at all. InvalidRequest lists the names there are.
+    """
+    prompts = manifest.prompts if manifest.prompts is not UNSET else {}
+    if name is None:
+        return "" if manifest.default_prompt is UNSET else prompts[manifest.default_prompt]
+    if isinstance(name, str) and (name in prompts or name == NO_PROMPT):
+        return prompts.get(name, "")
+    known = [*sorted(prompts), NO_PROMPT]
+    raise InvalidRequest(
+        f"{manifest.model_id} has no prompt {name!r}; there are: {', '.join(known)}", details={"prompts": known}
+    )
 
 
 def check_source(texts: Any) -> Iterator[Any]:

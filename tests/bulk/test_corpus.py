@@ -145,6 +145,17 @@ def test_chunks_of_a_long_text_cover_it(tmp_path: Path) -> None:
     assert list(tokenizer.pieces("   ", 4)) == ["   "], "what has no tokens is left to be refused"
 
 
+def test_chunks_leave_room_for_the_prompt(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(manifest.read(write_bundle(tmp_path, prompts={"query": "query query "})))
+    Chunking(12).check(tokenizer, "query")
+    with pytest.raises(InvalidRequest, match="takes 12 beside"):
+        Chunking(13).check(tokenizer, "query")
+    # Two letters are one unknown word: cut between them, each is a word, and the prompt's two tokens count.
+    for prompt in ("query", None):
+        for piece in tokenizer.pieces("a,b;" * 20, tokenizer.room(prompt), 0, prompt):
+            assert tokenizer.rows([piece], prompt=prompt).truncated == []
+
+
 @pytest.mark.parametrize("chunk", ["0", "x", "3:3", "3:x", "-1", "15"])
 def test_chunks_that_make_no_sense(tmp_path: Path, chunk: str) -> None:
     tokenizer = TextTokenizer(manifest.read(write_bundle(tmp_path)))  # takes 14 beside [CLS] and [SEP]

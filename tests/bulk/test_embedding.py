@@ -145,6 +145,36 @@ def test_a_stopped_run_goes_on_and_leaves_out_the_same(tmp_path: Path) -> None:
     assert len((tmp_path / "x.npy.errors.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize(("prompt", "resumed"), [("query", True), ("none", False)])
+def test_a_prompt_is_remembered_and_another_one_begins_anew(tmp_path: Path, prompt: str, resumed: bool) -> None:
+    write_bundle(tmp_path / "toy", model_id="toy", prompts={"query": "query ", "doc": "b "}, default_prompt="doc")
+    out = tmp_path / "x.npy"
+    script = {"state": str(tmp_path / "spawns"), "generations": [
+        {"rules": [{"on": "EMBED_BATCH", "nth": 9, "do": [{"signal": "SIGKILL"}]}]}, {},
+    ]}  # fmt: skip
+    corpus = Corpus.of(["a b"] * 2049)  # the third block meets the death of its worker
+
+    async def twice(host: Host) -> Any:
+        with pytest.raises(InvalidRequest, match="doc, query, none"):
+            await embed_file(host, "toy", corpus, out, policy=Policy(prompt="passage"))
+        with pytest.raises(EngineCrashed):
+            await embed_file(host, "toy", corpus, out, policy=Policy(prompt="query"))
+        return await embed_file(host, "toy", corpus, out, policy=Policy(prompt=prompt))
+
+    assert (run(tmp_path, twice, script)["resumed_at"] > 0) == resumed
+    assert np.load(out)[[0, 2048]].tolist() == [vector("query a b" if prompt == "query" else "a b")] * 2
+    index = Index(out)
+    assert index.facts["prompt"] == prompt
+    cut = Policy(prompt=prompt, chunking=Chunking(1))
+    run(tmp_path, lambda host: embed_file(host, "toy", Corpus.of(_file(tmp_path)), out, policy=cut))
+    assert Index(out).texts([0, 1], run(tmp_path, _bundle)) == {0: "a", 1: "b"}
+
+
+def _file(folder: Path) -> Path:
+    (folder / "in.txt").write_text("a b\n")
+    return folder / "in.txt"
+
+
 # --- search ----------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,11 @@ from engines.bundle import manifest
 from engines.bundle.manifest import BundleError
 
 DIGEST = "sha256:" + "ab" * 32
+LAYER = {"in_features": 32, "out_features": 64, "activation": "Tanh"}
+
+
+def dense(*layers: Any, path: str = "dense.safetensors") -> dict[str, Any]:
+    return {"path": path, "digest": DIGEST, "layers": list(layers)}
 
 
 def toy(**changes: Any) -> dict[str, Any]:
@@ -135,6 +140,14 @@ def test_anything_but_one_strict_object_is_refused(data: bytes, part: str) -> No
         ({"model_id": "../x"}, "model_id"),
         ({"extra": 1}, "extra"),
         ({"model_id": None}, "model_id"),
+        ({"default_prompt": "query"}, "default_prompt"),
+        ({"default_prompt": "query", "prompts": {"passage": "passage: "}}, "default_prompt"),
+        ({"prompts": {"query": 1}}, "prompts"),
+        ({"dense": dense()}, "dense"),
+        ({"dense": dense({**LAYER, "out_features": 63})}, "dense"),
+        ({"dense": dense(LAYER, LAYER)}, "dense"),
+        ({"dense": dense({**LAYER, "in_features": 0})}, "in_features"),
+        ({"dense": dense({**LAYER, "out_features": 1}), "task": "rerank", "score": "sigmoid", "dims": 1}, "dense"),
         *(({"tokenizer": {"path": "t", "digest": digest}}, "digest")
           for digest in ("", "ab" * 32, "sha256:" + "AB" * 32, "sha256:ab", "md5:" + "ab" * 32)),
     ],
@@ -147,12 +160,24 @@ def test_a_wrong_key_is_named(changes: dict[str, Any], key: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/etc/passwd", "../x", "a/../../x", "", "a\\b", "C:/x", "C:x", "a\0b", "..", "//server/share"]
 )
-@pytest.mark.parametrize("place", ["artifacts", "tokenizer", "fixtures"])
+@pytest.mark.parametrize("place", ["artifacts", "tokenizer", "fixtures", "dense"])
 def test_no_file_reference_leaves_the_bundle(path: str, place: str) -> None:
     ref = {"path": path, "digest": DIGEST}
-    changes = {place: [{**ref, "format": "gguf", "dtype": "f32"}] if place == "artifacts" else ref}
+    changes: dict[str, Any] = {place: ref}
+    if place == "artifacts":
+        changes = {place: [{**ref, "format": "gguf", "dtype": "f32"}]}
+    elif place == "dense":
+        changes = {place: dense(LAYER, path=path)}
     with pytest.raises(BundleError, match=rf"{place}.*relative path inside the bundle"):
         manifest.parse(encode(toy(**changes)))
+
+
+def test_behind_dense_layers_the_worker_has_a_width_of_its_own() -> None:
+    plain = manifest.parse(encode(toy()))
+    assert (plain.worker_dims, plain.worker_normalizes) == (64, True)
+    found = manifest.parse(encode(toy(dense=dense({**LAYER, "in_features": 7, "out_features": 32}, LAYER))))
+    assert (found.worker_dims, found.dims, found.worker_normalizes) == (7, 64, False)
+    assert not manifest.parse(encode(toy(normalize=False))).worker_normalizes
 
 
 def test_two_artifacts_of_one_format_need_different_dtypes() -> None:

@@ -46,7 +46,9 @@ Write = Callable[..., Path]
     ("write", "file", "value", "words"),
     [
         # A module that would be left out of every vector (vllm#15509, text-embeddings-inference#732).
-        (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, DENSE], "Dense"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, DENSE, POOLING], "module 1 is a Dense after Transformer"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, NORMALIZE, DENSE], "module 3 is a Dense"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, {**DENSE, "type": "pylate.models.Dense"}], "Dense"),
         (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, {**DENSE, "type": ST + "LayerNorm"}], "LayerNorm"),
         (EMBEDDER, "modules.json", [TRANSFORMER, NORMALIZE, POOLING], "Normalize"),
         (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, {**POOLING, "path": "3_Pooling"}], "Pooling"),
@@ -64,9 +66,10 @@ Write = Callable[..., Path]
         (
             EMBEDDER,
             "config_sentence_transformers.json",
-            {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
-            "query: ",
+            {"prompts": {"query": "query: "}, "default_prompt_name": "passage"},
+            "'passage' is none of the prompts 'query'",
         ),
+        (EMBEDDER, "config_sentence_transformers.json", {"prompts": {"query": 7}}, "names to texts"),
         (EMBEDDER, "config_sentence_transformers.json", {"truncate_dim": 32}, "truncate_dim"),
         (EMBEDDER, "config.json", {"is_decoder": True}, "is_decoder"),
         (EMBEDDER, "config.json", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
@@ -107,6 +110,13 @@ def test_a_tokenizer_in_another_form_is_refused_with_the_way_to_convert_it(tmp_p
     [
         (EMBEDDER, "modules.json", [TRANSFORMER, POOLING], {"normalize": False}),
         (EMBEDDER, "modules.json", [TRANSFORMER, POOLING, NORMALIZE], {"normalize": True}),
+        (EMBEDDER, "config_sentence_transformers.json", {}, {"prompts": {}, "default_prompt": None}),
+        (
+            EMBEDDER,
+            "config_sentence_transformers.json",
+            {"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": "query"},
+            {"prompts": {"query": "q: ", "document": ""}, "default_prompt": "query"},
+        ),
         (EMBEDDER, "tokenizer_config.json", {"model_max_length": 32}, {"max_tokens": 32}),
         (EMBEDDER, "tokenizer_config.json", {"model_max_length": 10**30}, {"max_tokens": 64}),
         (EMBEDDER, "config.json", {"transformers_version": "9", "use_cache": True, "torch_dtype": "float16"}, {}),
@@ -160,6 +170,32 @@ def test_a_template_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     folder = toy_models.write_llama(tmp_path / "m")
     os.mkfifo(folder / "chat_template.jinja")
     with pytest.raises(CheckpointError, match="not a plain file"):
+        known(folder)
+
+
+def test_dense_layers_are_followed_in_their_order_and_must_fit(tmp_path: Path) -> None:
+    folder = toy_models.write_bert(tmp_path / "m")
+    modules = [TRANSFORMER, POOLING, DENSE, {**DENSE, "path": "3_Dense"}]
+    merged(folder / "modules.json", modules)
+    toy_models.write_dense(folder / "2_Dense", 64, 16, "GELU")
+    toy_models.write_dense(folder / "3_Dense", 16, 24, "Identity")
+    found = known(folder)
+    assert (found.dims, found.normalize) == (24, False)
+    assert [(one.layer.in_features, one.layer.activation) for one in found.dense] == [(64, "GELU"), (16, "Identity")]
+    merged(folder / "modules.json", [*modules, NORMALIZE])
+    assert known(folder).normalize
+    toy_models.write_dense(folder / "3_Dense", 64, 24, "Identity")
+    with pytest.raises(CheckpointError, match="3_Dense: takes 64 numbers, 16 are before it"):
+        known(folder)
+
+
+def test_a_pooling_without_the_prompt_is_refused_where_there_is_a_prompt(tmp_path: Path) -> None:
+    folder = toy_models.write_bert(tmp_path / "m")
+    merged(folder / "1_Pooling/config.json", {"include_prompt": False})
+    merged(folder / "config_sentence_transformers.json", {"prompts": {"query": ""}})
+    known(folder)
+    merged(folder / "config_sentence_transformers.json", {"prompts": {"query": "q: "}})
+    with pytest.raises(CheckpointError, match="include_prompt"):
         known(folder)
 
 

@@ -38,6 +38,28 @@ def test_embed(cli: Command, here: Here) -> None:
     assert here("embed", "--model", "toy", "--quiet", "a b").err == ""
 
 
+def test_a_prompt_is_chosen_by_its_name_and_search_takes_the_query(cli: Command, here: Here) -> None:
+    cli.bundle("asks", prompts={"query": "query ", "doc": "b "}, default_prompt="doc")
+
+    def vectors(*words: str) -> list[list[float]]:
+        done = here("embed", "--json", "--model", "asks", *words)
+        assert done.code == 0, done.err
+        found: list[list[float]] = done.document["vectors"]
+        return found
+
+    assert vectors("a") == vectors("--prompt", "doc", "a") == vectors("--prompt", "none", "b a")
+    assert vectors("--prompt", "query", "a") == vectors("--prompt", "none", "query a")
+    refused = here("embed", "--json", "--model", "asks", "--prompt", "passage", "a")
+    assert refused.code == 2 and refused.document["error"]["details"]["prompts"] == ["doc", "query", "none"]
+    options = ("--model", "asks", "--prompt", "none", "--out", "x.npy")
+    assert here("embed", *options, "c", "query a", "b a").code == 0
+    for more, best in (((), 1), (("--prompt", "doc"), 2), (("--prompt", "none"), None)):
+        (hit, *_) = here("search", "--json", "x.npy", "a", *more).document["results"][0]["hits"]
+        assert (hit["row"] if hit["score"] > 0.99999 else None) == best
+    (shown,) = here("models", "show", "asks", "--json").document["models"]
+    assert (shown["prompts"], shown["default_prompt"]) == ({"query": "query ", "doc": "b "}, "doc")
+
+
 def test_embed_by_path_and_from_stdin(cli: Command) -> None:
     toy = str(cli.root / "models" / "toy")
     done = cli("embed", "--model", toy, "--file", "-", "--json", stdin='"a"\n{"id": 1, "text": "b"}\n\n')

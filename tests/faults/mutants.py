@@ -50,6 +50,7 @@ TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "engines.bundle.fixtures": ("tests/bundle/test_fixtures.py",),
     "engines.checkpoint.read": ("tests/checkpoint/test_read.py",),
     "engines.checkpoint.safetensors": ("tests/checkpoint/test_safetensors.py",),
+    "engines.checkpoint.dense": ("tests/checkpoint/test_dense.py",),
     "engines.checkpoint.pipeline": ("tests/checkpoint/test_pipeline.py",),
     "engines.checkpoint.facts": ("tests/checkpoint/test_pipeline.py",),
     "engines.checkpoint.quantize": ("tests/checkpoint/test_quantize.py",),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines.checkpoint import dense
 from synapse_host import lanes
 from synapse_host.config import HostConfig
 from synapse_host.errors import (
@@ -33,6 +34,7 @@ from synapse_host.text import encoders, limits, validate
 from tests.conftest import children
 from tests.support.scripted import expected_score, expected_sequence_score, expected_text, expected_vector
 from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle, write_matrix
+from tests.support.toy_models import write_dense
 
 pytestmark = pytest.mark.process
 
@@ -79,6 +81,54 @@ async def test_texts_become_vectors_in_input_order(bench: Bench) -> None:
         result = await host.embed_result("toy", ["a", "a " * 40], truncate=True)
         assert (result.truncated, result.lane, result.engine, result.device) == ([1], "embed", "scripted", "cpu")
         assert result.tokens == 3 + 16
+
+
+async def test_a_prompt_of_the_model_is_put_before_its_texts(bench: Bench) -> None:
+    few, many = ["a", "b"], ["a"] * (encoders.CHUNK + 1)
+    plain, asked = vector([CLS, A, SEP]), vector([CLS, QUERY, A, SEP])
+    prompts = {"query": "query ", "doc": "b "}
+    bench.model("toy", prompts=prompts, default_prompt="query").model("free", prompts=prompts)
+    async with bench.host() as host:
+        for texts in (few, many):
+            for model, prompt, expected in (
+                ("toy", None, asked),
+                ("toy", "none", plain),
+                ("toy", "doc", vector([CLS, B, A, SEP])),
+                ("free", None, plain),
+                ("free", "query", asked),
+            ):
+                assert (await host.embed(model, texts, prompt=prompt))[0].tolist() == expected
+                assert (await host.embed_result(model, texts, prompt=prompt)).vectors[0].tolist() == expected
+                stream = host.embed_stream(model, texts, prompt=prompt)
+                assert [part.vectors[0].tolist() async for part in stream] == [expected] * (1 + (texts is many))
+            with pytest.raises(InvalidRequest, match="doc, query, none"):
+                await host.embed("toy", texts, prompt="passage")
+        assert (await host.embed_ids("toy", [[A]])).tolist() == [vector([A])], "ids are sent as they are"
+
+
+async def test_dense_layers_are_applied_to_what_the_worker_pooled(bench: Bench) -> None:
+    folder, weight, shift = write_dense(bench.root / "2_Dense", 8, 20, "Tanh")
+    (bench.root / "toy").mkdir()
+    layers = dense.write([dense.read_module(folder)], bench.root / "toy")
+    rows = [[1 + number % 13, 1 + number // 13] for number in range(600)]
+    expected = np.tanh(np.array([vector(row) for row in rows]) @ weight.T + shift)
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    async with bench.model("toy", dims=20, dense=layers).host() as host:
+        assert np.abs(await host.embed_ids("toy", rows) - expected).max() < 1e-5
+        assert np.abs(await host.embed_ids("toy", rows[5:6]) - expected[5:6]).max() < 1e-5
+        assert (await host.embed("toy", ["a"] * (encoders.CHUNK + 1))).shape == (encoders.CHUNK + 1, 20)
+        await host.probe("embed")
+    write_dense(folder, 8, 20, "Identity", weight=np.full((20, 8), 3e38, np.float32))
+    bench.model("toy", dims=20, dense=dense.write([dense.read_module(folder)], bench.root / "toy"))
+    async with bench.host() as host:
+        with pytest.raises(SynapseError, match="overflow") as caught:
+            await host.embed_ids("toy", rows)
+        assert caught.value.code == "nonfinite_output"
+    (bench.root / "toy" / dense.FILE).write_bytes(b"something else")
+    async with bench.host() as host:
+        with pytest.raises(BundleInvalid, match="digest"):
+            await host.embed_ids("toy", [[1]])
+        assert host.health()["lanes"]["embed"]["worker_pid"] is None
 
 
 @pytest.mark.report("ollama/ollama#6187")
@@ -387,7 +437,7 @@ def test_the_sync_host_makes_the_same_calls(bench: Bench) -> None:
         host.load("toy")
         assert host.embed("toy", ["a"]).tolist() == [vector([CLS, A, SEP])]
         assert host.embed_ids("toy", [[7]]).tolist() == [vector([7])]
-        assert host.embed_result("toy", ["a"]).lane == "embed"
+        assert host.embed_result("toy", ["a"], prompt="none").lane == "embed"
         assert host.rerank("judge", "query", ["a"]).shape == (1,)
         assert host.rerank_result("judge", "query", ["a"]).order == [0]
         assert host.rerank_ids("judge", [QUERY], [[A]]).shape == (1,)

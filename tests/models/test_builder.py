@@ -221,6 +221,19 @@ def test_what_cannot_be_built_leaves_the_target_untouched(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 
+def test_a_default_prompt_is_the_bundles_and_must_leave_room(tmp_path: Path) -> None:
+    checkpoint = toy_models.write_bert(tmp_path / "c")
+    file = checkpoint / "config_sentence_transformers.json"
+    options: dict[str, Any] = {"formats": ["safetensors-package"], "dtypes": {}, "model_id": "toy"}
+    file.write_text('{"prompts": {"query": "w1 w2 "}, "default_prompt_name": "query"}')
+    built = builder.build(checkpoint, tmp_path / "b", **options).manifest
+    assert (built.prompts, built.default_prompt) == ({"query": "w1 w2 "}, "query")
+    file.write_text('{"prompts": {"query": "%s"}, "default_prompt_name": "query"}' % ("w1 " * 64))
+    with pytest.raises(BundleInvalid, match="leaves no room"):
+        builder.build(checkpoint, tmp_path / "long", **options)
+    assert not (tmp_path / "long").exists()
+
+
 def test_verify_names_each_file_that_changed(tmp_path: Path) -> None:
     bundle = builder.build(
         toy_models.write_bert(tmp_path / "m"),

@@ -53,6 +53,31 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, toy: str, format: str
 
 
 @pytest.mark.llama
+def test_dense_layers_come_behind_the_pooling_of_every_engine(tmp_path: Path) -> None:
+    checkpoint = toy_models.write_bert(tmp_path / "c", normalize=False)
+    ids = [[2, 9, 11, 3], [2, 7, 3], [2, *range(5, 25), 3]]
+    options: dict[str, Any] = {"dtypes": {format: ["f32"] for format in ENGINES}, "model_id": "toy"}
+
+    def vectors(name: str, format: str) -> Any:
+        bundle = builder.build(checkpoint, tmp_path / name, formats=[format], **options)
+        assert builder.verify(bundle) == []
+        return serve(bundle.root, lambda host: host.embed_ids("toy", ids))
+
+    pooled = {format: vectors(f"plain-{format}", format).astype(float) for format in ENGINES}
+    _, w1, b1 = toy_models.write_dense(checkpoint / "2_Dense", 64, 16, "Tanh", seed=1)
+    _, w2, b2 = toy_models.write_dense(checkpoint / "3_Dense", 16, 80, "Identity", seed=2)
+    modules = json.loads((checkpoint / "modules.json").read_text())
+    for number, kind in ((2, "Dense"), (3, "Dense"), (4, "Normalize")):
+        modules.append({"idx": number, "path": f"{number}_{kind}", "type": f"sentence_transformers.models.{kind}"})
+    (checkpoint / "modules.json").write_text(json.dumps(modules))
+    for format in ENGINES:
+        expected = np.tanh(pooled[format] @ w1.T + b1) @ w2.T + b2
+        expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+        found = vectors(format, format)
+        assert found.shape == (3, 80) and np.abs(found - expected).max() < 1e-5, format
+
+
+@pytest.mark.llama
 def test_pairs_have_the_template_of_their_kind(tmp_path: Path) -> None:
     """``<s> query </s></s> document </s>`` on either engine; BERT's template gives other, plausible scores."""
     checkpoint = toy_models.TOYS["roberta-rerank"](tmp_path / "checkpoint")

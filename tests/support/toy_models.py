@@ -65,6 +65,30 @@ def write_bert(
     return folder
 
 
+def write_dense(
+    folder: Path,
+    inner: int,
+    outer: int,
+    activation: str,
+    *,
+    seed: int = 0,
+    bias: bool = True,
+    dtype: str = "float32",
+    weight: np.ndarray[Any, Any] | None = None,
+) -> tuple[Path, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Write a Dense module of sentence-transformers; return its folder, weight (out, in) and bias."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    if weight is None:
+        weight = rng.standard_normal((outer, inner)).astype(np.float32)
+    shift = rng.standard_normal(outer).astype(np.float32)
+    tensors = {"linear.weight": weight, **({"linear.bias": shift} if bias else {})}
+    safetensors.write(folder / "model.safetensors", tensors, dtype=DTYPES[dtype])
+    config = {"in_features": inner, "out_features": outer, "bias": bias}
+    _json(folder / "config.json", config | {"activation_function": f"torch.nn.modules.activation.{activation}"})
+    return folder, weight, shift
+
+
 def write_relative(
     folder: Path,
     kind: str,

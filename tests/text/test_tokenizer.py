@@ -75,6 +75,37 @@ def test_too_long_is_refused_by_index_and_cut_only_on_request(tmp_path: Path) ->
     assert rows_of(rows.ids, rows.lengths)[1] == [CLS, A, B, C, WORDS.index("d"), SEP]
 
 
+PROMPTS: Any = {"prompts": {"query": "query ", "long": "a b ", "bare": ""}, "default_prompt": "query"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"), [(None, [QUERY]), ("query", [QUERY]), ("long", [A, B]), ("bare", []), ("none", [])]
+)
+def test_a_prompt_is_before_every_text_and_never_cut(tmp_path: Path, prompt: str | None, before: list[int]) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path, max_tokens=6, **PROMPTS))
+    room = 4 - len(before)
+    assert tokenizer.room(prompt) == room
+    assert tokenizer.rows(["c", "b"], prompt=prompt).ids.tolist() == [CLS, *before, C, SEP, CLS, *before, B, SEP]
+    rows = tokenizer.rows(["c " * room, "c " * 9], truncate=True, prompt=prompt)
+    assert rows_of(rows.ids, rows.lengths) == [[CLS, *before, *[C] * room, SEP]] * 2
+    assert rows.truncated == [1]
+    with pytest.raises(SequenceTooLong) as caught:
+        tokenizer.rows(["c " * 5], prompt=prompt)
+    assert caught.value.details["tokens"] == 7 + len(before)
+    with pytest.raises(InvalidRequest, match="text 3 is empty"):
+        tokenizer.rows([" "], offset=3, prompt=prompt)
+
+
+def test_a_prompt_that_is_not_there_or_leaves_no_room_is_refused(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(bundle(tmp_path, max_tokens=4, **PROMPTS))
+    for name in ("Query", "", ["query"], 1):
+        with pytest.raises(InvalidRequest, match="bare, long, query, none") as caught:
+            tokenizer.rows(["a"], prompt=name)  # type: ignore[arg-type]
+        assert caught.value.details == {"prompts": ["bare", "long", "query", "none"]}
+    with pytest.raises(InvalidRequest, match="leaves no room"):
+        tokenizer.rows(["c"], truncate=True, prompt="long")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

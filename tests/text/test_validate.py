@@ -5,15 +5,18 @@ from __future__ import annotations
 import array
 import tracemalloc
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engines.bundle.manifest import read
 from synapse_host.errors import InvalidRequest, SequenceTooLong
 from synapse_host.text import validate
 from synapse_host.text.rows import Rows
-from synapse_host.text.validate import check_texts, id_rows
+from synapse_host.text.validate import check_texts, id_rows, prompt_text
+from tests.support.small_bundle import write_bundle
 
 
 def checked(rows: Any) -> Rows:
@@ -80,3 +83,34 @@ def test_more_ids_than_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(checked([[1] * 500] * 2).ids) == 1000
     with pytest.raises(InvalidRequest, match="more than 1000 ids in sum; send them in parts"):
         checked([[1] * 500] * 3)
+
+
+@pytest.mark.parametrize(
+    ("default", "name", "expected"),
+    [
+        (None, None, ""),
+        (None, "query", "query: "),
+        ("doc", None, "passage: "),
+        ("doc", "none", ""),
+        ("doc", "bare", ""),
+        ("doc", "doc", "passage: "),
+        ("doc", "Doc", None),
+        (None, "", None),
+        (None, 7, None),
+    ],
+)
+def test_a_prompt_is_the_callers_the_models_own_or_none(
+    tmp_path: Path, default: str | None, name: Any, expected: str | None
+) -> None:
+    chosen = {} if default is None else {"default_prompt": default}
+    prompts = {"query": "query: ", "doc": "passage: ", "bare": ""}
+    model = read(write_bundle(tmp_path / "b", prompts=prompts, **chosen)).manifest
+    plain = read(write_bundle(tmp_path / "plain")).manifest
+    assert (prompt_text(plain, None), prompt_text(plain, "none")) == ("", "")
+    if expected is not None:
+        assert prompt_text(model, name) == expected
+        return
+    for one, known in ((model, ["bare", "doc", "query", "none"]), (plain, ["none"])):
+        with pytest.raises(InvalidRequest, match=", ".join(known)) as caught:
+            prompt_text(one, name)
+        assert caught.value.details == {"prompts": known}
