@@ -112,6 +112,8 @@ def _survey(source: str) -> tuple[int, str]:
 def _resume(file: Path, key: dict[str, Any]) -> tuple[int, int]:
     """Return how many lines of the partial file are good, and its bytes until there."""
     try:
+        if output.partial_path(file).is_symlink():
+            return 0, 0  # no run of ours makes one
         record = json.loads(output.progress_path(file).read_bytes())
         size = output.partial_path(file).stat().st_size
     except (OSError, ValueError, RecursionError):

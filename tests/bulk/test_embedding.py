@@ -69,6 +69,26 @@ def test_a_table_has_ids_and_vectors(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("x.parquet*")] == ["x.parquet"]
 
 
+@pytest.mark.parametrize("out", ["x.npy", "x.parquet", "x.jsonl"])
+def test_a_link_under_a_passing_name_is_not_written_through(tmp_path: Path, out: str) -> None:
+    if out == "x.parquet":
+        pytest.importorskip("pyarrow", reason="the extra parquet isn't installed")
+    other, file, source = tmp_path / "other", tmp_path / out, tmp_path / "in.jsonl"
+    other.write_text("somebody's")
+    for name in ("", ".progress.json", ".meta.json", ".ids.txt", ".errors.jsonl"):
+        file.with_name(f"{out}{name}.part").symlink_to(other)
+    file.with_name(f"{out}.partial").symlink_to(other)
+    if out == "x.jsonl":
+        source.write_text('{"query": "query", "docs": ["a"]}')
+        run(tmp_path, lambda host: rerank_file(host, "judge", str(source), file, display=QUIET))
+    else:
+        source.write_text('{"id": "a", "text": "a"}\n{\n')
+        policy = Policy(on_error="skip")
+        run(tmp_path, lambda host: embed_file(host, "toy", Corpus.of(source), file, policy=policy))
+    assert other.read_text() == "somebody's"
+    assert file.is_file() and not any(path.is_symlink() for path in tmp_path.glob(f"{out}*") if path.suffix != ".part")
+
+
 LINES = '"a"\n{"id": "long", "text": "%s"}\n"b"\n{\n""\n"c"\n' % ("a " * 40)
 
 
