@@ -160,7 +160,7 @@ def test_chunks_of_a_long_text_cover_it(tmp_path: Path) -> None:
     assert list(tokenizer.pieces("   ", 4)) == ["   "], "what has no tokens is left to be refused"
 
 
-@pytest.mark.parametrize("chunk", ["0", "x", "3:3", "3:x", "-1", "15"])
+@pytest.mark.parametrize("chunk", ["0", "x", "3:3", "3:x", "-1", "15", "3:", "9" * 5000])
 def test_chunks_that_make_no_sense(tmp_path: Path, chunk: str) -> None:
     tokenizer = TextTokenizer(manifest.read(write_bundle(tmp_path)))  # takes 14 beside [CLS] and [SEP]
     with pytest.raises(InvalidRequest):
