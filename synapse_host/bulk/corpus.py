@@ -32,6 +32,8 @@ PARQUET_ROWS: Final = 1024
 """Rows of a parquet file in memory at once."""
 SUFFIXES: Final = (".jsonl", ".txt", ".csv", ".parquet", ".md")
 """What a folder is searched for."""
+WRITTEN: Final = (".npy.ids.txt", ".npy.errors.jsonl", ".parquet.errors.jsonl")
+"""What of these is none of its texts: an earlier run wrote it beside its vectors."""
 
 
 class Lines(Protocol):
@@ -76,7 +78,8 @@ class Corpus:
             return cls(texts=tuple(Text(text, str(row), f"text {row}") for row, text in enumerate(source)))
         path = Path(source)
         if str(source) != "-" and path.is_dir():
-            files = sorted(str(file) for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            found = (file for file in path.rglob("*") if file.suffix in SUFFIXES and not file.name.endswith(WRITTEN))
+            files = sorted(str(file) for file in found if file.is_file())
             if not files:
                 raise InvalidRequest(
                     f"{source}: no {', '.join(SUFFIXES)} file is in this folder", details={"file": str(source)}
@@ -96,8 +99,10 @@ class Corpus:
         """Iterate over the texts. InvalidRequest {file, line} where one can't be read, unless ``on_bad`` takes it."""
         yield from self.texts
         for name in self.files:
+            # Names and ids are written as UTF-8, and a file's name may be other bytes.
+            shown = "stdin" if name == "-" else name.encode("utf-8", "backslashreplace").decode()
             with opened(name) as file:
-                yield from read(file, "stdin" if name == "-" else name, self.column, self.on_bad)
+                yield from read(file, shown, self.column, self.on_bad)
 
     def digest(self) -> str:
         """Return the SHA-256 of all that is read: what tells a changed corpus from the one of an earlier run."""
@@ -171,7 +176,10 @@ def values(file: Lines, name: str) -> Iterator[tuple[int, Any]]:
 
 def _json(line: str, name: str, number: int) -> Any:
     try:
-        return json.loads(line)
+        value = json.loads(line)
+        if "\\u" in line:
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text, and can't be written
+        return value
     except ValueError as exc:
         raise _bad(name, number, f"not valid JSON: {exc}") from exc
     except RecursionError as exc:
@@ -187,7 +195,7 @@ def query_of(value: Any, name: str, number: int) -> tuple[str, list[str], str | 
         and isinstance(value["docs"], list)
         and value["docs"]
         and all(isinstance(doc, str) for doc in value["docs"])
-        and isinstance(value.get("id", ""), str | int)
+        and type(value.get("id", "")) in (str, int)
     ):
         return value["query"], value["docs"], str(value["id"]) if "id" in value else None
     raise _bad(name, number, 'must be {"query": text, "docs": [text, …]}')
@@ -202,7 +210,7 @@ def _json_text(line: str, name: str, number: int) -> Text:
         isinstance(value, dict)
         and isinstance(value.get("text"), str)
         and set(value) <= {"id", "text"}
-        and isinstance(value.get("id", ""), str | int)
+        and type(value.get("id", "")) in (str, int)
     ):
         return Text(value["text"], str(value.get("id", where)), where, "id" in value)
     raise _bad(name, number, 'must be a JSON string or {"id"?, "text"}')
@@ -282,15 +290,19 @@ def table_rows(file: Any, name: str, column: str, on_bad: OnBad, groups: range |
         chosen = range(table.num_row_groups) if groups is None else groups
         row = sum(table.metadata.row_group(group).num_rows for group in range(chosen.start))
         for batch in table.iter_batches(PARQUET_ROWS, row_groups=list(chosen), columns=columns):
-            texts, *ids = (batch.column(place).to_pylist() for place in range(len(columns)))
-            for at, text in enumerate(texts):
+            for fields in zip(*map(batch.column, range(len(columns))), strict=True):
                 row += 1
                 where = f"{name}:{row}"
+                try:
+                    text, id = (*(field.as_py() for field in fields), None)[:2]
+                except UnicodeDecodeError as exc:
+                    refuse(_bad(name, row, "not UTF-8 text"), on_bad, exc)
+                    continue
                 if isinstance(text, str):
-                    yield Text(text, str(ids[0][at]) if ids else where, where, bool(ids))
+                    yield Text(text, where if id is None else str(id), where, len(columns) > 1)
                 else:
                     refuse(_bad(name, row, f"column {column} holds {type(text).__name__}, not text"), on_bad)
-    except arrow.ArrowException as exc:
+    except (arrow.ArrowException, OSError) as exc:
         raise InvalidRequest(f"{name}: can't be read as parquet: {exc}", details={"file": name}) from exc
 
 

@@ -374,7 +374,7 @@ class Growing:
         )
         part = self._file.with_name(self._file.name + ".part")
         try:
-            with parquet.ParquetWriter(part, schema) as writer:
+            with output.anew(part) as place, parquet.ParquetWriter(place, schema) as writer:
                 for first in range(0, self.done, PARQUET_GROUP):
                     last = min(self.done, first + PARQUET_GROUP)
                     flat = arrow.array(self._array[first:last].reshape(-1))

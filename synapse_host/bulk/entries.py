@@ -6,6 +6,7 @@ counting, resuming and the list of ids rest on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
@@ -32,8 +33,8 @@ class Chunking:
     def of(cls, text: str) -> Chunking:
         """Parse ``TOKENS[:OVERLAP]``. InvalidRequest."""
         tokens, _, overlap = text.partition(":")
-        if not (tokens.isdecimal() and (overlap or "0").isdecimal() and int(tokens) > int(overlap or 0)):
-            raise InvalidRequest(f"chunks of {text!r}: must be TOKENS or TOKENS:OVERLAP, with fewer of the latter")
+        if not re.fullmatch("[0-9]{1,9}(:[0-9]{1,9})?", text) or int(tokens) <= int(overlap or 0):
+            raise InvalidRequest(f"chunks of {text[:40]!r}: must be TOKENS or TOKENS:OVERLAP, with fewer of the latter")
         return cls(int(tokens), int(overlap or 0))
 
     def check(self, tokenizer: TextTokenizer, prompt: str | None = None) -> None:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct, field
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 R = TypeVar("R")
+BESIDE: Final = ("partial", "progress.json", "meta.json", "ids.txt", "errors.jsonl")
+"""What a run writes beside its result."""
 
 
 class Left(Struct):
@@ -93,7 +95,8 @@ def place(out: Path, sources: Iterable[str] = ()) -> Path:
     real = Path(os.path.realpath(out)) if out.is_symlink() else out
     if real.is_symlink():
         raise InvalidRequest(f"{out}: can't be written: it is a link to itself", details={"file": str(out)})
-    mine = [path.stat() for path in (real, progress_path(real), partial_path(real)) if path.exists()]
+    beside = (real.with_name(f"{real.name}.{what}") for what in BESIDE)
+    mine = [path.stat() for path in (real, *beside) if path.exists()]
     for source in sources if mine else ():
         if source != "-" and Path(source).exists() and any(os.path.samestat(Path(source).stat(), one) for one in mine):
             raise InvalidRequest(f"{out}: would overwrite the input", details={"file": str(out)})
@@ -247,6 +250,8 @@ def good_rows(out: Path, key: dict[str, Any], shape: tuple[int, int]) -> Rows | 
     if not (0 < done <= read <= shape[0] and read - done == len(record.skipped)):
         return None
     try:
+        if partial_path(out).is_symlink():
+            return None  # no run of ours makes one
         # Not np.load: that takes archives too.
         array = np.lib.format.open_memmap(partial_path(out), mode="r")
     except (OSError, ValueError, EOFError, OverflowError, MemoryError):
@@ -260,11 +265,18 @@ def write_record(out: Path, key: dict[str, Any], record: Struct) -> None:
     replace_with(progress_path(out), json.dumps({**key, **msgspec.to_builtins(record)}).encode())
 
 
+def anew(path: Path) -> IO[bytes]:
+    """Open a new file of this name; what had it is removed: where that is a link, its target isn't ours to write."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
 def replace_with(path: Path, data: bytes) -> None:
     """Give a file new content in one step; a failure leaves the old one."""
     part = path.with_name(path.name + ".part")
     try:
-        part.write_bytes(data)
+        with anew(part) as file:
+            file.write(data)
         os.replace(part, path)  # noqa: PTH105
     except OSError:
         part.unlink(missing_ok=True)
@@ -275,8 +287,8 @@ def replace_with(path: Path, data: bytes) -> None:
 def writing_to(out: Path, size: int) -> Iterator[IO[bytes]]:
     """Open the partial file of *out* behind its first *size* bytes, which are good; what follows them is cut off."""
     with writing(out):
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
-        file = os.fdopen(os.open(partial_path(out), flags, 0o666), "r+b")
+        partial = partial_path(out)
+        file = partial.open("r+b") if size else anew(partial)
         file.truncate(size)
         file.seek(size)
     with file:
@@ -288,9 +300,9 @@ def write_lines(path: Path, lines: Iterator[str]) -> None:
     part = path.with_name(path.name + ".part")
     count = 0
     try:
-        with part.open("w", encoding="utf-8", newline="\n") as file:
+        with anew(part) as file:
             for line in lines:
-                file.write(line + "\n")
+                file.write(line.encode() + b"\n")
                 count += 1
         if count:
             os.replace(part, path)  # noqa: PTH105

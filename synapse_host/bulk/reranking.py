@@ -104,5 +104,6 @@ def _resume(file: Path, key: dict[str, Any]) -> output.Lines:
     """Return how much of the partial file is good."""
     record = output.record_of(file, key, output.Lines) or output.Lines()
     partial = output.partial_path(file)
-    size = partial.stat().st_size if partial.exists() else 0
+    # No run of ours makes a link.
+    size = partial.stat().st_size if partial.exists() and not partial.is_symlink() else 0
     return record if 0 <= record.rows_done <= key["rows"] and 0 <= record.bytes <= size else output.Lines()

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NotRequired, TypedDict
 
+import msgspec
 import numpy as np
 
 from synapse_host.bulk.corpus import Corpus, arrow_modules
-from synapse_host.bulk.embedding import Policy, Reader, beside_of
-from synapse_host.bulk.entries import Chunking
+from synapse_host.bulk.embedding import OnError, Policy, Reader, beside_of
+from synapse_host.bulk.entries import Chunking, Empty
 from synapse_host.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -29,6 +31,24 @@ if TYPE_CHECKING:
 ROWS: Final = 32_768
 """Rows compared at once: 50 MB for 384 numbers a row."""
 MAX_META: Final = 16 * 1024 * 1024
+
+
+class Facts(TypedDict):
+    """What an index says of itself: which model made it, and how its texts are read again."""
+
+    model: str
+    manifest_digest: str
+    dims: int
+    n: int
+    files: list[str]
+    column: str
+    input_digest: str
+    truncate: bool
+    empty: Empty
+    on_error: OnError
+    chunk: tuple[int, int] | None
+    left_out: list[int]
+    prompt: NotRequired[str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,43 +61,31 @@ class Hit:
 
 
 class Index:
-    """The vectors of a corpus in a file, and what is known of them.
-
-    ``facts``: ``model``, ``manifest_digest``, ``dims``, ``n``, and how the corpus was read.
-    """
+    """The vectors of a corpus in a file, and what is known of them."""
 
     def __init__(self, path: Path) -> None:
         """Open ``x.npy`` or ``x.parquet`` as :mod:`synapse_host.bulk.embedding` writes them. InvalidRequest."""
         self.path = path
         self._table: Any = None
         self._vectors: Any = None
-        try:
+        with _read(path):
             if path.suffix == ".parquet":
                 arrow, parquet = arrow_modules()
-                try:
-                    self._table = parquet.ParquetFile(path, memory_map=True)
-                    raw = (self._table.schema_arrow.metadata or {}).get(b"synapse", b"")
-                except arrow.ArrowException as exc:
-                    raise ValueError(str(exc)) from exc
+                self._table = parquet.ParquetFile(path, memory_map=True)
+                schema = self._table.schema_arrow
+                raw = (schema.metadata or {}).get(b"synapse", b"")
+                ids, vectors = (schema.field(name).type for name in ("id", "vector"))
+                listed = arrow.types.is_fixed_size_list(vectors) and vectors.value_type == arrow.float32()
+                held = self._table.metadata.num_rows, vectors.list_size if listed and ids == arrow.string() else 0
             else:
                 self._vectors = np.lib.format.open_memmap(path, mode="r")
                 with beside_of(path, "meta.json").open("rb") as file:
                     raw = file.read(MAX_META)
-            self.facts: dict[str, Any] = json.loads(raw)
-            self.dims, self.rows = int(self.facts["dims"]), int(self.facts["n"])
-            held = (self.rows, self.dims) if self._table is not None else self._vectors.shape
-            if held != (self.rows, self.dims) or (self._vectors is not None and self._vectors.dtype != np.float32):
+                held = self._vectors.shape if self._vectors.dtype == np.float32 else (0, 0)
+            self.facts = msgspec.convert(json.loads(raw), Facts)
+            self.dims, self.rows = self.facts["dims"], self.facts["n"]
+            if held != (self.rows, self.dims):
                 raise ValueError(f"its rows aren't the {self.rows} x {self.dims} that it speaks of")
-        except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as exc:
-            said = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
-            raise InvalidRequest(
-                f"{path}: is no index ({said}).",
-                details={"file": str(path)},
-                advice={
-                    "python": "Make one: embed_file(host, model, corpus, path).",
-                    "command": f"Make one: synapse embed --file CORPUS --out {path}.",
-                },
-            ) from exc
 
     def check_model(self, bundle: Bundle, model: str) -> None:
         """Raise InvalidRequest where the index was made by another model than this bundle."""
@@ -97,13 +105,18 @@ class Index:
 
         Equal scores keep the order of the rows.
         """
-        queries = _unit(queries)
+        with _read(self.path):
+            return self._nearest(_unit(queries), count)
+
+    def _nearest(self, queries: FloatArray, count: int) -> list[list[Hit]]:
         best = [(np.empty(0, np.float32), np.empty(0, np.int64)) for _ in queries]
         first = 0
         for block in self._blocks():
             lengths = np.sqrt(np.einsum("ij,ij->i", block, block))
             scores = queries @ block.T
             scores /= np.where(lengths > 0, lengths, 1)
+            if not np.isfinite(scores).all():
+                raise ValueError("it holds what is no number")
             for at, row in enumerate(scores):
                 few = np.argpartition(row, -count)[-count:] if len(row) > count else np.arange(len(row))
                 values = np.concatenate([best[at][0], row[few]])
@@ -123,6 +136,8 @@ class Index:
                 yield np.asarray(self._vectors[first : first + ROWS])
             return
         for batch in self._table.iter_batches(ROWS, columns=["vector"]):
+            if batch.column(0).null_count:
+                raise ValueError("it has a row without a vector")
             yield batch.column(0).flatten().to_numpy(zero_copy_only=True).reshape(-1, self.dims)
 
     def _ids(self, rows: Sequence[int]) -> dict[int, str]:
@@ -143,6 +158,9 @@ class Index:
                     if row in wanted:
                         line = line.rstrip("\n")
                         names[row] = json.loads(line) if line.startswith('"') else line
+                        wanted.remove(row)
+            if wanted:
+                raise ValueError(f"{file.name} has fewer lines than there are rows")
         return names
 
     def texts(self, rows: Sequence[int], bundle: Bundle) -> dict[int, str]:
@@ -152,13 +170,13 @@ class Index:
         chunking = Chunking(*cut) if cut else None
         policy = Policy(facts["truncate"], facts["empty"], facts["on_error"], chunking, facts.get("prompt"))
         corpus = Corpus(files=tuple(facts["files"]), column=facts["column"])
-        if not corpus.files:
+        if not corpus.files or not all(Path(file).is_file() for file in corpus.files):
             raise InvalidRequest(f"{self.path}: its texts are in no file that could be read again")
         if corpus.digest() != facts["input_digest"]:
             raise InvalidRequest(f"{self.path}: the texts it was made from have changed. Embed them again")
         reader = Reader(corpus, policy, bundle, facts["model"])
         wanted, found = set(rows), dict[int, str]()
-        left_out = set(facts.get("left_out", ()))
+        left_out = set(facts["left_out"])
         row = 0
         for number, text in enumerate(reader.read()):
             if number in left_out:
@@ -169,6 +187,23 @@ class Index:
                     break
             row += 1
         return found
+
+
+@contextmanager
+def _read(path: Path) -> Iterator[None]:
+    """Tell what is wrong with a file that is being read as an index. InvalidRequest."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, EOFError, RecursionError, msgspec.MsgspecError) as exc:
+        said = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
+        raise InvalidRequest(
+            f"{path}: is no index ({said}).",
+            details={"file": str(path)},
+            advice={
+                "python": "Make one: embed_file(host, model, corpus, path).",
+                "command": f"Make one: synapse embed --file CORPUS --out {path}.",
+            },
+        ) from exc
 
 
 def _unit(vectors: FloatArray) -> FloatArray:

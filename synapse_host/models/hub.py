@@ -89,8 +89,8 @@ def fetch(name: str, *, bars: bool = False) -> Fetched:
             f"{name} is not in the cache, and the hub can't be reached. Connect this machine, or give a folder",
             details=details,
         ) from exc
-    except (errors.HfHubHTTPError, OSError) as exc:
-        raise UnknownModel(f"{name} can't be fetched: {exc}", details=details) from exc
+    except Exception as exc:  # its own errors, those of its HTTP library, and what an answer that isn't the hub's does
+        raise UnknownModel(f"{name} can't be fetched: {type(exc).__name__}: {exc}", details=details) from exc
     if not any(folder.glob("*.safetensors")):
         raise InvalidRequest(
             f"{name} has no safetensors: weights in another form are not read (a pickle may run anything). "

@@ -27,6 +27,7 @@ from synapse_host.errors import InvalidRequest, SynapseError, UnknownModel
 from synapse_host.results import Generation, Piece
 from synapse_host.serve.bodies import Body, Chat, Completion, Embeddings, Input, Rerank, Sampling, TeiEmbed
 from synapse_host.serve.service import Endpoint, Refused, Service, deadline_of, error_of, json_response
+from synapse_host.text.validate import prompt_text
 
 MAX_INPUTS: Final = 2048
 """Texts, rows or documents of one request, as OpenAI has it."""
@@ -123,9 +124,16 @@ class Api:
             raise InvalidRequest(message, details={"param": "dimensions", "dims": bundle.manifest.dims})
         deadline = deadline_of(request, body)
         texts, rows = _inputs(given, name)
-        prompt = body.input_type if isinstance(body, Embeddings) else body.prompt_name
-        if rows and prompt is not None:
-            raise InvalidRequest("a prompt goes before texts, not before token ids", details={"param": name})
+        field = "input_type" if isinstance(body, Embeddings) else "prompt_name"
+        prompt: str | None = getattr(body, field)
+        if prompt is not None:
+            if rows:
+                raise InvalidRequest("a prompt goes before texts, not before token ids", details={"param": field})
+            if bundle is not None:
+                try:
+                    prompt_text(bundle.manifest, prompt)
+                except InvalidRequest as exc:
+                    raise exc.with_details(param=field) from exc
         if rows:
             return await self._host.embed_ids(model, rows, deadline=deadline), sum(map(len, rows))
         result = await self._host.embed_result(model, texts, deadline=deadline, truncate=truncate, prompt=prompt)

@@ -14,6 +14,8 @@ from synapse_host.text.encoders import CHUNK
 
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, lt=1e9)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**32)]
+Name: TypeAlias = Annotated[str, Meta(max_length=1024)]
+"""A model or a lane. An answer that refuses it has it several times."""
 Input: TypeAlias = str | list[str | int | list[int]]
 """A text, texts, a row of token ids, or rows of them."""
 
@@ -24,7 +26,7 @@ class Body(Struct, forbid_unknown_fields=True, kw_only=True):
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Parameters that are not honoured, with the values that need nothing done."""
 
-    model: str | None = None
+    model: Name | None = None
     timeout: Seconds | None = None
 
     def unsupported(self) -> str | None:
@@ -188,7 +190,7 @@ class Chat(Sampling, kw_only=True):
 class Lane(Body, kw_only=True):
     """A lane by its id, its name in the matrix or a model; none is all of them."""
 
-    lane: str | None = None
+    lane: Name | None = None
 
 
 class Logs(Lane, kw_only=True):
@@ -204,14 +206,14 @@ class Logs(Lane, kw_only=True):
 class Load(Body, kw_only=True):
     """A model to load or unload, and the lane of the matrix where its task has more than one."""
 
-    model: str
-    lane: str | None = None
+    model: Name
+    lane: Name | None = None
 
 
 class Probe(Body, kw_only=True):
     """The lane to prove."""
 
-    lane: str
+    lane: Name
 
 
 class EmbedCall(Load, kw_only=True):

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import reprlib
 import sys
 import time
 import traceback
@@ -191,7 +192,7 @@ def decode(data: bytes, kind: type[B], *, own: bool = False) -> B:
             gc.enable()
     name = body.unsupported()
     if name is not None:
-        value = repr(getattr(body, name))[:80]
+        value = reprlib.repr(getattr(body, name))[:80]
         raise InvalidRequest(
             f"the parameter {name!r} with the value {value} would change the answer, and is not supported",
             details={"param": name},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import sys
 from pathlib import Path
 
@@ -38,25 +39,36 @@ def test_kinds_of_files(
     assert [text.id for text in corpus] == ids, "it can be read again"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names of files are Unicode")
+def test_a_name_that_is_no_unicode_makes_an_id_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff.md")).write_text("a")
+    (found,) = Corpus.of(tmp_path)
+    assert (found.text, found.id) == ("a", f"{tmp_path}/\\udcff.md")
+
+
 def test_a_parquet_table_and_its_column(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet isn't installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     file = tmp_path / "t.parquet"
-    parquet.write_table(pyarrow.table({"id": [10, 11, 12], "body": ["a", "b", None]}), file)
+    body = pyarrow.array([b"a", b"b", None, b"\xff"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"id": [10, None, 12, 13], "body": body}), file)
     bad: list[str] = []
     corpus = dataclasses.replace(Corpus.of(file, column="body"), on_bad=lambda error: bad.append(error.message))
-    assert [(text.id, text.text) for text in corpus] == [("10", "a"), ("11", "b")]
-    assert bad == [f"{file}:3: column body holds NoneType, not text"]
+    assert [(text.id, text.text) for text in corpus] == [("10", "a"), (f"{file}:2", "b")]
+    assert bad == [f"{file}:3: column body holds NoneType, not text", f"{file}:4: not UTF-8 text"]
     with pytest.raises(InvalidRequest, match="there is no column 'text'"):
         list(Corpus.of(file))
-    file.write_bytes(b"PAR1 not a table PAR1")
-    with pytest.raises(InvalidRequest, match="can't be read as parquet"):
-        list(Corpus.of(file, column="body"))
+    good = file.read_bytes()
+    for broken in (b"PAR1 not a table PAR1", good[:10] + b"\xff" * 30 + good[40:]):
+        file.write_bytes(broken)
+        with pytest.raises(InvalidRequest, match=r"t\.parquet: can't be read as parquet"):
+            list(Corpus.of(file, column="body"))
 
 
 def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    for name, content in (("b.txt", "two"), ("a.jsonl", '"one"'), ("sub/c.md", "three"), ("picture.png", "no")):
+    written = {"b.txt": "two", "a.jsonl": '"one"', "sub/c.md": "three", "picture.png": "no", "x.npy.ids.txt": "no"}
+    for name, content in written.items():
         (tmp_path / name).write_text(content)
     assert [text.text for text in Corpus.of(tmp_path)] == ["one", "two", "three"]
     (tmp_path / "sub" / "c.md").unlink()
@@ -70,6 +82,9 @@ def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
         ("a.jsonl", b'"a"\n{"text": 1}\n', "a.jsonl:2: must be"),
         ("a.jsonl", b'"a"\n{\n', "a.jsonl:2: not valid JSON"),
         ("a.jsonl", b'"a"\n' + b"[" * 100_000, "a.jsonl:2: n"),
+        ("a.jsonl", b'"a\\ud800"\n', "a.jsonl:1: not valid JSON"),
+        ("a.jsonl", b'{"id": "\\ud800", "text": "a"}\n', "a.jsonl:1: not valid JSON"),
+        ("a.jsonl", b'{"id": true, "text": "a"}\n', "a.jsonl:1: must be"),
         ("a.txt", b"a\n\xff\n", "a.txt:2: not UTF-8"),
         ("a.csv", b"text\na\nb,c\n", "a.csv:3: has 2 fields, the head has 1"),
         ("a.csv", b'text\n"a\n', "a.csv:2: not valid CSV"),
@@ -156,7 +171,7 @@ def test_chunks_leave_room_for_the_prompt(tmp_path: Path) -> None:
             assert tokenizer.rows([piece], prompt=prompt).truncated == []
 
 
-@pytest.mark.parametrize("chunk", ["0", "x", "3:3", "3:x", "-1", "15"])
+@pytest.mark.parametrize("chunk", ["0", "x", "3:3", "3:x", "-1", "15", "3:", "9" * 5000])
 def test_chunks_that_make_no_sense(tmp_path: Path, chunk: str) -> None:
     tokenizer = TextTokenizer(manifest.read(write_bundle(tmp_path)))  # takes 14 beside [CLS] and [SEP]
     with pytest.raises(InvalidRequest):

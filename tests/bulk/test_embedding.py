@@ -69,6 +69,26 @@ def test_a_table_has_ids_and_vectors(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("x.parquet*")] == ["x.parquet"]
 
 
+@pytest.mark.parametrize("out", ["x.npy", "x.parquet", "x.jsonl"])
+def test_a_link_under_a_passing_name_is_not_written_through(tmp_path: Path, out: str) -> None:
+    if out == "x.parquet":
+        pytest.importorskip("pyarrow", reason="the extra parquet isn't installed")
+    other, file, source = tmp_path / "other", tmp_path / out, tmp_path / "in.jsonl"
+    other.write_text("somebody's")
+    for name in ("", ".progress.json", ".meta.json", ".ids.txt", ".errors.jsonl"):
+        file.with_name(f"{out}{name}.part").symlink_to(other)
+    file.with_name(f"{out}.partial").symlink_to(other)
+    if out == "x.jsonl":
+        source.write_text('{"query": "query", "docs": ["a"]}')
+        run(tmp_path, lambda host: rerank_file(host, "judge", str(source), file, display=QUIET))
+    else:
+        source.write_text('{"id": "a", "text": "a"}\n{\n')
+        policy = Policy(on_error="skip")
+        run(tmp_path, lambda host: embed_file(host, "toy", Corpus.of(source), file, policy=policy))
+    assert other.read_text() == "somebody's"
+    assert file.is_file() and not any(path.is_symlink() for path in tmp_path.glob(f"{out}*") if path.suffix != ".part")
+
+
 LINES = '"a"\n{"id": "long", "text": "%s"}\n"b"\n{\n""\n"c"\n' % ("a " * 40)
 
 
@@ -178,13 +198,19 @@ def _file(folder: Path) -> Path:
 # --- search ----------------------------------------------------------------------------------------------------------
 
 
+META = {
+    "model": "m", "manifest_digest": "", "dims": 2, "n": 3, "files": [], "column": "text", "input_digest": "",
+    "truncate": False, "empty": "error", "on_error": "stop", "chunk": None, "left_out": [],
+}  # fmt: skip
+
+
 def test_the_nearest_rows_are_those_of_the_whole_product(tmp_path: Path) -> None:
     """More rows than one block; equal rows keep their order."""
     rng = np.random.default_rng(3)
     vectors = rng.standard_normal((70_000, 16), dtype=np.float32)
     vectors[69_999] = vectors[40_000] = vectors[3] * 2
     np.save(tmp_path / "x.npy", vectors)
-    (tmp_path / "x.npy.meta.json").write_text(json.dumps({"dims": 16, "n": 70_000, "model": "m"}))
+    (tmp_path / "x.npy.meta.json").write_text(json.dumps({**META, "dims": 16, "n": 70_000}))
     queries = np.stack([vectors[3], rng.standard_normal(16, dtype=np.float32)])
     unit = vectors.astype(np.float64) / np.linalg.norm(vectors, axis=1, keepdims=True)
     for query, hits in zip(queries, Index(tmp_path / "x.npy").nearest(queries, 5), strict=True):
@@ -198,10 +224,51 @@ def test_what_is_no_index_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_bytes(b"no")
     np.save(tmp_path / "alone.npy", np.zeros((2, 2), np.float32))
     np.save(tmp_path / "lies.npy", np.zeros((2, 2), np.float32))
-    (tmp_path / "lies.npy.meta.json").write_text('{"dims": 2, "n": 3}')
+    (tmp_path / "lies.npy.meta.json").write_text(json.dumps(META))
     for name in ("x.npy", "alone.npy", "lies.npy", "none.npy"):
         with pytest.raises(InvalidRequest, match="is no index"):
             Index(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("meta", "ids", "worst", "why"),
+    [
+        ({"n": 3.5}, b"", 1, "Expected `int`, got `float`"),
+        ({"files": [1]}, b"", 1, "Expected `str`, got `int`"),
+        ({"chunk": 5}, b"", 1, "Expected `array . null`, got `int`"),
+        ({}, b"a\nb\n", 1, "fewer lines than there are rows"),
+        ({}, b"a\n\xff\nc\n", 1, "can't decode"),
+        ({}, b'a\n"b\nc\n', 1, "Unterminated"),
+        ({}, b"a\nb\nc\n", np.nan, "it holds what is no number"),
+    ],
+)
+def test_an_index_that_is_damaged_is_refused(
+    tmp_path: Path, meta: dict[str, Any], ids: bytes, worst: float, why: str
+) -> None:
+    np.save(tmp_path / "x.npy", np.array([[1, 2], [3, 4], [5, worst]], np.float32))
+    (tmp_path / "x.npy.meta.json").write_text(json.dumps({**META, **meta}))
+    (tmp_path / "x.npy.ids.txt").write_bytes(ids)
+    with pytest.raises(InvalidRequest, match=f"is no index .*{why}"):
+        Index(tmp_path / "x.npy").nearest(np.ones((1, 2), np.float32), 3)
+
+
+@pytest.mark.parametrize("change", ["id", "vector", "null", "fewer"])
+def test_a_table_that_was_changed_is_no_index(tmp_path: Path, change: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet isn't installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {"id": ["a", "b", "c"], "vector": pyarrow.array([[1, 2]] * 3, pyarrow.list_(pyarrow.float32(), 2))}
+    table = pyarrow.table(columns).replace_schema_metadata({"synapse": json.dumps(META)})
+    good = tmp_path / "good.parquet"
+    parquet.write_table(table, good)
+    assert [hit.id for hit in Index(good).nearest(np.ones((1, 2), np.float32), 3)[0]] == ["a", "b", "c"]
+    if change == "null":
+        column = pyarrow.array([[1, 2], None, [5, 6]], columns["vector"].type)
+        table = table.set_column(1, "vector", column).replace_schema_metadata(table.schema.metadata)
+    else:
+        table = table.slice(1) if change == "fewer" else table.drop_columns([change])
+    parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(InvalidRequest, match="is no index"):
+        Index(tmp_path / "x.parquet").nearest(np.ones((1, 2), np.float32), 3)
 
 
 def test_an_index_of_another_model_is_refused(tmp_path: Path) -> None:

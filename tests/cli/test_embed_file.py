@@ -29,6 +29,7 @@ NO_PLACE = {
     "link.jsonl": "would overwrite the input",
     "hard.jsonl": "would overwrite the input",
     "x.npy": "would overwrite the input",  # whose record is the input
+    "y.npy": "would overwrite the input",  # whose list of errors is the input
     "fifo": "fifo: can't be written: it is not a regular file",
     "folder": "folder: can't be written: it is not a regular file",
     "socket": "socket: can't be written: it is not a regular file",
@@ -40,7 +41,7 @@ NO_PLACE = {
 
 @pytest.mark.parametrize("out", NO_PLACE)
 def test_a_place_that_is_refused_is_left_as_it_was(cli: Command, here: Here, out: str) -> None:
-    source = cli.root / ("x.npy.progress.json" if out == "x.npy" else "in.jsonl")
+    source = cli.root / {"x.npy": "x.npy.progress.json", "y.npy": "y.npy.errors.jsonl"}.get(out, "in.jsonl")
     source.write_text('"a"\n"b"\n')
     (cli.root / "link.jsonl").symlink_to("in.jsonl")
     os.link(source, cli.root / "hard.jsonl")

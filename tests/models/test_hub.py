@@ -49,7 +49,11 @@ class Answer(BaseHTTPRequestHandler):
         api = path[:2] == ["api", "models"]
         name = "/".join(path[2:4] if api else path[:2])
         folder = self.server.repositories.get(name)
-        if folder is None:
+        if name == "toys/portal":
+            self.reply(200, b"<html>log in first", {})
+        elif name == "toys/gone":
+            self.close_connection = True
+        elif folder is None:
             self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif api:
             files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
@@ -129,6 +133,9 @@ def test_a_name_is_fetched_and_pinned(small_hub: Hub, tmp_path: Path) -> None:
     ("name", "environment", "says"),
     [
         ("toys/none", {}, "the hub has no toys/none"),
+        ("toys/portal", {}, "toys/portal can't be fetched"),
+        ("toys/gone", {}, "toys/gone can't be fetched"),
+        ("toys/double--dash", {}, "toys/double--dash can't be fetched"),
         ("toys/pickled", {}, "toys/pickled has no safetensors"),
         ("toys/bert", {"HF_HUB_OFFLINE": "1"}, "toys/bert is not in the cache"),
         ("toys/bert", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "toys/bert"),

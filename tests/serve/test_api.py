@@ -136,6 +136,7 @@ REFUSED = [
     ("/v1/embeddings", {"input": ["a"] * 2049}, 413, "input"),
     ("/v1/embeddings", {**EMBED, "model": "nope"}, 404, None),
     ("/v1/embeddings", {**EMBED, "model": "judge"}, 400, None),
+    ("/v1/embeddings", {**EMBED, "model": "a" * 1025}, 400, "model"),
     ("/v1/embeddings", {"input": "a " * 100}, 422, None),
     ("/v1/embeddings", {**EMBED, "dimensions": 4}, 400, "dimensions"),
     ("/v1/embeddings", {**EMBED, "encoding_format": "int8"}, 400, "encoding_format"),
