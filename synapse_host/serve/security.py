@@ -97,4 +97,5 @@ class _Guard:
             if not hmac.compare_digest(shown.encode("utf-8", "replace"), self._key):
                 raise Refused(401, "this server needs its API key: Authorization: Bearer KEY")
         if path in COMMANDS or (self._key is None and path in CHANGES):
-            raise Refused(401, "this goes over the Unix socket; loading, unloading and probing also with an API key")
+            way = "needs a server with --api-key-file" if path in CHANGES else "isn't for TCP"
+            raise Refused(401, f"{path} {way}; the server's user needs none by the command synapse")
