@@ -125,7 +125,8 @@ NOUNS = {"engine": "<engine>", "lane": "<lane>", "model": "<name>", "certificate
 
 
 def test_every_finding_of_doctor():
-    listed = {row[0]: row[1:] for row in tables("id")}
+    section = TEXT.split("## What doctor finds")[1].split("\n## ")[0]
+    listed = re.findall(r"^- `(\S+)`: .", section, re.MULTILINE)
     expected = set()
     for found in finding_ids():
         if found == "engine.*.*":
@@ -134,8 +135,7 @@ def test_every_finding_of_doctor():
             noun = NOUNS.get(found.partition(".")[0], "")
             expected.add(found.replace("*", noun))
     assert len(expected) > 15
-    assert set(listed) == expected
-    assert {row[0].partition(" ")[0] for row in listed.values()} <= {"failure", "warning", "info"}
+    assert sorted(listed) == sorted(expected)
 
 
 # --- numbers and names -----------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_every_field_of_a_crash_is_explained():
 
 
 def test_every_log_line_of_supervision_is_listed():
-    lines = " ".join(row[2].replace("=", " ") for row in tables("logger"))
+    lines = TEXT.split("The host's own loggers")[1].split("\n\n")[1].replace("=", " ")
     for module in ("worker/session", "supervision/supervisor", "supervision/lifecycle", "worker/listener"):
         tree = ast.parse((ROOT / "synapse_host" / f"{module}.py").read_text())
         for node in ast.walk(tree):
