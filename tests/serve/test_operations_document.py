@@ -28,7 +28,11 @@ def tables(first: str) -> list[list[str]]:
     ]
 
 
-CODES = {row[0]: row[1:] for row in tables("code")}
+CODES = {
+    row[0].replace("`", ""): row[1:]
+    for row in re.findall(r"^- (`\w+`[^:(]*?)(?: \(([^)]*)\))?: (.+) → (.+)$", TEXT, re.MULTILINE)
+}
+"""What the page says of each code: what isn't usual, the meaning, what to do."""
 
 
 def described(error: type[SynapseError]) -> str:
@@ -56,7 +60,7 @@ def test_every_code_of_the_host(error):
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_every_code_of_a_worker(code):
     name = code.value
-    row = CODES.get(f"{name} (from a worker)") or CODES[name]
+    row = CODES.get(f"{name} from a worker") or CODES[name]
     assert row[0] == described(WORKER_ERRORS[code])
     assert all(len(cell) > 10 for cell in row[1:])
 
@@ -68,7 +72,7 @@ def test_quarantine_has_a_row_of_its_own():
 
 def test_no_row_is_about_a_code_that_does_not_exist():
     known = {error.code for error in host_errors()} | {code.value for code in ErrorCode}
-    extra = {"engine_crashed with quarantined", "invalid_request (from a worker)", "internal_error"}
+    extra = {"engine_crashed with quarantined", "invalid_request from a worker", "internal_error"}
     assert set(CODES) == known | extra
     assert '"internal_error"' in (ROOT / "synapse_host" / "serve" / "service.py").read_text()
 
@@ -155,7 +159,8 @@ def test_the_numbers_are_the_defaults():
 
 
 def test_every_field_of_a_crash_is_explained():
-    fields = {name for row in tables("field") for name in row[0].split(", ")}
+    section = TEXT.split("## Reading a crash")[1].split("\n## ")[0]
+    fields = {name for names in re.findall(r"^- ([^:]+):", section, re.MULTILINE) for name in re.findall(r"\w+", names)}
     written: set[str] = set()
     for module in ("supervision/standing", "worker/refusals", "supervision/health"):
         for node in ast.walk(ast.parse((ROOT / "synapse_host" / f"{module}.py").read_text())):
