@@ -160,7 +160,7 @@ def test_the_numbers_are_the_defaults():
 
 def test_every_field_of_a_crash_is_explained():
     section = TEXT.split("## Reading a crash")[1].split("\n## ")[0]
-    fields = {name for names in re.findall(r"^- ([^:]+):", section, re.MULTILINE) for name in re.findall(r"\w+", names)}
+    fields = {name for names in re.findall(r"^- ([^:]+): ", section, re.MULTILINE) for name in re.findall(r"\w+", names)}
     written: set[str] = set()
     for module in ("supervision/standing", "worker/refusals", "supervision/health"):
         for node in ast.walk(ast.parse((ROOT / "synapse_host" / f"{module}.py").read_text())):
