@@ -81,39 +81,31 @@ def test_generated_parts_are_fresh() -> None:
     assert diagram() in TEXT
 
 
+def listing(before: str) -> list[str]:
+    """Return the lines of the indented block that follows the words *before*."""
+    return [line[4:] for line in TEXT.split(f"{before}\n\n")[1].split("\n\n")[0].splitlines()]
+
+
+def line(kind: type[m.Message]) -> str:
+    """Return the document's line of a message: its fields, its raw frame, its answer."""
+    raw = {None: "", "<i4": " + i32", "<f4": " + f32"}[kind.payload]
+    answer: Any = m.REPLY_TO.get(kind)  # type: ignore[call-overload]
+    return f"{m.type_name(kind)}({fields(kind)}){raw}" + (f" -> {m.type_name(answer)}" if answer else "")
+
+
 def test_messages() -> None:
-    dtypes = {None: "none", "<i4": "i32", "<f4": "f32"}
-    expected = []
-    for kind in (*HOST, *WORKER):
-        answer: Any = m.REPLY_TO.get(kind)  # type: ignore[arg-type]
-        expected.append(
-            [
-                m.type_name(kind),
-                "host" if kind in HOST else "worker",
-                fields(kind),
-                dtypes[kind.payload],
-                m.type_name(answer) if answer else "",
-            ]
-        )
-    assert sorted(table("type")) == sorted(expected)
-
-
-def test_raw_frames() -> None:
-    dtypes = {"<i4": "i32", "<f4": "f32"}
-    expected = [[m.type_name(kind), dtypes[kind.payload]] for kind in (*HOST, *WORKER) if kind.payload]
-    assert sorted(row[:2] for row in table("after")) == sorted(expected)
+    assert sorted(listing("The host sends")) == sorted(map(line, HOST))
+    assert sorted(listing("and the worker")) == sorted(map(line, WORKER))
 
 
 def test_handshake() -> None:
-    assert table("handshake frame") == [["HELLO", "worker", fields(m.Hello)], ["HELLO_ACK", "host", fields(m.HelloAck)]]
+    assert listing("in the notation of section 4:") == [f"HELLO({fields(m.Hello)})", f"HELLO_ACK({fields(m.HelloAck)})"]
 
 
 def test_objects_and_words() -> None:
-    said = dict(table("object or word"))
-    assert said.pop("id") == f"string of 1 to {m.MAX_IDENTIFIER_BYTES} bytes"
-    expected = {kind.__name__: fields(kind) for kind in OBJECTS}
-    expected |= {kind.__name__: ", ".join(f"`{member.value}`" for member in kind) for kind in ENUMS}
-    assert said == expected
+    words = [f"{kind.__name__} = {' | '.join(member.value for member in kind)}" for kind in ENUMS]
+    objects = [f"{kind.__name__}({fields(kind)})" for kind in OBJECTS]
+    assert listing("where") == [f"id = string of 1 to {m.MAX_IDENTIFIER_BYTES} bytes", *objects, *words]
 
 
 def test_phases_and_windows() -> None:
