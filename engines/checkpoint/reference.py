@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         count = compute(args.checkpoint, args.out, **options, progress=program.report("reference"))
         return {"path": str(args.out), "probes": count}
 
-    return program.run("reference", make, missing="install the extra 'reference'")
+    return program.run("reference", make, missing="pip install 'synapse-workers[reference]'")
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def _page(evidence: Evidence, console: Console) -> None:
     if evidence.precision == "approximate":
         console.line("  precision   approximate: an int8 artifact")
     if evidence.fixture is None:
-        console.line("  The bundle has no reference fixtures (reference_fixture_missing): build it with them.")
+        console.line("  No reference fixtures (reference_fixture_missing). Make them: synapse build --fixtures")
     if evidence.fault is not None:
         console.line(f"  {evidence.fault.stage}: {evidence.fault.message}")
 

@@ -90,7 +90,7 @@ def common_options(parser: Parser, *, running: bool = False) -> None:
     where = (
         "directory of the running host (default: the user's runtime directory)"
         if running
-        else "exclusive runtime directory (default: a private one)"
+        else "where to look for the server, or to run a host of its own (default: the user's, a private one)"
     )
     group.add_argument("--runtime-dir", type=Path, metavar="DIR", help=where)
     group.add_argument("--deadline", type=seconds, metavar="SECONDS", help="give up waiting after this long")

@@ -147,9 +147,9 @@ class RunningHost:
 
         parts = [part async for part in self.embed_stream(model, texts, **options)]
         truncated = [index for part in parts for index in part.truncated]
+        tokens = sum(part.tokens for part in parts)
         first = parts[0]
         vectors = np.concatenate([part.vectors for part in parts])
-        tokens = sum(part.tokens for part in parts)
         return EmbedResult(vectors, truncated, first.model, first.lane, first.engine, first.device, tokens)
 
     async def rerank_result(self, model: str, query: str, documents: Sequence[str], **options: Any) -> RerankResult:

@@ -202,7 +202,7 @@ class Operator:
             have = ", ".join(sorted(self._host.bundles)) or "none"
             raise UnknownModel(
                 f"this host has no model {model!r} (it has: {have}). For a model installed since it started, restart "
-                "synapse serve",
+                "synapse serve; a folder is served by: synapse serve --load FOLDER",
                 details=exc.details,
             ) from exc
 

@@ -96,5 +96,8 @@ class _Guard:
             shown = shown.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
             if not hmac.compare_digest(shown.encode("utf-8", "replace"), self._key):
                 raise Refused(401, "this server needs its API key: Authorization: Bearer KEY")
-        if path in COMMANDS or (self._key is None and path in CHANGES):
-            raise Refused(401, "this goes over the Unix socket; loading, unloading and probing also with an API key")
+        if path in COMMANDS:
+            raise Refused(401, f"{path} is for the command synapse, over the Unix socket; programs use /v1")
+        if self._key is None and path in CHANGES:
+            verb = path.rpartition("/")[2]
+            raise Refused(401, f"over TCP {path} needs synapse serve --api-key-file F; here use: synapse {verb}")

@@ -98,6 +98,7 @@ def test_a_file_is_filled_by_the_server(host: Running, ask: Ask, models: Command
         words = ("embed", "--file", "texts.jsonl", "--model", "toy", "--out", f"{name}.npy", "--json")
         done = ask(*words, *more)
         assert done.code == 0, done.err
+        assert done.document["tokens_per_s"] > 0
         documents[name] = {key: value for key, value in done.document.items() if "_per_s" not in key and key != "out"}
     assert documents["there"] == documents["here"]
     assert np.array_equal(np.load(models.root / "there.npy"), np.load(models.root / "here.npy"))

@@ -43,7 +43,8 @@ def column(root: Path) -> None:
 def index(root: Path) -> Index:
     np.save(root / "x.npy", np.zeros((1, 8), np.float32))
     facts = {"dims": 8, "n": 1, "model": "older", "manifest_digest": "0", "files": [], "column": "text"}
-    facts |= {"input_digest": "0", "truncate": False, "empty": "error", "on_error": "stop", "chunk": None, "left_out": []}
+    facts |= {"input_digest": "0", "truncate": False, "empty": "error", "on_error": "stop", "chunk": None}
+    facts["left_out"] = []
     (root / "x.npy.meta.json").write_text(json.dumps(facts))
     return Index(root / "x.npy")
 

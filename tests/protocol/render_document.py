@@ -1,4 +1,4 @@
-"""Writes the generated parts of ``docs/protocol.md`` from the transition table: run it after changing the table."""
+"""Writes the generated part of ``docs/protocol.md`` from the transition table: run it after changing the table."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ from pathlib import Path
 from engines.protocol.rules import TRANSITIONS, State
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
-
-
-def states() -> str:
-    """Return the transition table as a Markdown table."""
-    rows = [
-        f"| {state.name} | {role.value} | {kind.value} | {following.name} |"
-        for (state, role, kind), following in TRANSITIONS.items()
-    ]
-    return "\n".join(["| state | sender | frame | next state |", "| --- | --- | --- | --- |", *rows])
 
 
 def diagram() -> str:
@@ -30,12 +21,11 @@ def diagram() -> str:
 
 
 def render(text: str) -> str:
-    """Return *text* with its generated parts replaced."""
-    for name, body in (("states", states()), ("diagram", diagram())):
-        pattern = rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(pattern, lambda found, body=body: f"{found[1]}{body}\n{found[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
-        if count != 1:
-            raise ValueError(f"docs/protocol.md has {count} places for {name}")
+    """Return *text* with its generated part replaced."""
+    pattern = r"(<!-- generated: diagram -->\n).*?(<!-- end -->)"
+    text, count = re.subn(pattern, lambda found: f"{found[1]}{diagram()}\n{found[2]}", text, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"docs/protocol.md has {count} places for the diagram")
     return text
 
 

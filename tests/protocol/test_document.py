@@ -10,9 +10,8 @@ from msgspec import NODEFAULT
 
 from engines.protocol import messages as m
 from engines.protocol.errors import ErrorCode
-from engines.protocol.rules import State
 from synapse_host.config import Windows
-from tests.protocol.render_document import DOCUMENT, diagram, render, states
+from tests.protocol.render_document import DOCUMENT, diagram, render
 
 TEXT = DOCUMENT.read_text("utf-8")
 OBJECTS = (m.Item, m.Segment, m.Inventory, m.Executable, m.EngineInfo, m.PackedCapability)
@@ -79,52 +78,34 @@ def fields(kind: type[msgspec.Struct]) -> str:
 def test_generated_parts_are_fresh() -> None:
     """If this fails: ``python -m tests.protocol.render_document``."""
     assert render(TEXT) == TEXT
-    assert states() in TEXT and diagram() in TEXT
+    assert diagram() in TEXT
 
 
-def test_every_state_is_explained() -> None:
-    rows = table("state", TEXT[TEXT.index("IDLE, BUSY and so on") :])
-    assert rows == [[state.name, state.value] for state in State]
+def listing(before: str) -> list[str]:
+    """Return the lines of the indented block that follows the words *before*."""
+    return [line[4:] for line in TEXT.split(f"{before}\n\n")[1].split("\n\n")[0].splitlines()]
+
+
+def line(kind: type[m.Message]) -> str:
+    """Return the document's line of a message: its fields, its raw frame, its answer."""
+    raw = {None: "", "<i4": " + i32", "<f4": " + f32"}[kind.payload]
+    answer: Any = m.REPLY_TO.get(kind)  # type: ignore[call-overload]
+    return f"{m.type_name(kind)}({fields(kind)}){raw}" + (f" -> {m.type_name(answer)}" if answer else "")
 
 
 def test_messages() -> None:
-    dtypes = {None: "none", "<i4": "i32", "<f4": "f32"}
-    expected = []
-    for kind in (*HOST, *WORKER):
-        answer: Any = m.REPLY_TO.get(kind)  # type: ignore[arg-type]
-        expected.append(
-            [
-                m.type_name(kind),
-                "host" if kind in HOST else "worker",
-                fields(kind),
-                dtypes[kind.payload],
-                m.type_name(answer) if answer else "",
-            ]
-        )
-    assert sorted(table("type")) == sorted(expected)
-
-
-def test_raw_frames() -> None:
-    dtypes = {"<i4": "i32", "<f4": "f32"}
-    expected = [[m.type_name(kind), dtypes[kind.payload]] for kind in (*HOST, *WORKER) if kind.payload]
-    assert sorted(row[:2] for row in table("after")) == sorted(expected)
+    assert sorted(listing("The host sends")) == sorted(map(line, HOST))
+    assert sorted(listing("and the worker")) == sorted(map(line, WORKER))
 
 
 def test_handshake() -> None:
-    for first, kind in (("HELLO field", m.Hello), ("HELLO_ACK field", m.HelloAck)):
-        described = ", ".join(
-            f"{name.strip('`')}{'?' if presence == 'optional' else ''} {kind_word}"
-            for name, kind_word, presence in table(first)
-        )
-        assert described == fields(kind)
+    assert listing("in the notation of section 4:") == [f"HELLO({fields(m.Hello)})", f"HELLO_ACK({fields(m.HelloAck)})"]
 
 
 def test_objects_and_words() -> None:
-    said = dict(table("object or word"))
-    assert said.pop("id") == f"string of 1 to {m.MAX_IDENTIFIER_BYTES} bytes"
-    expected = {kind.__name__: fields(kind) for kind in OBJECTS}
-    expected |= {kind.__name__: ", ".join(f"`{member.value}`" for member in kind) for kind in ENUMS}
-    assert said == expected
+    words = [f"{kind.__name__} = {' | '.join(member.value for member in kind)}" for kind in ENUMS]
+    objects = [f"{kind.__name__}({fields(kind)})" for kind in OBJECTS]
+    assert listing("where") == [f"id = string of 1 to {m.MAX_IDENTIFIER_BYTES} bytes", *objects, *words]
 
 
 def test_phases_and_windows() -> None:
@@ -136,22 +117,23 @@ def test_phases_and_windows() -> None:
         for engine, phases in (("any", plain),) if plain == cuda else (("others", plain), (m.CUDA_ENGINE, cuda)):
             limits = [windows.ping] if kind is m.Ping else [seconds[phase] for phase in phases]
             expected.append([m.type_name(kind), engine, ", ".join(phases), ", ".join(f"{limit:g}" for limit in limits)])
-    assert sorted(table("exchange")) == sorted(expected)
+    listed = [[kind, *row[1:]] for row in table("exchange") for kind in row[0].split(", ")]
+    assert sorted(listed) == sorted(expected)
 
 
 def test_error_codes() -> None:
-    rows = table("code")
-    assert [code.strip("`") for code, _ in rows] == [code.value for code in ErrorCode]
-    assert all(meaning for _, meaning in rows)
+    """Their meanings are a table of operations.md (tests/serve/test_operations_document.py)."""
+    listed = TEXT.split("## 7. ERR codes")[1]
+    assert re.findall(r"`(\w+)`", listed) == [code.value for code in ErrorCode]
 
 
 def test_limits_and_names() -> None:
-    said = {name: value for name, value, _ in table("limit")}
-    assert said["default and ceiling of `max_frame`"] == str(m.DEFAULT_MAX_FRAME)
-    assert said["HELLO and HELLO_ACK"].startswith(f"{m.HELLO_MAX_FRAME},")
-    assert said["levels of objects and arrays in HELLO"] == str(m.MAX_NESTING)
-    assert said["items, candidates or sequences of a request"] == str(m.MAX_ITEMS)
-    assert said["length of a `req_id` or item id"] == f"1 to {m.MAX_IDENTIFIER_BYTES} bytes of UTF-8"
+    for limit in (
+        f"`max_frame`: {m.DEFAULT_MAX_FRAME} by default and at most; HELLO and HELLO_ACK {m.HELLO_MAX_FRAME},",
+        f"HELLO: at most {m.MAX_NESTING} levels",
+        f"A request: at most {m.MAX_ITEMS} items, candidates or sequences",
+    ):
+        assert limit in TEXT
     assert f"`v` is {m.VERSION}, exactly" in TEXT and f"version {m.VERSION}\n" in TEXT
     for engine in (m.LLAMA_ENGINE, m.ANE_ENGINE, m.CUDA_ENGINE):
         assert f"`{engine}`" in TEXT

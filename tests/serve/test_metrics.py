@@ -195,5 +195,5 @@ def test_odd_names_are_escaped(on_host: Any) -> None:
 def test_the_documented_metrics_are_these() -> None:
     text = Path(__file__).parents[2].joinpath("docs", "operations.md").read_text()
     section = text.partition("\n## Metrics\n")[2].partition("\n## ")[0]
-    documented = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
+    documented = [line.split("`")[1] for line in section.splitlines() if line.startswith("- `")]
     assert sorted(documented) == sorted(NAMES)

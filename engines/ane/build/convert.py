@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = _keys(checkpoint, args.buckets, args.packed)
         return build(checkpoint, args.out, keys=keys, target=args.target, progress=_report)
 
-    return program.run(args.verb, make, missing="install the extra 'ane'")
+    return program.run(args.verb, make, missing="pip install 'synapse-workers[ane]'")
 
 
 def _keys(checkpoint: Checkpoint, buckets: Sequence[int] | None, packed: Sequence[int] | None) -> list[Key]:

@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = {"path": args.out.name, "bytes": args.out.stat().st_size, "digest": PREFIX + file_digest(args.out)}
         return found | made
 
-    return program.run("build", make, missing="install the extra 'llama'")
+    return program.run("build", make, missing="pip install 'synapse-workers[llama]'")
 
 
 if __name__ == "__main__":
