@@ -33,6 +33,7 @@ FILE_NAME: Final = "manifest.json"
 MAX_BYTES: Final = 4 * 1024 * 1024
 
 Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "llama"]
+FamilyName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Task: TypeAlias = Literal["embed", "rerank", "generate"]
 Score: TypeAlias = Literal["sigmoid", "identity"]
 Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -74,11 +75,15 @@ class Artifact(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a model is. ``dims``: vector width (embed), 1 (rerank), hidden size (generate)."""
+    """What a model is. ``dims``: vector width (embed), 1 (rerank), hidden size (generate).
+
+    ``family``: a :data:`Family` where the bundle was built from a checkpoint, llama.cpp's name of the architecture
+    (``qwen2``, ``phi3``, ``gemma3``) where it holds somebody else's GGUF.
+    """
 
     manifest_version: Literal[1]
     model_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    family: Family
+    family: FamilyName
     task: Task
     dims: Positive
     max_tokens: Positive

@@ -204,7 +204,7 @@ def test_the_program_reports_and_ends_with_the_artifact(tmp_path: Path, capsys: 
         (["build", "m", "missing/x.gguf"], 1, "No such file"),
         (["build", "m", "x.gguf", "--dtype", "q4_0"], 2, "invalid choice"),
         (["tokenizer", "nowhere.gguf", "t.json"], 1, "nowhere.gguf"),
-        (["tokenizer", "m/config.json", "t.json"], 1, "not a readable GGUF"),
+        (["tokenizer", "m/config.json", "t.json"], 1, "not a usable GGUF"),
         (["tokenizer", "bert/bert-f32.gguf", "t.json"], 1, "no_vocab"),
         ([], 2, "required"),
     ],

@@ -165,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     two = verbs.add_parser("tokenizer", help="tokenizer.json from a GGUF's vocabulary")
     two.add_argument("gguf", type=Path)
     two.add_argument("out", type=Path)
+    two.add_argument("--given", action="store_true", help="OUT is there already: only say what it must agree with")
     try:
         args = parser.parse_args(argv)
     except SystemExit as exc:
@@ -179,9 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             made = {"dtype": args.dtype}
         else:
-            from engines.llama.build.vocabulary import write_tokenizer
+            from engines.llama.build.tokenizer import describe
 
-            made = {"facts": write_tokenizer(args.gguf, args.out, progress=program.report("tokenizer"))}
+            made = describe(args.gguf, None if args.given else args.out, progress=program.report("tokenizer"))
         found = {"path": args.out.name, "bytes": args.out.stat().st_size, "digest": PREFIX + file_digest(args.out)}
         return found | made
 
