@@ -18,7 +18,7 @@ from synapse_host.models import builder, from_gguf, hub
 from synapse_host.placement import places
 
 _DTYPES: Final[dict[str, tuple[str, ...]]] = {
-    "gguf": ("f32", "f16", "bf16", "q8_0"),
+    "gguf": ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"),
     "safetensors-package": ("f32", "f16", "bf16", "int8"),
     "coreml": ("f16",),
 }
@@ -43,7 +43,10 @@ def configure(parser: Parser) -> None:
         help="gguf, safetensors-package, coreml (default: what the model allows)",
     )
     parser.add_argument(
-        "--dtype", default=None, help="f32, f16, bf16, q8_0, int8, or per format: gguf=f16,safetensors-package=f32+int8"
+        "--dtype",
+        default=None,
+        help="f32, f16, bf16, q8_0, int8, of generators also q6_k, q5_k_m, q4_k_m; or per format: "
+        "gguf=f16,safetensors-package=f32+int8",
     )
     parser.add_argument(
         "--tokenizer", type=Path, default=None, help="of a GGUF: its own tokenizer.json, where it can't be written"

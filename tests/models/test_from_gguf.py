@@ -79,14 +79,15 @@ def make(file: Path, **options: Any) -> Bundle:
 
 
 def test_a_generator_as_its_file_says_it(tmp_path: Path) -> None:
-    file = byte_level(tmp_path, general__license="mit", tokenizer__chat_template="{{ bos_token }}{{ messages }}")
+    words = {"general__license": "mit", "general__file_type": 15}
+    file = byte_level(tmp_path, tokenizer__chat_template="{{ bos_token }}{{ messages }}", **words)
     bundle = make(file)
     made = bundle.manifest
     assert (made.family, made.task, made.dims, made.max_tokens) == ("llama", "generate", 64, 256)
     assert (made.license, made.source, made.chat_template) == ("mit", file.name, "{{ bos_token }}{{ messages }}")
     assert made.config is not UNSET and made.config["vocab_size"] == 320
-    assert [(a.format, a.dtype, a.path) for a in made.artifacts] == [("gguf", "f32", "model-f32.gguf")]
-    assert bundle.path("model-f32.gguf").read_bytes() == file.read_bytes()
+    assert [(a.format, a.dtype, a.path) for a in made.artifacts] == [("gguf", "q4_k_m", "model-q4_k_m.gguf")]
+    assert bundle.path("model-q4_k_m.gguf").read_bytes() == file.read_bytes()
     assert builder.verify(bundle) == []
     tokenizer = TextTokenizer(bundle)
     bos = made.special_ids["bos"]  # type: ignore[index]

@@ -7,7 +7,8 @@ OUT.json`` print progress as JSON lines ``{"stage", "done", "total"}`` (bytes of
 Theory of operation. A checkpoint is opened and checked by ``engines.checkpoint``, which maps its weights. A family's
 module says its metadata and names its tensors; first all names, shapes and types are written, then each tensor is made,
 encoded and written in turn, so that one is in memory at a time. The file appears under its name once it is whole.
-Matrices take the dtype that was asked for, everything else stays float32, which is what llama.cpp computes with.
+Matrices take the dtype that was asked for, everything else stays float32, which is what llama.cpp computes with. The
+k-quants (``q4_k_m``, ``q5_k_m``, ``q6_k``) are made by llama.cpp's own quantizer from such a file.
 
 A new family is one file here, with ``metadata`` and ``tensors``, and a row in :data:`FAMILIES`.
 """
@@ -27,6 +28,7 @@ from engines.bundle.manifest import BundleError
 from engines.checkpoint import facts, program
 from engines.checkpoint.read import Checkpoint
 from engines.llama.build import bert, decoder
+from engines.llama.build.native import QUANTS, quantize
 from engines.llama.build.tensors import GgufTensor
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
     from engines.checkpoint.safetensors import Array, FloatArray
 
-DTYPES: Final = ("f32", "f16", "bf16", "q8_0")
+DTYPES: Final = ("f32", "f16", "bf16", "q8_0", *QUANTS)
 END_KEY: Final = "synapse.end_token_ids"
 FAMILIES: Final[Mapping[str, Any]] = {"bert": bert, "qwen3": decoder, "llama": decoder}
 """Family -> the module with its ``metadata`` and ``tensors``."""
@@ -60,6 +62,8 @@ def build(
 
     if dtype not in DTYPES:
         raise BundleError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if dtype in QUANTS:
+        return _quantized(checkpoint, out, dtype=dtype, name=name, pooling=pooling, progress=progress)
     if checkpoint.family not in FAMILIES:
         raise BundleError(
             f"{checkpoint.family} is not converted to GGUF here; build it as safetensors-package or coreml"
@@ -94,6 +98,26 @@ def build(
         temporary.replace(out)
     finally:
         writer.close()
+        temporary.unlink(missing_ok=True)
+    return out.stat().st_size
+
+
+def _quantized(checkpoint: Checkpoint, out: Path, *, dtype: str, **options: Any) -> int:
+    """Write a generator's GGUF in llama.cpp's k-quants, from one as the checkpoint is stored, which goes afterwards.
+
+    llama.cpp picks the type of each matrix, and a coarser one for rows that aren't whole blocks of 256 numbers.
+    """
+    if checkpoint.task != "generate":
+        raise BundleError(
+            f"{dtype} is for generators: vectors and scores of k-quants are not certified; use q8_0 or f16"
+        )
+    whole, temporary = (out.with_name(f"{out.name}.{part}") for part in ("whole", "part"))
+    try:
+        build(checkpoint, whole, dtype=checkpoint.stored_dtype, **options)
+        quantize(whole, temporary, dtype)
+        temporary.replace(out)
+    finally:
+        whole.unlink(missing_ok=True)
         temporary.unlink(missing_ok=True)
     return out.stat().st_size
 

@@ -1,11 +1,13 @@
-"""What only building asks of llama.cpp: how it tokenises. In a builder's child, for a damaged file may abort there."""
+"""What only building asks of llama.cpp: how it tokenises, and k-quants. In a builder's child, for it may abort."""
 
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any, Final
 
 from engines.llama.binding import library, open_stream
+from engines.machine import usable_cores
 from engines.protocol.errors import EngineError, ErrorCode
 
 UNKNOWN: Final = 1
@@ -15,6 +17,22 @@ LSTRIP: Final = 128
 RSTRIP: Final = 256
 SINGLE_WORD: Final = 512
 """Bits of ``enum llama_token_attr``."""
+
+QUANTS: Final = {"q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
+"""Dtype -> ``enum llama_ftype``: the mixtures of llama.cpp's own making, whose matrices differ in their types."""
+
+
+def quantize(source: Path, target: Path, dtype: str) -> None:
+    """Write *source* with its matrices in one of :data:`QUANTS`. Raises EngineError where llama.cpp can't."""
+    lib = library()
+    params = lib.api.llama_model_quantize_default_params()
+    params.ftype = QUANTS[dtype]
+    params.nthread = usable_cores()
+    lib.last_error = ""
+    if lib.api.llama_model_quantize(bytes(source), bytes(target), ctypes.byref(params)):
+        raise EngineError(
+            ErrorCode.ARTIFACT_INVALID, f"llama.cpp can't write {dtype}: {lib.last_error or 'no reason given'}"
+        )
 
 
 class NativeVocabulary:
