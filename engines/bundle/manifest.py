@@ -32,7 +32,7 @@ from engines.protocol.messages import Pooling
 FILE_NAME: Final = "manifest.json"
 MAX_BYTES: Final = 4 * 1024 * 1024
 
-Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "llama"]
+Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "qwen2", "llama"]
 FamilyName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Task: TypeAlias = Literal["embed", "rerank", "generate"]
 Score: TypeAlias = Literal["sigmoid", "identity"]
@@ -78,7 +78,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     """What a model is. ``dims``: vector width (embed), 1 (rerank), hidden size (generate).
 
     ``family``: a :data:`Family` where the bundle was built from a checkpoint, llama.cpp's name of the architecture
-    (``qwen2``, ``phi3``, ``gemma3``) where it holds somebody else's GGUF.
+    (``phi3``, ``gemma3``) where it holds somebody else's GGUF.
     """
 
     manifest_version: Literal[1]

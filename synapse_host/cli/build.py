@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from engines.bundle.manifest import Bundle
 from engines.checkpoint import facts
+from engines.checkpoint.families import FAMILIES
+from engines.checkpoint.families.relatives import RELATIVES
 from engines.checkpoint.read import Checkpoint
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, count
@@ -30,7 +32,7 @@ def configure(parser: Parser) -> None:
         "Make a model bundle from a checkpoint: a folder (config.json and safetensors; never pickles), or a name on "
         "the Hugging Face hub, owner/name or owner/name@revision, which is fetched into the hub's cache. Or of a GGUF "
         "file of any architecture that llama.cpp knows, to generate or embed: as it is, in any of its dtypes. "
-        "Families: bert (also as roberta, xlm-roberta, camembert, distilbert), modernbert, qwen3, llama."
+        f"Families: {', '.join((*FAMILIES, *RELATIVES))}."
     )
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="folder with config.json, owner/name on the hub, or a .gguf"
@@ -178,7 +180,7 @@ def _dtypes(text: str | None, formats: list[str]) -> dict[str, list[str]]:
 
 def _possible(checkpoint: Checkpoint) -> list[str]:
     """Return the formats that serve this checkpoint on machines without an accelerator."""
-    if checkpoint.task == "generate":
+    if checkpoint.task == "generate" or not checkpoint.known.packaged:
         return ["gguf"]
     if checkpoint.family == "modernbert" or (checkpoint.family == "qwen3" and checkpoint.task == "rerank"):
         return ["safetensors-package"]

@@ -112,6 +112,11 @@ def test_the_models_folder_may_come_from_the_environment(
     assert f"models in {cli.root / 'other'}" in here("models", "--models-dir", str(cli.root / "other"), bare=True).out
 
 
+def test_what_no_engine_reads_is_not_built(cli: Command, here: Here, tmp_path: Path) -> None:
+    done = here("build", str(toy_models.TOYS["qwen2"](tmp_path / "qwen2")), str(cli.root / "out"), "--json")
+    assert [artifact["format"] for artifact in done.document["artifacts"]] == ["gguf"]
+
+
 def test_a_gguf_is_taken_as_it_is(cli: Command, here: Here, checkpoint: str, tmp_path: Path) -> None:
     toy = build_toy(tmp_path, "toy", toy_models.write_llama)
     out, own = str(cli.root / "gguf"), str(toy.checkpoint / "tokenizer.json")

@@ -284,12 +284,13 @@ def write_qwen3(
     normalize: bool = True,
     dtype: str = "float32",
     shards: int = 1,
+    family: Family = "qwen3",
 ) -> Path:
-    """Write a Qwen3 embedder (last-token pooling), yes/no reranker or generator (Qwen3ForCausalLM, tied)."""
+    """Write a Qwen3 or Qwen2 embedder (last-token pooling), yes/no reranker or generator (tied)."""
     causal = rerank or generate
     config: dict[str, Any] = {
-        "architectures": ["Qwen3ForCausalLM" if causal else "Qwen3Model"],
-        "model_type": "qwen3",
+        "architectures": [family.title() + ("ForCausalLM" if causal else "Model")],
+        "model_type": family,
         "vocab_size": vocab,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -310,7 +311,10 @@ def write_qwen3(
     }
     task: Task = "rerank" if rerank else "generate" if generate else "embed"
     prefix = (lambda name: "model." + name) if causal else None
-    _finish(folder, "qwen3", task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
+    if family == "qwen2":
+        del config["attention_bias"]
+        config["head_dim"] = hidden // heads
+    _finish(folder, family, task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
     ids = write_bytelevel_tokenizer(folder, vocab, QWEN_SPECIALS, template=None if causal else ("", "<|endoftext|>"))
     if rerank:
         _json(folder / "1_LogitScore" / "config.json", {"true_token_id": ids["yes"], "false_token_id": ids["no"]})
@@ -564,6 +568,8 @@ TOYS: dict[str, Callable[[Path], Path]] = {
     "qwen3": write_qwen3,
     "qwen3-rerank": lambda folder: write_qwen3(folder, rerank=True),
     "qwen3-generate": lambda folder: write_qwen3(folder, generate=True),
+    "qwen2": lambda folder: write_qwen3(folder, family="qwen2"),
+    "qwen2-generate": lambda folder: write_qwen3(folder, family="qwen2", generate=True),
     "llama-generate": write_llama,
 }
 """The toys that tests/goldens/toys.npz holds reference outputs for."""

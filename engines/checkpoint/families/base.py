@@ -33,6 +33,8 @@ class Config(Struct, kw_only=True):
     """How its embedders pool where nothing says so."""
     causal: ClassVar[bool] = False
     """A decoder: it may generate, and its config.json names its special ids."""
+    packaged: ClassVar[bool] = True
+    """Whether an engine reads its safetensors-package."""
 
     vocab_size: Count
     hidden_size: Count

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 DTYPES: Final = ("f32", "f16", "bf16", "q8_0", *QUANTS)
 END_KEY: Final = "synapse.end_token_ids"
-FAMILIES: Final[Mapping[str, Any]] = {"bert": bert, "qwen3": decoder, "llama": decoder}
+FAMILIES: Final[Mapping[str, Any]] = {"bert": bert, "qwen3": decoder, "qwen2": decoder, "llama": decoder}
 """Family -> the module with its ``metadata`` and ``tensors``."""
 _FILE_TYPES: Final = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 _POOLING_TYPES: Final = {"mean": 1, "cls": 2, "last": 3, "rank": 4}
