@@ -32,7 +32,7 @@ from engines.protocol.messages import Pooling
 FILE_NAME: Final = "manifest.json"
 MAX_BYTES: Final = 4 * 1024 * 1024
 
-Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "qwen2", "llama"]
+Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "qwen2", "llama", "mistral"]
 FamilyName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Task: TypeAlias = Literal["embed", "rerank", "generate"]
 Score: TypeAlias = Literal["sigmoid", "identity"]

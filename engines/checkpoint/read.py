@@ -50,7 +50,6 @@ TOKEN_TYPES: Final = "embeddings.token_type_embeddings.weight"  # noqa: S105
 UNSERVED: Final[Mapping[str, str]] = {
     "nomic_bert": "rotary positions and gated layers in BERT's order, which no graph here computes",
     "gemma3_text": "norms around each part of a layer and windows in most layers, which no graph here computes",
-    "mistral": "windows over the last tokens in some releases, which no graph here computes",
     "phi3": "joined projections and scaled rotary positions, which no graph here computes",
 }
 """What is missing to serve well-known models whose checkpoints aren't; llama.cpp serves each from its GGUF."""
@@ -237,7 +236,7 @@ def complete_config(
             need(isinstance(part, dict | None), "rope_parameters", "must hold objects")
             thetas |= {key: part["rope_theta"]} if part and "rope_theta" in part else {}
         known = msgspec.convert(thetas | config, kind, strict=not from_manifest)
-        known.complete(config)
+        known.complete(raw)
     except (msgspec.ValidationError, CheckpointError) as exc:
         raise CheckpointError(f"{where}: {exc}") from exc
     return config | msgspec.structs.asdict(known)

@@ -198,7 +198,7 @@ def test_a_pair_longer_than_the_model(load: Any, token_batch: Batch) -> None:
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("toy", ["llama-generate", "qwen3-generate", "qwen2-generate"])
+@pytest.mark.parametrize("toy", ["llama-generate", "qwen3-generate", "qwen2-generate", "mistral-generate"])
 @pytest.mark.parametrize("blocks", [{}, {"ubatch_size": 3}, {"batch_size": 1}])
 def test_greedy_tokens_as_transformers_computes_them(load: Any, golden: Any, toy: str, blocks: dict[str, int]) -> None:
     """Also what proves llama's rotary order: a wrong one changes every token."""

@@ -337,11 +337,12 @@ def write_llama(
     tied: bool = False,
     dtype: str = "float32",
     shards: int = 1,
+    family: Family = "llama",
 ) -> Path:
-    """Write a llama-family generator (LlamaForCausalLM)."""
+    """Write a llama-family generator (LlamaForCausalLM, MistralForCausalLM)."""
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [family.title() + "ForCausalLM"],
+        "model_type": family,
         "vocab_size": vocab,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -361,7 +362,7 @@ def write_llama(
         "pad_token_id": 0,
     }
     prefix = lambda name: name if name.startswith("lm_head") else "model." + name  # noqa: E731
-    _finish(folder, "llama", "generate", config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
+    _finish(folder, family, "generate", config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
     write_bytelevel_tokenizer(folder, vocab, QWEN_SPECIALS, template=None)
     return folder
 
@@ -571,6 +572,7 @@ TOYS: dict[str, Callable[[Path], Path]] = {
     "qwen2": lambda folder: write_qwen3(folder, family="qwen2"),
     "qwen2-generate": lambda folder: write_qwen3(folder, family="qwen2", generate=True),
     "llama-generate": write_llama,
+    "mistral-generate": lambda folder: write_llama(folder, family="mistral"),
 }
 """The toys that tests/goldens/toys.npz holds reference outputs for."""
 

@@ -15,7 +15,7 @@ import msgspec
 from engines.bundle.manifest import Family
 from engines.checkpoint.families.base import Config
 from engines.checkpoint.families.bert import Bert
-from engines.checkpoint.families.decoder import Llama, Qwen2, Qwen3
+from engines.checkpoint.families.decoder import Llama, Mistral, Qwen2, Qwen3
 from engines.checkpoint.families.modernbert import ModernBert
 
 FAMILIES: Final[Mapping[Family, type[Config]]] = {
@@ -24,6 +24,7 @@ FAMILIES: Final[Mapping[Family, type[Config]]] = {
     "qwen3": Qwen3,
     "qwen2": Qwen2,
     "llama": Llama,
+    "mistral": Mistral,
 }
 
 

@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3: causal, rotary positions, grouped queries, SwiGLU.
+"""Llama, Mistral, Qwen2 and Qwen3: causal, rotary positions, grouped queries, SwiGLU.
 
 Qwen2 has biases where queries, keys and values are made; Qwen3 norms each head's query and key.
 
@@ -37,7 +37,7 @@ class Llama(Config, kw_only=True):
         Config.complete(self, config)
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         need(not config.get("use_sliding_window"), "use_sliding_window", "sliding windows are not supported")
-        kinds = config.get("layer_types", [])
+        kinds = config.get("layer_types") or []
         need(isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds), "layer_types",
              "only full_attention is served")  # fmt: skip
         grouped = self.num_attention_heads % self.num_key_value_heads == 0
@@ -71,6 +71,22 @@ class Llama(Config, kw_only=True):
     def biased(self) -> tuple[bool, bool]:
         """Whether queries, keys and values have a bias, and whether the output of attention has one."""
         return self.attention_bias, self.attention_bias
+
+
+class Mistral(Llama, kw_only=True):
+    """``MistralForCausalLM`` and ``MistralModel``: Llama, where no window is set. From GGUF."""
+
+    def complete(self, config: Mapping[str, Any]) -> None:
+        """As Llama; a window as long as all positions is none. Without the key transformers has one of 4096."""
+        Llama.complete(self, config)
+        window = config.get("sliding_window", 4096)
+        whole = window is None or (type(window) is int and window >= self.max_position_embeddings)
+        need(whole, "sliding_window", f"{window!r}: sliding windows are not supported")
+
+    def tensors(self, task: Task) -> Iterator[Tensor]:
+        """As Llama; there is no reranker."""
+        need(task != "rerank", "architectures", "a mistral reranker isn't served; served: embed and generate")
+        return Llama.tensors(self, task)
 
 
 class Qwen2(Llama, kw_only=True):

@@ -38,8 +38,13 @@ if TYPE_CHECKING:
 
 DTYPES: Final = ("f32", "f16", "bf16", "q8_0", *QUANTS)
 END_KEY: Final = "synapse.end_token_ids"
-FAMILIES: Final[Mapping[str, Any]] = {"bert": bert, "qwen3": decoder, "qwen2": decoder, "llama": decoder}
+FAMILIES: Final[Mapping[str, Any]] = {
+    "bert": bert,
+    **dict.fromkeys(("qwen3", "qwen2", "llama", "mistral"), decoder),
+}
 """Family -> the module with its ``metadata`` and ``tensors``."""
+ARCHITECTURES: Final = {"mistral": "llama"}
+"""Families that are another one in llama.cpp."""
 _FILE_TYPES: Final = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 _POOLING_TYPES: Final = {"mean": 1, "cls": 2, "last": 3, "rank": 4}
 _Q8_BLOCK: Final = 32
@@ -73,7 +78,7 @@ def build(
             f"a {checkpoint.family} reranker is not served from GGUF (its template isn't faithful there); use another "
             "format"
         )
-    writer = gguf.GGUFWriter(None, checkpoint.family, use_temp_file=False)
+    writer = gguf.GGUFWriter(None, _architecture(checkpoint), use_temp_file=False)
     writer.add_name(name or checkpoint.folder.name)
     _metadata(writer, checkpoint, pooling)
     writer.add_file_type(_FILE_TYPES[dtype])
@@ -140,6 +145,10 @@ def _encode(array: FloatArray, kind: GGMLQuantizationType) -> Array:
     return stored
 
 
+def _architecture(checkpoint: Checkpoint) -> str:
+    return ARCHITECTURES.get(checkpoint.family, checkpoint.family)
+
+
 def _metadata(writer: Any, checkpoint: Checkpoint, pooling: str | None) -> None:
     known, c = facts.of_checkpoint(checkpoint), checkpoint.config
     writer.add_context_length(checkpoint.known.positions)
@@ -150,7 +159,7 @@ def _metadata(writer: Any, checkpoint: Checkpoint, pooling: str | None) -> None:
     FAMILIES[checkpoint.family].metadata(writer, checkpoint, known)
     if checkpoint.task != "generate":
         kind = "rank" if checkpoint.task == "rerank" else pooling or known.pooling
-        writer.add_uint32(f"{checkpoint.family}.pooling_type", _POOLING_TYPES[str(kind)])
+        writer.add_uint32(f"{_architecture(checkpoint)}.pooling_type", _POOLING_TYPES[str(kind)])
     _vocabulary(writer, checkpoint, known)
 
 

@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3 in a GGUF."""
+"""Llama, Mistral, Qwen2 and Qwen3 in a GGUF."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tensors(checkpoint: Checkpoint) -> Iterator[GgufTensor]:
                 if source not in checkpoint.tensors:
                     continue
                 # llama's rotary pairs neighbours where Hugging Face pairs halves; Qwen keeps halves on both sides.
-                turned = heads if checkpoint.family == "llama" else 0
+                turned = 0 if checkpoint.family.startswith("qwen") else heads
                 yield _rotated(checkpoint, name, source, turned, matrix=part == "weight")
         output = f"{layer}.self_attn.o_proj"
         yield from both(checkpoint, f"{block}.attn_output", output, bias=f"{output}.bias" in checkpoint.tensors)
