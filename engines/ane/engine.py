@@ -23,7 +23,7 @@ machine; only :mod:`engines.ane.binding` needs a Mac. Neither numpy nor the fram
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from msgspec import UNSET
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from engines.ane.inputs import InputRules
     from engines.ane.model import PlanCache
     from engines.ane.signature import Key
-    from engines.bundle.manifest import Artifact, Bundle, Manifest
+    from engines.bundle.manifest import Artifact, Bundle, Family, Manifest
     from engines.runtime.progress import ProgressReporter
 
 FORMAT: Final = "coreml"
@@ -211,7 +211,7 @@ def _rules(described: Manifest, artifact: Artifact) -> tuple[InputRules, int, in
         raise EngineError(ErrorCode.ARTIFACT_INVALID, "manifest.json: config is missing")
     try:
         where = "manifest.json: config"
-        c = complete_config(described.config, described.family, where=where, from_manifest=True)
+        c = complete_config(described.config, cast("Family", described.family), where=where, from_manifest=True)
     except CheckpointError as exc:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
     special = described.special_ids if described.special_ids is not UNSET else {}

@@ -34,7 +34,8 @@ MAX_BYTES: Final = 4 * 1024 * 1024
 
 FILES: Final = ("tokenizer", "fixtures", "dense")
 """Keys of the files that a manifest names beside its artifacts."""
-Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "llama"]
+Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "qwen2", "llama", "mistral"]
+FamilyName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Task: TypeAlias = Literal["embed", "rerank", "generate"]
 Score: TypeAlias = Literal["sigmoid", "identity"]
 Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -94,14 +95,16 @@ class DenseLayers(Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     """What a model is.
 
-    ``dims``: vector width (embed), 1 (rerank), hidden size (generate). ``prompts``: texts, by name, that the model was
-    trained to see before others; ``default_prompt`` names the one that is used where a caller names none. ``dense``:
-    layers between the pooling and the normalisation; ``dims`` is the width behind them.
+    ``dims``: vector width (embed), 1 (rerank), hidden size (generate). ``family``: a :data:`Family` where the bundle
+    was built from a checkpoint, llama.cpp's name of the architecture (``phi3``, ``gemma3``) where it holds somebody
+    else's GGUF. ``prompts``: texts, by name, that the model was trained to see before others; ``default_prompt`` names the one
+    that is used where a caller names none. ``dense``: layers between the pooling and the normalisation; ``dims`` is the
+    width behind them.
     """
 
     manifest_version: Literal[1]
     model_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    family: Family
+    family: FamilyName
     task: Task
     dims: Positive
     max_tokens: Positive

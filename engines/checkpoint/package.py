@@ -51,6 +51,8 @@ def write_package(
     """
     if checkpoint.task == "generate":
         raise CheckpointError("a safetensors-package serves embedding and reranking; build a generator as gguf")
+    if not checkpoint.known.packaged:
+        raise CheckpointError(f"no engine reads a safetensors-package of {checkpoint.family}; build it as gguf")
     dtype = dtype or checkpoint.stored_dtype
     if dtype not in (*DTYPES, INT8):
         raise CheckpointError(f"dtype {dtype!r}: a safetensors-package is f32, f16, bf16 or int8")

@@ -47,6 +47,12 @@ SHARD_INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 POSITIONS: Final = "embeddings.position_embeddings.weight"
 TOKEN_TYPES: Final = "embeddings.token_type_embeddings.weight"  # noqa: S105
+UNSERVED: Final[Mapping[str, str]] = {
+    "nomic_bert": "rotary positions and gated layers in BERT's order, which no graph here computes",
+    "gemma3_text": "norms around each part of a layer and windows in most layers, which no graph here computes",
+    "phi3": "joined projections and scaled rotary positions, which no graph here computes",
+}
+"""What is missing to serve well-known models whose checkpoints aren't; llama.cpp serves each from its GGUF."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +192,11 @@ def family_of(raw: Mapping[str, Any], where: Path | str) -> Family:
     for family in FAMILIES:
         if raw.get("model_type") == family:
             return family
+    kind = raw.get("model_type")
+    missing = UNSERVED.get(str(kind), "its config, its tensors and its forward pass aren't known to any engine here")
     raise CheckpointError(
-        f"{where}: model_type {raw.get('model_type')!r} is not supported "
-        f"(supported: {', '.join((*FAMILIES, *RELATIVES))})"
+        f"{where}: model_type {kind!r} is not supported: {missing} (supported: {', '.join((*FAMILIES, *RELATIVES))}). "
+        "Where there is a GGUF of it, build from that, to embed or generate: synapse build MODEL.gguf OUT"
     )
 
 
@@ -228,7 +236,7 @@ def complete_config(
             need(isinstance(part, dict | None), "rope_parameters", "must hold objects")
             thetas |= {key: part["rope_theta"]} if part and "rope_theta" in part else {}
         known = msgspec.convert(thetas | config, kind, strict=not from_manifest)
-        known.complete(config)
+        known.complete(raw)
     except (msgspec.ValidationError, CheckpointError) as exc:
         raise CheckpointError(f"{where}: {exc}") from exc
     return config | msgspec.structs.asdict(known)

@@ -7,11 +7,11 @@ The order and the codes are llama-cuda.md 6.2, 8.1 and 8.2. What is checked by t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from msgspec import UNSET
 
-from engines.bundle.manifest import Artifact, Bundle, BundleError, Manifest
+from engines.bundle.manifest import Artifact, Bundle, BundleError, Family, Manifest
 from engines.checkpoint.layout import INT8
 from engines.checkpoint.package import profile_of
 from engines.checkpoint.read import Checkpoint
@@ -112,7 +112,7 @@ def open_package(path: str, fd: int, manifest: Manifest, *, int8: bool) -> Check
             )
         config = manifest.config if manifest.config is not UNSET else {}
         return Checkpoint.from_package(
-            path, config=config, family=manifest.family, task=manifest.task, fd=fd, int8=int8
+            path, config=config, family=cast(Family, manifest.family), task=manifest.task, fd=fd, int8=int8
         )
     except BundleError as exc:
         word = "head_tensor_missing: " if ": tensor " in str(exc) else ""

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's low-level API: the only file here that touches the native library.
+"""llama.cpp through llama-cpp-python's low-level API: the only file of a worker that touches the native library.
 
 The high-level ``Llama`` class takes text only and truncates silently, so it is not used. Every foreign call releases
 the GIL (``ctypes.CDLL``). Callbacks are kept referenced as long as native code may call them. A status becomes an
@@ -12,7 +12,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -67,7 +68,7 @@ class Library:
         if self._level < 3 or not line or any(words in line for words in CHATTER):
             return
         if self._level >= 4:
-            self.last_error = line
+            self.last_error = self.last_error or line  # the first says why, the last only that it failed
         log.log(logging.ERROR if self._level >= 4 else logging.WARNING, "llama.cpp: %s", line)
 
 
@@ -137,11 +138,8 @@ class NativeModel:
         callback = self.api.llama_progress_callback(progress)
         params.progress_callback = callback
         lib.last_error = ""
-        stream = _Stream(descriptor)
-        try:
-            self._model: Any = self.api.llama_model_load_from_file_ptr(stream.pointer, params)
-        finally:
-            stream.close()
+        with open_stream(descriptor) as stream:
+            self._model: Any = self.api.llama_model_load_from_file_ptr(stream, params)
         if not self._model:
             raise EngineError(
                 ErrorCode.ARTIFACT_INVALID, f"llama.cpp refuses the file: {lib.last_error or 'no reason given'}"
@@ -386,24 +384,24 @@ _STATUS: Final = {
 }
 
 
-class _Stream:
-    """A C ``FILE*`` on a duplicate of a descriptor: hashed and loaded is the same open file."""
-
-    def __init__(self, descriptor: int) -> None:
-        os.lseek(descriptor, 0, os.SEEK_SET)  # "The GGUF is read from the current position"
-        if sys.platform == "win32":
-            self._c = ctypes.CDLL("ucrtbase")
-            opener = self._c._fdopen
-        else:
-            self._c = ctypes.CDLL(None)
-            opener = self._c.fdopen
-        opener.argtypes, opener.restype = [ctypes.c_int, ctypes.c_char_p], ctypes.c_void_p
-        self._c.fclose.argtypes = [ctypes.c_void_p]
-        copy = os.dup(descriptor)
-        self.pointer = opener(copy, b"rb")
-        if not self.pointer:
-            os.close(copy)
-            raise EngineError(ErrorCode.OOM, "the C library gives no stream for the file")
-
-    def close(self) -> None:
-        self._c.fclose(self.pointer)
+@contextmanager
+def open_stream(descriptor: int) -> Iterator[Any]:
+    """Yield a C ``FILE*`` on a duplicate of a descriptor, at byte 0: hashed and loaded is the same open file."""
+    os.lseek(descriptor, 0, os.SEEK_SET)  # "The GGUF is read from the current position"
+    if sys.platform == "win32":
+        c = ctypes.CDLL("ucrtbase")
+        opener = c._fdopen
+    else:
+        c = ctypes.CDLL(None)
+        opener = c.fdopen
+    opener.argtypes, opener.restype = [ctypes.c_int, ctypes.c_char_p], ctypes.c_void_p
+    c.fclose.argtypes = [ctypes.c_void_p]
+    copy = os.dup(descriptor)
+    pointer = opener(copy, b"rb")
+    if not pointer:
+        os.close(copy)
+        raise EngineError(ErrorCode.OOM, "the C library gives no stream for the file")
+    try:
+        yield pointer
+    finally:
+        c.fclose(pointer)

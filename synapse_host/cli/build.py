@@ -1,22 +1,26 @@
-"""``synapse build``: a model bundle from a checkpoint folder, or from one on the hub by its name."""
+"""``synapse build``: a model bundle from a checkpoint folder, from one on the hub by its name, or from a GGUF."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from engines.bundle.manifest import Bundle
 from engines.checkpoint import facts
+from engines.checkpoint.families import FAMILIES
+from engines.checkpoint.families.relatives import RELATIVES
 from engines.checkpoint.read import Checkpoint
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, count
 from synapse_host.errors import EXIT_OK, InvalidRequest
-from synapse_host.models import builder, hub
+from synapse_host.models import builder, from_gguf, hub
 from synapse_host.placement import places
 
 _DTYPES: Final[dict[str, tuple[str, ...]]] = {
-    "gguf": ("f32", "f16", "bf16", "q8_0"),
+    "gguf": ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"),
     "safetensors-package": ("f32", "f16", "bf16", "int8"),
     "coreml": ("f16",),
 }
@@ -26,10 +30,13 @@ def configure(parser: Parser) -> None:
     """Declare the verb's arguments."""
     parser.description = (
         "Make a model bundle from a checkpoint: a folder (config.json and safetensors; never pickles), or a name on "
-        "the Hugging Face hub, owner/name or owner/name@revision, which is fetched into the hub's cache. "
-        "Families: bert (also as roberta, xlm-roberta, camembert, distilbert), modernbert, qwen3, llama."
+        "the Hugging Face hub, owner/name or owner/name@revision, which is fetched into the hub's cache. Or of a GGUF "
+        "file of any architecture that llama.cpp knows, to generate or embed: as it is, in any of its dtypes. "
+        f"Families: {', '.join((*FAMILIES, *RELATIVES))}."
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder with config.json, or owner/name on the hub")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="folder with config.json, owner/name on the hub, or a .gguf"
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="bundle folder to make; must not exist yet, or be empty")
     parser.add_argument(
         "--formats",
@@ -38,11 +45,17 @@ def configure(parser: Parser) -> None:
         help="gguf, safetensors-package, coreml (default: what the model allows)",
     )
     parser.add_argument(
-        "--dtype", default=None, help="f32, f16, bf16, q8_0, int8, or per format: gguf=f16,safetensors-package=f32+int8"
+        "--dtype",
+        default=None,
+        help="f32, f16, bf16, q8_0, int8, of generators also q6_k, q5_k_m, q4_k_m; or per format: "
+        "gguf=f16,safetensors-package=f32+int8",
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, default=None, help="of a GGUF: its own tokenizer.json, where it can't be written"
     )
     parser.add_argument("--name", default=None, help="model id (default: OUT's name)")
     parser.add_argument("--task", choices=("embed", "rerank", "generate"), help="where the checkpoint doesn't say it")
-    parser.add_argument("--pooling", choices=("mean", "cls", "last"), help="where 1_Pooling/config.json is missing")
+    parser.add_argument("--pooling", choices=("mean", "cls", "last"), help="where the checkpoint doesn't say it")
     parser.add_argument("--max-tokens", type=count, default=None, help="longest row served, at most the position table")
     parser.add_argument("--score", choices=("sigmoid", "identity"), help="what the host applies to rerank logits")
     parser.add_argument(
@@ -53,6 +66,7 @@ def configure(parser: Parser) -> None:
         """
         synapse build ./all-MiniLM-L6-v2 ./minilm
         synapse build BAAI/bge-small-en-v1.5 ./bge
+        synapse build ./Qwen2.5-7B-Instruct-Q4_K_M.gguf ./qwen
         synapse build ./my-reranker ./bundle --formats gguf --dtype q8_0
         synapse build ./e5 ./bundle --dtype gguf=f16+bf16,safetensors-package=f32 --pooling mean
         """
@@ -64,6 +78,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     out: Path = places.expanded(args.out)
     _check_target(out, force=args.force)
     folder, source = places.expanded(Path(args.checkpoint)), None
+    if folder.is_file():
+        return _of_gguf(args, folder, out, console)
+    if args.tokenizer is not None:
+        raise InvalidRequest("--tokenizer is for a GGUF; a checkpoint is built with its own tokenizer.json")
     if hub.is_name(args.checkpoint):
         console.note(f"fetching {args.checkpoint}")
         folder, source = (fetched := hub.fetch(args.checkpoint, bars=console.bars)).folder, fetched.source
@@ -85,6 +103,34 @@ def run(args: argparse.Namespace, console: Console) -> int:
             reference=args.fixtures,
             progress=progress,
         )
+    return _said(bundle, notes, console)
+
+
+def _of_gguf(args: argparse.Namespace, file: Path, out: Path, console: Console) -> int:
+    """Build from a GGUF, which is taken as it is: what would change it is refused."""
+    for option in ("dtype", "score", "fixtures"):
+        if getattr(args, option):
+            raise InvalidRequest(f"--{option} is for a checkpoint; a GGUF is taken as it is")
+    if args.formats not in (None, ["gguf"]):
+        raise InvalidRequest("--formats is for a checkpoint; a GGUF stays one")
+    with console.stages(out.name) as progress:
+        bundle = from_gguf.build(
+            file,
+            out,
+            model_id=args.name or _model_id(out),
+            task=args.task,
+            pooling=args.pooling,
+            max_tokens=args.max_tokens,
+            tokenizer=None if args.tokenizer is None else places.expanded(args.tokenizer),
+            progress=progress,
+        )
+    notes = []
+    if bundle.manifest.task == "embed":
+        notes.append("a GGUF doesn't say whether vectors are normalised; these are, as llama.cpp's server does it")
+    return _said(bundle, notes, console)
+
+
+def _said(bundle: Bundle, notes: Sequence[str], console: Console) -> int:
     console.document(
         {
             "bundle": str(bundle.root),
@@ -134,7 +180,7 @@ def _dtypes(text: str | None, formats: list[str]) -> dict[str, list[str]]:
 
 def _possible(checkpoint: Checkpoint) -> list[str]:
     """Return the formats that serve this checkpoint on machines without an accelerator."""
-    if checkpoint.task == "generate":
+    if checkpoint.task == "generate" or not checkpoint.known.packaged:
         return ["gguf"]
     if checkpoint.family == "modernbert" or (checkpoint.family == "qwen3" and checkpoint.task == "rerank"):
         return ["safetensors-package"]

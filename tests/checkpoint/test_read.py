@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engines.bundle.manifest import BundleError
-from engines.checkpoint import layout, safetensors
+from engines.checkpoint import facts, layout, safetensors
 from engines.checkpoint.package import write_package
 from engines.checkpoint.read import (
     Checkpoint,
@@ -332,7 +332,7 @@ NAN, INF = float("nan"), float("inf")
 STRANGE = [None, True, -1, 0, 0.5, 10**400, 2**63, NAN, INF, "x", [], [1], [[]], {}, {"a": 1}, {"a": []}]
 
 
-@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3", "qwen2", "llama", "mistral"])
 def test_whatever_stands_in_a_config_is_served_or_refused_by_key(family: Any) -> None:
     """What a manifest's config holds reaches a worker: any other exception there ends it."""
     keys = [*complete_config(BASE, family, where="x"), "rope_parameters", "rope_scaling", "use_sliding_window"]
@@ -349,3 +349,23 @@ def test_whatever_stands_in_a_config_is_served_or_refused_by_key(family: Any) ->
             if key not in change or key.endswith(("eps", "theta")):
                 assert not isinstance(value, int | float) or abs(float(value)) < 2**64, (key, change)
     assert served > len(STRANGE)  # what nobody reads may be anything
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mistral", "sliding_window": 256}, "sliding_window: 256"),
+        ({"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}, "auto_map: its own code"),
+        ({"head_dim": 32}, "head_dim: times num_attention_heads"),
+        ({"use_sliding_window": True}, "sliding windows"),
+        ({"is_causal": False}, "is_causal is False"),
+        ({"architectures": ["Qwen2ForSequenceClassification"]}, "a qwen2 reranker isn't served"),
+    ],
+)
+def test_a_decoder_that_computes_something_else_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    folder = toy_models.TOYS["qwen2"](tmp_path / "m")
+    file = folder / "config.json"
+    facts.of_checkpoint(Checkpoint.open(folder))
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=words):
+        facts.of_checkpoint(Checkpoint.open(folder))

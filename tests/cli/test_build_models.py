@@ -15,6 +15,7 @@ import pytest
 from synapse_host.models import catalogue
 from tests.cli.conftest import Command, Here
 from tests.support import toy_models
+from tests.support.toy_gguf import build_toy
 
 pytestmark = pytest.mark.process
 
@@ -109,3 +110,25 @@ def test_the_models_folder_may_come_from_the_environment(
     monkeypatch.setenv("SYNAPSE_MODELS_DIR", str(cli.root / "shelf"))
     assert f"models in {cli.root / 'shelf'}" in here("models", bare=True).out
     assert f"models in {cli.root / 'other'}" in here("models", "--models-dir", str(cli.root / "other"), bare=True).out
+
+
+def test_what_no_engine_reads_is_not_built(cli: Command, here: Here, tmp_path: Path) -> None:
+    done = here("build", str(toy_models.TOYS["qwen2"](tmp_path / "qwen2")), str(cli.root / "out"), "--json")
+    assert [artifact["format"] for artifact in done.document["artifacts"]] == ["gguf"]
+
+
+def test_a_gguf_is_taken_as_it_is(cli: Command, here: Here, checkpoint: str, tmp_path: Path) -> None:
+    toy = build_toy(tmp_path, "toy", toy_models.write_llama)
+    out, own = str(cli.root / "gguf"), str(toy.checkpoint / "tokenizer.json")
+    for words, why in (
+        ((str(toy.path), out, "--dtype", "q8_0"), "--dtype is for a checkpoint"),
+        ((str(toy.path), out, "--formats", "safetensors-package"), "--formats is for a checkpoint"),
+        ((checkpoint, out, "--tokenizer", own), "--tokenizer is for a GGUF"),
+        ((own, out), "not a usable GGUF file"),
+    ):
+        refused = here("build", *words)
+        assert (refused.code, why in refused.err, Path(out).exists()) == (2, True, False)
+    done = here("build", str(toy.path), out, "--tokenizer", own, "--task", "embed", "--pooling", "mean", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert "normalised" in done.document["notes"][0]
+    assert catalogue.obtain(out).manifest.task == "embed"

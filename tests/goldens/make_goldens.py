@@ -199,7 +199,7 @@ def toy(name: str, folder: Path) -> dict[str, np.ndarray]:
                     greedy.append(made[-8:])
             else:
                 states = model(ids).last_hidden_state[0]
-                pooled = {"modernbert": states[0], "qwen3": states[-1]}.get(family, states.mean(0))
+                pooled = {"modernbert": states[0], "qwen2": states[-1], "qwen3": states[-1]}.get(family, states.mean(0))
                 outputs.append((pooled / pooled.norm()).numpy())
     ids, cu = flat(rows)
     found = {"ids": ids, "cu": cu, "out": np.array(outputs, np.float32)}

@@ -122,6 +122,32 @@ def test_matrices_take_the_dtype_and_nothing_else_does(tmp_path: Path, name: str
         np.testing.assert_allclose(values(tensor), values(exact[label]), rtol=allowed, atol=allowed * 2)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "most", "error"), [("q6_k", "Q6_K", 0.02), ("q5_k_m", "Q5_K", 0.04), ("q4_k_m", "Q4_K", 0.09)]
+)
+def test_k_quants_come_near_the_weights_and_generate(
+    tmp_path: Path, load: Any, dtype: str, most: str, error: float
+) -> None:
+    folder = toy_models.write_llama(tmp_path / "m", hidden=256, ffn=512)
+    checkpoint, out = Checkpoint.open(folder), tmp_path / "m.gguf"
+    assert builder.build(checkpoint, out, dtype=dtype) == out.stat().st_size
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m.gguf"]
+    tensors = tensors_of(out)
+    kinds = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
+    assert kinds["blk.0.ffn_up.weight"] == most and kinds["blk.0.ffn_norm.weight"] == "F32"
+    stored = np.asarray(
+        gguf.quants.dequantize(tensors["blk.0.ffn_up.weight"].data, tensors["blk.0.ffn_up.weight"].tensor_type)
+    )
+    exact = checkpoint.f32("layers.0.mlp.up_proj.weight")
+    assert 0 < np.sqrt(np.mean((stored - exact) ** 2)) < error * exact.std()
+    assert gguf.LlamaFileType(header_of(out).metadata["general.file_type"]).name == f"MOSTLY_{dtype.upper()}"
+    model = load(ToyGguf(out, folder, sha256(out)))
+    assert model.generate(np.array([5, 6], np.int32), max_tokens=4, progress=silent()).n_prompt == 2
+    embedder = Checkpoint.open(toy_models.write_bert(tmp_path / "bert"))
+    with pytest.raises(BundleError, match=f"{dtype} is for generators"):
+        builder.build(embedder, out, dtype=dtype)
+
+
 def test_a_width_that_q8_0_cannot_hold_stays_f16(tmp_path: Path) -> None:
     folder = toy_models.write_bert(tmp_path / "m", hidden=48, heads=4, ffn=64)
     builder.build(Checkpoint.open(folder), tmp_path / "x", dtype="q8_0")
@@ -204,7 +230,7 @@ def test_the_program_reports_and_ends_with_the_artifact(tmp_path: Path, capsys: 
         (["build", "m", "missing/x.gguf"], 1, "No such file"),
         (["build", "m", "x.gguf", "--dtype", "q4_0"], 2, "invalid choice"),
         (["tokenizer", "nowhere.gguf", "t.json"], 1, "nowhere.gguf"),
-        (["tokenizer", "m/config.json", "t.json"], 1, "not a readable GGUF"),
+        (["tokenizer", "m/config.json", "t.json"], 1, "not a usable GGUF"),
         (["tokenizer", "bert/bert-f32.gguf", "t.json"], 1, "no_vocab"),
         ([], 2, "required"),
     ],

@@ -59,6 +59,8 @@ def refused(code: ErrorCode, call: Callable[[], object]) -> str:
         ("qwen3", Pooling.LAST, 0.9999, {}),
         ("qwen3:bf16", Pooling.LAST, 0.9999, {}),
         ("qwen3:q8_0", Pooling.LAST, 0.997, {"encode_chunk_tokens": 100}),
+        ("qwen2", Pooling.LAST, 0.9999, {}),
+        ("qwen2:bf16", Pooling.LAST, 0.9999, {}),
     ],
 )
 def test_vectors_as_transformers_computes_them(
@@ -196,7 +198,7 @@ def test_a_pair_longer_than_the_model(load: Any, token_batch: Batch) -> None:
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("toy", ["llama-generate", "qwen3-generate"])
+@pytest.mark.parametrize("toy", ["llama-generate", "qwen3-generate", "qwen2-generate", "mistral-generate"])
 @pytest.mark.parametrize("blocks", [{}, {"ubatch_size": 3}, {"batch_size": 1}])
 def test_greedy_tokens_as_transformers_computes_them(load: Any, golden: Any, toy: str, blocks: dict[str, int]) -> None:
     """Also what proves llama's rotary order: a wrong one changes every token."""

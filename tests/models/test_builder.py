@@ -218,7 +218,10 @@ def test_what_cannot_be_built_leaves_the_target_untouched(tmp_path: Path) -> Non
     (checkpoint / "tokenizer.json").write_text('{"model": {"type": "Neural", "vocab": {}}}')
     with pytest.raises(BundleInvalid, match=r"tokenizer\.json can't be read as a tokenizer"):
         builder.build(checkpoint, tmp_path / "out", formats=["safetensors-package"], dtypes={}, model_id="toy")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+    qwen2 = toy_models.TOYS["qwen2"](tmp_path / "m2")
+    with pytest.raises(BundleInvalid, match="no engine reads a safetensors-package of qwen2"):
+        builder.build(qwen2, tmp_path / "out", formats=["safetensors-package"], dtypes={}, model_id="toy")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m2"]
 
 
 def test_a_default_prompt_is_the_bundles_and_must_leave_room(tmp_path: Path) -> None:

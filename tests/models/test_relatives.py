@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines.checkpoint.families.relatives import RELATIVES
 from engines.checkpoint.read import CheckpointError
 from synapse_host.errors import BundleInvalid
 from synapse_host.host import Host
@@ -98,11 +99,12 @@ def test_pairs_have_the_template_of_their_kind(tmp_path: Path) -> None:
         ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings"),
         ("roberta", {"pad_token_id": "one"}, "pad_token_id"),
         ("distilbert", {"activation": "relu"}, "hidden_act"),
-        ("electra", {}, "model_type 'electra' is not supported"),
+        ("electra", {}, "model_type 'electra' is not supported: .* distilbert.*MODEL.gguf"),
+        ("nomic_bert", {}, "rotary positions and gated layers .*supported: bert, .*MODEL.gguf"),
     ],
 )
 def test_what_isn_t_bert_is_refused_by_its_key(tmp_path: Path, kind: str, change: dict[str, Any], says: str) -> None:
-    folder = toy_models.write_relative(tmp_path / "c", "roberta" if kind == "electra" else kind)
+    folder = toy_models.write_relative(tmp_path / "c", kind if kind in RELATIVES else "roberta")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": kind, **change}))
     with pytest.raises((CheckpointError, BundleInvalid), match=says):

@@ -43,10 +43,11 @@ def build_toy(
     return ToyGguf(path, checkpoint, sha256(path))
 
 
-def rewrite(source: Path, target: Path, *, drop: tuple[str, ...] = (), **metadata: int) -> ToyGguf:
-    """Copy a GGUF without the tensors whose names start with one of *drop*, and with integer metadata replaced.
+def rewrite(source: Path, target: Path, *, drop: tuple[str, ...] = (), **metadata: Any) -> ToyGguf:
+    """Copy a GGUF without the tensors whose names start with one of *drop*, and with metadata replaced.
 
-    A metadata value of -1 removes the key; ``__`` in a key stands for a dot.
+    A metadata value of -1 removes the key; ``__`` in a key stands for a dot. Other values are a string, a flag, a
+    number of 32 bits, a list or bytes.
     """
     import gguf
 
@@ -61,8 +62,9 @@ def rewrite(source: Path, target: Path, *, drop: tuple[str, ...] = (), **metadat
         element = entry.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(key, entry.contents(), kind, sub_type=element)
     for key, value in changed.items():
-        if value >= 0:
-            writer.add_uint32(key, value)
+        kinds: dict[type, Any] = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}
+        if value != -1:
+            kinds.get(type(value), writer.add_array)(key, value)
     for tensor in reader.tensors:
         if not tensor.name.startswith(drop or ("\0",)):
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)

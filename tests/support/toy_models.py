@@ -308,12 +308,13 @@ def write_qwen3(
     normalize: bool = True,
     dtype: str = "float32",
     shards: int = 1,
+    family: Family = "qwen3",
 ) -> Path:
-    """Write a Qwen3 embedder (last-token pooling), yes/no reranker or generator (Qwen3ForCausalLM, tied)."""
+    """Write a Qwen3 or Qwen2 embedder (last-token pooling), yes/no reranker or generator (tied)."""
     causal = rerank or generate
     config: dict[str, Any] = {
-        "architectures": ["Qwen3ForCausalLM" if causal else "Qwen3Model"],
-        "model_type": "qwen3",
+        "architectures": [family.title() + ("ForCausalLM" if causal else "Model")],
+        "model_type": family,
         "vocab_size": vocab,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -334,7 +335,10 @@ def write_qwen3(
     }
     task: Task = "rerank" if rerank else "generate" if generate else "embed"
     prefix = (lambda name: "model." + name) if causal else None
-    _finish(folder, "qwen3", task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
+    if family == "qwen2":
+        del config["attention_bias"]
+        config["head_dim"] = hidden // heads
+    _finish(folder, family, task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
     ids = write_bytelevel_tokenizer(folder, vocab, QWEN_SPECIALS, template=None if causal else ("", "<|endoftext|>"))
     if rerank:
         _json(folder / "1_LogitScore" / "config.json", {"true_token_id": ids["yes"], "false_token_id": ids["no"]})
@@ -357,11 +361,12 @@ def write_llama(
     tied: bool = False,
     dtype: str = "float32",
     shards: int = 1,
+    family: Family = "llama",
 ) -> Path:
-    """Write a llama-family generator (LlamaForCausalLM)."""
+    """Write a llama-family generator (LlamaForCausalLM, MistralForCausalLM)."""
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [family.title() + "ForCausalLM"],
+        "model_type": family,
         "vocab_size": vocab,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -381,7 +386,7 @@ def write_llama(
         "pad_token_id": 0,
     }
     prefix = lambda name: name if name.startswith("lm_head") else "model." + name  # noqa: E731
-    _finish(folder, "llama", "generate", config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
+    _finish(folder, family, "generate", config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
     write_bytelevel_tokenizer(folder, vocab, QWEN_SPECIALS, template=None)
     return folder
 
@@ -588,7 +593,10 @@ TOYS: dict[str, Callable[[Path], Path]] = {
     "qwen3": write_qwen3,
     "qwen3-rerank": lambda folder: write_qwen3(folder, rerank=True),
     "qwen3-generate": lambda folder: write_qwen3(folder, generate=True),
+    "qwen2": lambda folder: write_qwen3(folder, family="qwen2"),
+    "qwen2-generate": lambda folder: write_qwen3(folder, family="qwen2", generate=True),
     "llama-generate": write_llama,
+    "mistral-generate": lambda folder: write_llama(folder, family="mistral"),
 }
 """The toys that tests/goldens/toys.npz holds reference outputs for."""
 

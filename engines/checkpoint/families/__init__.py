@@ -15,14 +15,16 @@ import msgspec
 from engines.bundle.manifest import Family
 from engines.checkpoint.families.base import Config
 from engines.checkpoint.families.bert import Bert
-from engines.checkpoint.families.decoder import Llama, Qwen3
+from engines.checkpoint.families.decoder import Llama, Mistral, Qwen2, Qwen3
 from engines.checkpoint.families.modernbert import ModernBert
 
 FAMILIES: Final[Mapping[Family, type[Config]]] = {
     "bert": Bert,
     "modernbert": ModernBert,
     "qwen3": Qwen3,
+    "qwen2": Qwen2,
     "llama": Llama,
+    "mistral": Mistral,
 }
 
 

@@ -35,6 +35,8 @@ class Config(Struct, kw_only=True):
     """What stands before its tensors' names where a head is beside them."""
     causal: ClassVar[bool] = False
     """A decoder: it may generate, and its config.json names its special ids."""
+    packaged: ClassVar[bool] = True
+    """Whether an engine reads its safetensors-package."""
 
     vocab_size: Count
     hidden_size: Count

@@ -1,4 +1,6 @@
-"""Llama and Qwen3: causal, rotary positions, grouped queries, SwiGLU; Qwen3 norms each head's query and key.
+"""Llama, Mistral, Qwen2 and Qwen3: causal, rotary positions, grouped queries, SwiGLU.
+
+Qwen2 has biases where queries, keys and values are made; Qwen3 norms each head's query and key.
 
 ``lm_head`` is needed only where the output matrix isn't the embedding table and the task is generate or rerank.
 """
@@ -18,6 +20,7 @@ class Llama(Config, kw_only=True):
 
     pooling: ClassVar[Pooling] = Pooling.LAST
     causal: ClassVar[bool] = True
+    packaged: ClassVar[bool] = False
     head_norms: ClassVar[bool] = False
     """Whether each head's query and key are normed."""
 
@@ -34,7 +37,7 @@ class Llama(Config, kw_only=True):
         Config.complete(self, config)
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         need(not config.get("use_sliding_window"), "use_sliding_window", "sliding windows are not supported")
-        kinds = config.get("layer_types", [])
+        kinds = config.get("layer_types") or []
         need(isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds), "layer_types",
              "only full_attention is served")  # fmt: skip
         grouped = self.num_attention_heads % self.num_key_value_heads == 0
@@ -44,7 +47,7 @@ class Llama(Config, kw_only=True):
         """Yield the embedding, the layers, and the output matrix where it is one of its own."""
         hidden, ffn, dim = self.hidden_size, self.intermediate_size, self.head_dim
         queries, keys = self.num_attention_heads * dim, self.num_key_value_heads * dim
-        bias = self.attention_bias
+        bias, bias_out = self.biased
         yield "embed_tokens.weight", (self.vocab_size, hidden)
         for n in range(self.num_hidden_layers):
             layer = f"layers.{n}"
@@ -52,7 +55,7 @@ class Llama(Config, kw_only=True):
             yield from affine(f"{layer}.self_attn.q_proj", queries, hidden, bias=bias)
             yield from affine(f"{layer}.self_attn.k_proj", keys, hidden, bias=bias)
             yield from affine(f"{layer}.self_attn.v_proj", keys, hidden, bias=bias)
-            yield from affine(f"{layer}.self_attn.o_proj", hidden, queries, bias=bias)
+            yield from affine(f"{layer}.self_attn.o_proj", hidden, queries, bias=bias_out)
             if self.head_norms:
                 yield f"{layer}.self_attn.q_norm.weight", (dim,)
                 yield f"{layer}.self_attn.k_norm.weight", (dim,)
@@ -64,8 +67,51 @@ class Llama(Config, kw_only=True):
         if task != "embed" and not self.tie_word_embeddings:
             yield "lm_head.weight", (self.vocab_size, hidden)
 
+    @property
+    def biased(self) -> tuple[bool, bool]:
+        """Whether queries, keys and values have a bias, and whether the output of attention has one."""
+        return self.attention_bias, self.attention_bias
+
+
+class Mistral(Llama, kw_only=True):
+    """``MistralForCausalLM`` and ``MistralModel``: Llama, where no window is set. From GGUF."""
+
+    def complete(self, config: Mapping[str, Any]) -> None:
+        """As Llama; a window as long as all positions is none. Without the key transformers has one of 4096."""
+        Llama.complete(self, config)
+        window = config.get("sliding_window", 4096)
+        whole = window is None or (type(window) is int and window >= self.max_position_embeddings)
+        need(whole, "sliding_window", f"{window!r}: sliding windows are not supported")
+
+    def tensors(self, task: Task) -> Iterator[Tensor]:
+        """As Llama; there is no reranker."""
+        need(task != "rerank", "architectures", "a mistral reranker isn't served; served: embed and generate")
+        return Llama.tensors(self, task)
+
+
+class Qwen2(Llama, kw_only=True):
+    """``Qwen2Model`` and ``Qwen2ForCausalLM``, which generate and embed, from GGUF."""
+
+    def complete(self, config: Mapping[str, Any]) -> None:
+        """As in every family; embedders with code of their own (gte-Qwen2) see the whole row, unserved here."""
+        Llama.complete(self, config)
+        whole = self.head_dim * self.num_attention_heads == self.hidden_size
+        need(whole, "head_dim", "times num_attention_heads must be hidden_size, as llama.cpp has it")
+        need(not config.get("auto_map"), "auto_map", "its own code may attend to later tokens, which isn't served")
+
+    def tensors(self, task: Task) -> Iterator[Tensor]:
+        """As Llama; there is no reranker."""
+        need(task != "rerank", "architectures", "a qwen2 reranker isn't served; served of qwen2: embed and generate")
+        return Llama.tensors(self, task)
+
+    @property
+    def biased(self) -> tuple[bool, bool]:
+        """Always where queries, keys and values are made, and nowhere else."""
+        return True, False
+
 
 class Qwen3(Llama, kw_only=True):
     """``Qwen3Model`` and ``Qwen3ForCausalLM``; as a reranker it reads off the words yes and no."""
 
+    packaged: ClassVar[bool] = True
     head_norms: ClassVar[bool] = True

@@ -42,7 +42,7 @@ class ModernBert(Encoder, kw_only=True):
         """As in every encoder; layers see everything or a window, each by name."""
         Encoder.complete(self, config)
         layers, every = self.num_hidden_layers, self.global_attn_every_n_layers
-        if "layer_types" not in config:
+        if config.get("layer_types") is None:
             self.layer_types = ["sliding_attention" if n % every else "full_attention" for n in range(layers)]
         need(len(self.layer_types) == layers, "layer_types", "must name full_attention or sliding_attention each")
 

@@ -7,7 +7,8 @@ OUT.json`` print progress as JSON lines ``{"stage", "done", "total"}`` (bytes of
 Theory of operation. A checkpoint is opened and checked by ``engines.checkpoint``, which maps its weights. A family's
 module says its metadata and names its tensors; first all names, shapes and types are written, then each tensor is made,
 encoded and written in turn, so that one is in memory at a time. The file appears under its name once it is whole.
-Matrices take the dtype that was asked for, everything else stays float32, which is what llama.cpp computes with.
+Matrices take the dtype that was asked for, everything else stays float32, which is what llama.cpp computes with. The
+k-quants (``q4_k_m``, ``q5_k_m``, ``q6_k``) are made by llama.cpp's own quantizer from such a file.
 
 A new family is one file here, with ``metadata`` and ``tensors``, and a row in :data:`FAMILIES`.
 """
@@ -27,6 +28,7 @@ from engines.bundle.manifest import BundleError
 from engines.checkpoint import facts, program
 from engines.checkpoint.read import Checkpoint
 from engines.llama.build import bert, decoder
+from engines.llama.build.native import QUANTS, quantize
 from engines.llama.build.tensors import GgufTensor
 
 if TYPE_CHECKING:
@@ -34,10 +36,15 @@ if TYPE_CHECKING:
 
     from engines.checkpoint.safetensors import Array, FloatArray
 
-DTYPES: Final = ("f32", "f16", "bf16", "q8_0")
+DTYPES: Final = ("f32", "f16", "bf16", "q8_0", *QUANTS)
 END_KEY: Final = "synapse.end_token_ids"
-FAMILIES: Final[Mapping[str, Any]] = {"bert": bert, "qwen3": decoder, "llama": decoder}
+FAMILIES: Final[Mapping[str, Any]] = {
+    "bert": bert,
+    **dict.fromkeys(("qwen3", "qwen2", "llama", "mistral"), decoder),
+}
 """Family -> the module with its ``metadata`` and ``tensors``."""
+ARCHITECTURES: Final = {"mistral": "llama"}
+"""Families that are another one in llama.cpp."""
 _FILE_TYPES: Final = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 _POOLING_TYPES: Final = {"mean": 1, "cls": 2, "last": 3, "rank": 4}
 _Q8_BLOCK: Final = 32
@@ -60,6 +67,8 @@ def build(
 
     if dtype not in DTYPES:
         raise BundleError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if dtype in QUANTS:
+        return _quantized(checkpoint, out, dtype=dtype, name=name, pooling=pooling, progress=progress)
     if checkpoint.family not in FAMILIES:
         raise BundleError(
             f"{checkpoint.family} is not converted to GGUF here; build it as safetensors-package or coreml"
@@ -69,7 +78,7 @@ def build(
             f"a {checkpoint.family} reranker is not served from GGUF (its template isn't faithful there); use another "
             "format"
         )
-    writer = gguf.GGUFWriter(None, checkpoint.family, use_temp_file=False)
+    writer = gguf.GGUFWriter(None, _architecture(checkpoint), use_temp_file=False)
     writer.add_name(name or checkpoint.folder.name)
     _metadata(writer, checkpoint, pooling)
     writer.add_file_type(_FILE_TYPES[dtype])
@@ -98,6 +107,26 @@ def build(
     return out.stat().st_size
 
 
+def _quantized(checkpoint: Checkpoint, out: Path, *, dtype: str, **options: Any) -> int:
+    """Write a generator's GGUF in llama.cpp's k-quants, from one as the checkpoint is stored, which goes afterwards.
+
+    llama.cpp picks the type of each matrix, and a coarser one for rows that aren't whole blocks of 256 numbers.
+    """
+    if checkpoint.task != "generate":
+        raise BundleError(
+            f"{dtype} is for generators: vectors and scores of k-quants are not certified; use q8_0 or f16"
+        )
+    whole, temporary = (out.with_name(f"{out.name}.{part}") for part in ("whole", "part"))
+    try:
+        build(checkpoint, whole, dtype=checkpoint.stored_dtype, **options)
+        quantize(whole, temporary, dtype)
+        temporary.replace(out)
+    finally:
+        whole.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+    return out.stat().st_size
+
+
 def _kind(tensor: GgufTensor, dtype: str) -> GGMLQuantizationType:
     import gguf
 
@@ -116,6 +145,10 @@ def _encode(array: FloatArray, kind: GGMLQuantizationType) -> Array:
     return stored
 
 
+def _architecture(checkpoint: Checkpoint) -> str:
+    return ARCHITECTURES.get(checkpoint.family, checkpoint.family)
+
+
 def _metadata(writer: Any, checkpoint: Checkpoint, pooling: str | None) -> None:
     known, c = facts.of_checkpoint(checkpoint), checkpoint.config
     writer.add_context_length(checkpoint.known.positions)
@@ -126,7 +159,7 @@ def _metadata(writer: Any, checkpoint: Checkpoint, pooling: str | None) -> None:
     FAMILIES[checkpoint.family].metadata(writer, checkpoint, known)
     if checkpoint.task != "generate":
         kind = "rank" if checkpoint.task == "rerank" else pooling or known.pooling
-        writer.add_uint32(f"{checkpoint.family}.pooling_type", _POOLING_TYPES[str(kind)])
+        writer.add_uint32(f"{_architecture(checkpoint)}.pooling_type", _POOLING_TYPES[str(kind)])
     _vocabulary(writer, checkpoint, known)
 
 
@@ -165,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     two = verbs.add_parser("tokenizer", help="tokenizer.json from a GGUF's vocabulary")
     two.add_argument("gguf", type=Path)
     two.add_argument("out", type=Path)
+    two.add_argument("--given", action="store_true", help="OUT is there already: only say what it must agree with")
     try:
         args = parser.parse_args(argv)
     except SystemExit as exc:
@@ -179,9 +213,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             made = {"dtype": args.dtype}
         else:
-            from engines.llama.build.vocabulary import write_tokenizer
+            from engines.llama.build.tokenizer import describe
 
-            made = {"facts": write_tokenizer(args.gguf, args.out, progress=program.report("tokenizer"))}
+            made = describe(args.gguf, None if args.given else args.out, progress=program.report("tokenizer"))
         found = {"path": args.out.name, "bytes": args.out.stat().st_size, "digest": PREFIX + file_digest(args.out)}
         return found | made
 

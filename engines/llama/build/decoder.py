@@ -1,4 +1,4 @@
-"""Llama and Qwen3 in a GGUF."""
+"""Llama, Mistral, Qwen2 and Qwen3 in a GGUF."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ def metadata(writer: Any, checkpoint: Checkpoint, known: Facts) -> None:
 def tensors(checkpoint: Checkpoint) -> Iterator[GgufTensor]:
     """Yield every tensor in file order."""
     c = checkpoint.config
-    biased = c["attention_bias"]
     yield same(checkpoint, "token_embd.weight", "embed_tokens.weight")
     for n in range(c["num_hidden_layers"]):
         layer, block = f"layers.{n}", f"blk.{n}"
         yield same(checkpoint, f"{block}.attn_norm.weight", f"{layer}.input_layernorm.weight", matrix=False)
         for short, heads in (("q", c["num_attention_heads"]), ("k", c["num_key_value_heads"]), ("v", 0)):
-            parts = ("weight", "bias") if biased else ("weight",)
-            for part in parts:
+            for part in ("weight", "bias"):
                 source = f"{layer}.self_attn.{short}_proj.{part}"
                 name = f"{block}.attn_{short}.{part}"
-                # llama's rotary pairs neighbours where Hugging Face pairs halves; qwen3 keeps halves on both sides.
-                turned = heads if checkpoint.family == "llama" else 0
+                if source not in checkpoint.tensors:
+                    continue
+                # llama's rotary pairs neighbours where Hugging Face pairs halves; Qwen keeps halves on both sides.
+                turned = 0 if checkpoint.family.startswith("qwen") else heads
                 yield _rotated(checkpoint, name, source, turned, matrix=part == "weight")
-        yield from both(checkpoint, f"{block}.attn_output", f"{layer}.self_attn.o_proj", bias=biased)
+        output = f"{layer}.self_attn.o_proj"
+        yield from both(checkpoint, f"{block}.attn_output", output, bias=f"{output}.bias" in checkpoint.tensors)
         if f"{layer}.self_attn.q_norm.weight" in checkpoint.tensors:
             for short in ("q", "k"):
                 source = f"{layer}.self_attn.{short}_norm.weight"
