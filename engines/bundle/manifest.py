@@ -97,9 +97,9 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     ``dims``: vector width (embed), 1 (rerank), hidden size (generate). ``family``: a :data:`Family` where the bundle
     was built from a checkpoint, llama.cpp's name of the architecture (``phi3``, ``gemma3``) where it holds somebody
-    else's GGUF. ``prompts``: texts, by name, that the model was trained to see before others; ``default_prompt`` names the one
-    that is used where a caller names none. ``dense``: layers between the pooling and the normalisation; ``dims`` is the
-    width behind them.
+    else's GGUF. ``prompts``: texts, by name, that the model was trained to see before others; ``default_prompt`` names
+    the one that is used where a caller names none. ``dense``: layers between the pooling and the normalisation;
+    ``dims`` is the width behind them.
     """
 
     manifest_version: Literal[1]

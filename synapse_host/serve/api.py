@@ -133,7 +133,8 @@ class Api:
                 try:
                     prompt_text(bundle.manifest, prompt)
                 except InvalidRequest as exc:
-                    raise exc.with_details(param=field) from exc
+                    details = {**exc.details, "param": field}
+                    raise InvalidRequest(f"{field}: {exc.message}", details=details) from exc
         if rows:
             return await self._host.embed_ids(model, rows, deadline=deadline), sum(map(len, rows))
         result = await self._host.embed_result(model, texts, deadline=deadline, truncate=truncate, prompt=prompt)
