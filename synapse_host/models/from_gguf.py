@@ -100,12 +100,15 @@ def _served(
     if why is not None:
         raise BundleInvalid(f"{name} can't be served: {why}")
     if max_tokens is not None and max_tokens > limit:
-        raise InvalidRequest(f"--max-tokens {max_tokens}: {name} has {limit} positions")
+        raise InvalidRequest(f"{max_tokens} tokens: {name} has {limit} positions")
     about = {"task": task, "max_tokens": max_tokens or limit}
     if task == "generate":
         return about | {"chat_template": known["chat_template"] or UNSET}
     if pooling is None and stored is None:
-        raise InvalidRequest(f"{name} doesn't say how it pools: pass --pooling mean, cls or last")
+        raise InvalidRequest(
+            f"{name} doesn't say how it pools.",
+            advice={"python": "Say it: mean, cls or last.", "command": "Pass --pooling mean, cls or last."},
+        )
     return about | {"pooling": pooling or stored, "normalize": True}
 
 
