@@ -18,7 +18,7 @@ from msgspec import UNSET
 from engines.bundle.manifest import Bundle
 from synapse_host.certificates.standing import speeds as speeds_here
 from synapse_host.config import HostConfig
-from synapse_host.errors import InvalidRequest, QueueFull
+from synapse_host.errors import InvalidRequest
 from synapse_host.lanes import Lanes
 from synapse_host.models.bundles import open_bundles, open_installed
 from synapse_host.placement import hardware
@@ -33,7 +33,6 @@ from synapse_host.requests import rerank as reranking
 from synapse_host.requests.parts import whole
 from synapse_host.results import EmbedResult, Generation, Piece, RerankResult
 from synapse_host.text import encoders
-from synapse_host.text.background import beside
 from synapse_host.text.rows import Frame, Rows, special_frame
 from synapse_host.text.template import Renderer
 from synapse_host.text.validate import absolute, check_rows, check_texts, prompt_text
@@ -66,7 +65,6 @@ class Host:
         self.config = config
         self.bundles = dict(bundles)
         self.runtime = runtime
-        """The directory this host holds."""
         self._encoders = encoders.Encoders(self.bundles)
         self._renderer = Renderer(runtime.path)
         self._lanes = Lanes(
@@ -131,17 +129,7 @@ class Host:
         try:
             await self._lanes.aclose(drain=drain)
         finally:
-            await self._end_renderer()
-
-    async def _end_renderer(self) -> None:
-        """End the process of the chat templates, beside the loop: it is reaped, and a template may be in the middle."""
-        if self._renderer.started:
-            try:
-                await beside(self._renderer.close)
-            except QueueFull:  # no thread for it: at the interpreter's end there is none
-                self._renderer.close()
-        else:
-            self._renderer.close()
+            await self._renderer.aclose()
 
     # --- embeddings --------------------------------------------------------------------------------------------------
 
@@ -193,8 +181,7 @@ class Host:
         answer: FloatArray = np.empty((count, assignment.bundle.manifest.dims), np.float32)
         done = tokens = 0
         # A copy: the caller's list may change while it is embedded, and a row without an answer would hold old memory.
-        options: dict[str, Any] = {"lane": lane, "deadline": deadline, "truncate": truncate, "prompt": prompt}
-        stream = self.embed_stream(model, list(texts), **options)
+        stream = self.embed_stream(model, list(texts), lane=lane, deadline=deadline, truncate=truncate, prompt=prompt)
         async with aclosing(stream) as parts:
             async for part in parts:
                 answer[done : done + len(part.vectors)] = part.vectors

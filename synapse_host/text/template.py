@@ -22,6 +22,7 @@ from typing import IO, Any, Final
 
 from synapse_host.errors import BundleInvalid, InvalidRequest, QueueFull
 from synapse_host.placement.child import signal_name, worker_environment
+from synapse_host.text.background import beside
 from synapse_host.text.template_child import (
     CPU_S,
     FAILED,
@@ -91,6 +92,14 @@ class Renderer:
             )
         why = "can't be read" if kind == UNREADABLE else "fails"
         raise BundleInvalid(f"bundle {name}: its chat template {why}: {text}")
+
+    async def aclose(self) -> None:
+        """End the process beside the loop: it is reaped, and a template may be in the middle."""
+        if self.started:
+            with suppress(QueueFull):  # no thread for it: at the interpreter's end there is none
+                await beside(self.close)
+                return
+        self.close()
 
     def close(self) -> None:
         """End the process, also in the middle of a template, whose caller gets QueueFull. Idempotent."""

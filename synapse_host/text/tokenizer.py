@@ -8,9 +8,7 @@ special tokens, and the result names it by its index.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -19,6 +17,8 @@ from msgspec import UNSET
 from engines.bundle.manifest import Bundle
 from synapse_host.errors import BundleInvalid, InvalidRequest
 from synapse_host.text import tokenizer_file
+from synapse_host.text.budget import FREE_CHARACTERS as FREE_CHARACTERS
+from synapse_host.text.budget import budget
 from synapse_host.text.limits import too_long
 from synapse_host.text.rows import Frame, Rows, flatten, joined, pair_frame, single_frame
 from synapse_host.text.spelling import speller
@@ -39,10 +39,6 @@ BATCH_CHARACTERS: Final = 256 * 1024
 """Characters of short texts that the tokenizer gets at once, and the first piece of a long one at most."""
 BATCH_TEXTS: Final = 2048
 """Texts that it gets at once."""
-BUDGET_CHARACTERS: Final = 1024 * 1024
-"""Characters in the tokenizers of all threads at once; a longer piece goes alone."""
-FREE_CHARACTERS: Final = 16 * 1024
-"""Calls with fewer never wait for the budget: they may run on the event loop's thread."""
 MAX_CHARACTERS: Final = 4 * 1024 * 1024
 """Of a longer text only this much is ever read; without truncation it is refused unread."""
 LEAST_CHARACTERS: Final = 64 * 1024
@@ -62,33 +58,6 @@ _JUDGE_PREFIX: Final = (
 )
 _JUDGE_SUFFIX: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _JUDGE_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
-
-
-class _Budget:
-    """Characters that are being tokenised, by all threads of the process."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._used = 0
-
-    @contextmanager
-    def taken(self, characters: int) -> Iterator[None]:
-        """Wait until there is room for *characters* and hold it; more than all there is goes alone."""
-        if characters <= FREE_CHARACTERS:
-            yield
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: not self._used or self._used + characters <= BUDGET_CHARACTERS)
-            self._used += characters
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._used -= characters
-                self._changed.notify_all()
-
-
-_budget: Final = _Budget()
 
 
 class TextTokenizer:
@@ -229,7 +198,7 @@ class TextTokenizer:
         start, size = 0, self._first_piece(8 * tokens)
         while True:
             window = text[start : start + size]
-            with _budget.taken(len(window)):
+            with budget.taken(len(window)):
                 spans = self._run(lambda window=window: self._plain.encode(window, add_special_tokens=False).offsets)  # type: ignore[misc]
             last = start + size >= len(text)
             sure = len(spans) if last else len(spans) - MARGIN
@@ -324,7 +293,7 @@ class TextTokenizer:
             if len(batch) == 1 and len(batch[0]) > first:
                 found = [self._ids(self._plain, batch[0], room)]
             else:
-                with _budget.taken(sum(map(len, batch))):
+                with budget.taken(sum(map(len, batch))):
                     encoded = self._run(lambda batch=batch: encode(batch, add_special_tokens=False))  # type: ignore[misc]
                     found = [(item.ids, True) for item in encoded]
                     del encoded
@@ -340,7 +309,7 @@ class TextTokenizer:
         end = min(len(text), self.max_characters)
         while True:
             piece = text if size >= len(text) else text[: min(size, end)]
-            with _budget.taken(len(piece)):
+            with budget.taken(len(piece)):
                 ids: list[int] = self._run(lambda piece=piece: tokenizer.encode(piece, add_special_tokens=False).ids)  # type: ignore[misc]
             if len(piece) == len(text):
                 return ids, True
