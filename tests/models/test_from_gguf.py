@@ -131,7 +131,7 @@ def test_an_encoder_embeds(tmp_path: Path, kind: str) -> None:
 
 def test_a_decoder_embeds_where_it_is_said(tmp_path: Path) -> None:
     file = byte_level(tmp_path)
-    with pytest.raises(InvalidRequest, match="--pooling"):
+    with pytest.raises(InvalidRequest, match="how it pools"):
         make(file, task="embed")
     assert make(file, task="embed", pooling="last").manifest.pooling == "last"
     file = byte_level(tmp_path, "named", llama__pooling_type=2)
@@ -181,7 +181,7 @@ def test_words_alone_are_compared_where_the_file_says_no_more(tmp_path: Path) ->
         ({"llama__pooling_type": 4}, {}, "it reranks"),
         ({}, {"task": "rerank"}, "it reranks"),
         ({"drop": ("",)}, {}, "no weights"),
-        ({}, {"max_tokens": 257}, "--max-tokens 257"),
+        ({}, {"max_tokens": 257}, "257 tokens: "),
     ],
 )
 def test_what_could_not_be_served_is_refused(

@@ -153,6 +153,7 @@ def test_payloads_of_every_size_cross_both_ways(
         side.channel.send(Loaded(req_id="l", model_ref="llama:0", dims=tokens, cold_load_ms=1))
         for _ in range(2):
             reading.wait(WAIT_S)
+            reading.clear()
             event = side.request()
             assert event.payload is not None
             out = np.frombuffer(event.payload, np.int32).astype(np.float32)
@@ -163,7 +164,6 @@ def test_payloads_of_every_size_cross_both_ways(
         side.channel.send(Load("l", "p", "sha256:" + "0" * 64, "gguf"))
         assert isinstance(await side.events.get(), ReplyReceived)
         for turn in ("a", "b"):
-            reading.clear()
             side.channel.send(embed(tokens, turn), ids)
             assert side.channel.sending or tokens < 4 * MIB, "what the worker hasn't read is still being sent"
             reading.set()
