@@ -168,5 +168,6 @@ def apply(layers: Sequence[Weights], vectors: FloatArray, *, normalize: bool) ->
         for weight, bias, activation in layers:
             vectors = activation(vectors @ weight.T + bias)
         if normalize:
-            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
+            lengths = np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
+            vectors = np.divide(vectors, lengths, dtype=np.float32)
     return vectors
