@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import base64
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +20,8 @@ from synapse_host.cli.remote import ANSWER_S, BASE, checked, connect, gone, late
 from synapse_host.errors import InvalidRequest, SynapseError, UnknownModel
 from synapse_host.models import catalogue
 from synapse_host.results import EmbedResult, Generation, RerankResult
-from synapse_host.text.background import beside
 from synapse_host.text.encoders import CHUNK
+from synapse_host.text.validate import absolute
 
 if TYPE_CHECKING:
     import httpx
@@ -112,45 +112,22 @@ class RunningHost:
         maker = (model, lane_id, spec.engine_id, spec.device)
         return SimpleNamespace(lane_id=lane_id, bundle=bundle, require=lambda: spec, served_by=lambda: maker)
 
-    async def embed_stream(
-        self, model: str, texts: Iterable[str], *, offset: int = 0, deadline: float | None = None, **options: Any
-    ) -> AsyncGenerator[EmbedResult, None]:
-        """As :meth:`Host.embed_stream`."""
-        end = None if deadline is None else asyncio.get_running_loop().time() + deadline
-        chunks = _chunks(texts)
-        waiting: list[asyncio.Task[EmbedResult]] = []
-        try:
-            # In a thread: the texts may come from a file or a pipe. Two requests are under way at once.
-            while chunk := await beside(lambda: next(chunks, None)):
-                waiting.append(asyncio.ensure_future(self._embed(model, chunk, offset, end, options)))
-                offset += len(chunk)
-                if len(waiting) > 1:
-                    yield await waiting.pop(0)
-            while waiting:
-                yield await waiting.pop(0)
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-
-    async def _embed(
-        self, model: str, texts: list[str], offset: int, end: float | None, options: dict[str, Any]
+    async def embed_result(
+        self, model: str, texts: Sequence[str], *, deadline: float | None = None, **options: Any
     ) -> EmbedResult:
-        left = None if end is None else max(0.001, end - asyncio.get_running_loop().time())
-        told = await self._ask("embed", model, {**options, "deadline": left}, texts=texts, offset=offset)
-        vectors = _floats(told["vectors"]).reshape(len(texts), told["dims"])
-        return EmbedResult(vectors, told["truncated"], *_served_by(told), told["tokens"])
-
-    async def embed_result(self, model: str, texts: Sequence[str], **options: Any) -> EmbedResult:
-        """As :meth:`Host.embed_result`."""
+        """As :meth:`Host.embed_result`; in requests of at most 1,024 texts, one after another."""
         import numpy as np
 
-        parts = [part async for part in self.embed_stream(model, texts, **options)]
-        truncated = [index for part in parts for index in part.truncated]
-        tokens = sum(part.tokens for part in parts)
-        first = parts[0]
-        vectors = np.concatenate([part.vectors for part in parts])
-        return EmbedResult(vectors, truncated, first.model, first.lane, first.engine, first.device, tokens)
+        end = absolute(deadline)
+        answers: list[dict[str, Any]] = []
+        offset = 0
+        for chunk in _chunks(texts):
+            left = None if end is None else max(0.001, end - asyncio.get_running_loop().time())
+            answers.append(await self._ask("embed", model, {**options, "deadline": left}, texts=chunk, offset=offset))
+            offset += len(chunk)
+        vectors = np.concatenate([_floats(one["vectors"]).reshape(-1, one["dims"]) for one in answers])
+        truncated = [index for one in answers for index in one["truncated"]]
+        return EmbedResult(vectors, truncated, *_served_by(answers[0]), sum(one["tokens"] for one in answers))
 
     async def rerank_result(self, model: str, query: str, documents: Sequence[str], **options: Any) -> RerankResult:
         """As :meth:`Host.rerank_result`."""

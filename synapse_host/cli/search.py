@@ -74,8 +74,8 @@ async def _search(
     bundle = host.lane_of(model, args.lane).bundle
     index.check_model(bundle, model)
     prompt = args.prompt or ("query" if "query" in (bundle.manifest.prompts or {}) else None)
-    vectors = await host.embed(model, args.queries, lane=args.lane, deadline=left(args), prompt=prompt)
-    found = index.nearest(vectors, 5 * args.top if args.rerank else args.top)
+    asked = await host.embed_result(model, args.queries, lane=args.lane, deadline=left(args), prompt=prompt)
+    found = index.nearest(asked.vectors, 5 * args.top if args.rerank else args.top)
     texts: dict[int, str] = {}
     if args.rerank or args.text:
         texts = index.texts(sorted({hit.row for hits in found for hit in hits}), bundle)

@@ -71,6 +71,7 @@ def used(host: Running) -> int:
 def test_documents_and_exit_codes_are_the_same(host: Running, ask: Ask, models: Command) -> None:
     (models.root / "pairs.jsonl").write_text('{"query": "a", "docs": ["b", "c d"]}\n{"query": "b", "docs": ["a"]}\n')
     (models.root / "texts.jsonl").write_text("".join(f'"{"abcdef"[n % 6]} {"abcdef"[n % 5]}"\n' for n in range(2500)))
+    assert ask("embed", "--file", "texts.jsonl", "--model", "toy", "--out", "index.npy", "--local").code == 0
     calls: list[tuple[tuple[str, ...], int]] = [
         (("embed", "a b", "c", "--model", "toy"), 0),
         (("embed", "--file", "texts.jsonl", "--model", "toy"), 0),
@@ -78,6 +79,7 @@ def test_documents_and_exit_codes_are_the_same(host: Running, ask: Ask, models: 
         (("rerank", "a", "b", "c d", "--model", "judge", "--raw"), 0),
         (("rerank", "--file", "pairs.jsonl", "--model", "judge"), 0),
         (("generate", "a b", "--model", "writer", "--max-tokens", "8"), 0),
+        (("search", "index.npy", "a b", "--rerank", "--reranker", "judge"), 0),
         (("embed", "b", "a " * 100, "--model", "toy"), 2),
         (("generate", "a", "--chat", "--model", "writer"), 2),
     ]
