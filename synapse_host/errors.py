@@ -297,3 +297,22 @@ WORKER_ERRORS: Final[dict[ErrorCode, type[WorkerError]]] = {
     code: BackendMissing if code is ErrorCode.BACKEND_MISSING else _worker_error(code) for code in ErrorCode
 }
 """The class each ERR code becomes."""
+
+
+def revive(document: dict[str, Any]) -> SynapseError:
+    """Return the error that a document of :meth:`SynapseError.to_dict` describes; an unknown code keeps its words."""
+    code = str(document.get("code"))
+    kind = _kinds().get(code, WorkerError)
+    error = kind(
+        str(document.get("message")), details=document.get("details"), retry_after_ms=document.get("retry_after_ms")
+    )
+    if kind is WorkerError:
+        error.code = code  # type: ignore[misc]
+    return error
+
+
+def _kinds() -> dict[str, type[SynapseError]]:
+    found: dict[str, type[SynapseError]] = {code.value: kind for code, kind in WORKER_ERRORS.items()}
+    own = (kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, SynapseError))
+    # Where host and worker share a code (invalid_request), the host's class has the same exit code.
+    return found | {kind.code: kind for kind in own if hasattr(kind, "code") and kind is not WorkerError}

@@ -68,12 +68,7 @@ class Host:
         self._encoders = encoders.Encoders(self.bundles)
         self._renderer = Renderer(runtime.path)
         self._lanes = Lanes(
-            matrix=matrix,
-            bundles=self.bundles,
-            profile=profile,
-            config=config,
-            runtime=runtime,
-            qualifying=qualifying,
+            matrix=matrix, bundles=self.bundles, profile=profile, config=config, runtime=runtime, qualifying=qualifying
         )
         self.assignments = self._lanes.assignments
         self.counters = self._lanes.counters
@@ -281,17 +276,18 @@ class Host:
         documents = list(documents)
         owned = assignment.require().owned
         tokenizer = await self._encoders.of(model, until)
+        special = len(tokenizer.pair) or 3
 
         def compose() -> tuple[IntArray | None, Rows]:
             if owned:
                 return None, tokenizer.pairs(query, documents, truncate=truncate)
-            return tokenizer.segments(query, documents, truncate=truncate, special=len(tokenizer.pair) or 3)
+            return tokenizer.segments(query, documents, truncate=truncate, special=special)
 
         query_ids, rows = await encoders.encoded(documents, until, compose, query=query)
         logits = await reranking.score(self._lanes, assignment, query_ids, rows, until)
         scores = reranking.scaled(assignment.bundle.manifest, logits, raw=raw)
         # Without owned pairs the worker puts the query and its special ids to each document.
-        more = 0 if query_ids is None else (len(query_ids) + (len(tokenizer.pair) or 3)) * len(documents)
+        more = 0 if query_ids is None else (len(query_ids) + special) * len(documents)
         return RerankResult(scores, rows.truncated, *assignment.served_by(), len(rows.ids) + more)
 
     @memory.typed

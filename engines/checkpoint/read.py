@@ -88,10 +88,10 @@ class Checkpoint:
         task = task or guess_task(raw, "bert", folder)
         try:
             relative.check(task, raw["model_type"])
-            config = complete_config(relative.config(raw), "bert", where=str(file))
-            skipped = relative.skipped(raw)
+            translated, skipped = relative.config(raw), relative.skipped(raw)
         except CheckpointError as exc:
-            raise CheckpointError(f"{file}: {exc}" if str(file) not in str(exc) else str(exc)) from exc
+            raise CheckpointError(f"{file}: {exc}") from exc
+        config = complete_config(translated, "bert", where=str(file))
         # Positions without their first rows; zeros for token types that aren't there.
         made = () if relative.token_types else (TOKEN_TYPES,)
         rows = {POSITIONS: skipped}

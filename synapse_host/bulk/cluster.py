@@ -32,12 +32,11 @@ from synapse_host.bulk.embedding import Display, Job, Policy, described
 from synapse_host.bulk.output import Left
 from synapse_host.bulk.parts import Block
 from synapse_host.config import HostConfig
-from synapse_host.errors import BackendMissing, EngineCrashed, InvalidRequest, QueueFull, SynapseError
+from synapse_host.errors import BackendMissing, EngineCrashed, InvalidRequest, QueueFull, SynapseError, revive
 from synapse_host.models import catalogue
 from synapse_host.placement.matrix import load as load_matrix
 from synapse_host.placement.select import lane_with
 from synapse_host.sync import SyncHost
-from synapse_host.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -135,7 +134,7 @@ class PartWriter:
         self._policy = policy
         self._source, _ = parts.filesystem(parts.base_of(source))
         self._files, self._out = parts.filesystem(out)
-        self._tokenizer = TextTokenizer(self._embedder.bundle, model=self._embedder.model) if policy.chunking else None
+        self._tokenizer = policy.tokenizer(self._embedder.bundle, self._embedder.model)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Make the parts of a batch of blocks (``block``: JSON texts); return how many rows each has.
@@ -282,17 +281,8 @@ def _placement(ray: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
     facts = dict(ray.get(ray.remote(ask).options(num_cpus=1).remote()))
     if "error" in facts:
-        raise raised(facts["error"])
+        raise revive(facts["error"])
     return facts
-
-
-def raised(document: dict[str, Any]) -> SynapseError:
-    """Return the error that a document of :meth:`SynapseError.to_dict` tells of."""
-    kinds = [SynapseError]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    kind = next((kind for kind in kinds if getattr(kind, "code", None) == document["code"]), EngineCrashed)
-    return kind(document["message"], details=document["details"], retry_after_ms=document.get("retry_after_ms"))
 
 
 def _with_lines(ray: Any, source: str, blocks: list[Block], todo: list[Block]) -> list[str]:
@@ -341,7 +331,7 @@ def _run(ray: Any, placed: dict[str, Any], blocks: list[str], writer: tuple[Any,
         for done, row in enumerate(data.iter_rows(), 1):
             rows += row["rows"]
             if (error := json.loads(row["error"])) is not None:
-                raise raised(error)
+                raise revive(error)
             if display is not None and time.monotonic() - said > LINE_EVERY_S:
                 said = time.monotonic()
                 display.note(f"{done} of {len(blocks)} parts, {rows} texts")

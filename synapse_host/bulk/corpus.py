@@ -306,6 +306,24 @@ def table_rows(file: Any, name: str, column: str, on_bad: OnBad, groups: range |
         raise InvalidRequest(f"{name}: can't be read as parquet: {exc}", details={"file": name}) from exc
 
 
+def vector_schema(dims: int) -> Any:
+    """Return the columns of a table of vectors: ``id``, ``vector`` (float32, *dims* of them), ``truncated``."""
+    arrow, _ = arrow_modules()
+    vector = arrow.list_(arrow.float32(), dims)
+    return arrow.schema([("id", arrow.string()), ("vector", vector), ("truncated", arrow.bool_())])
+
+
+def vector_table(schema: Any, ids: list[str], vectors: Any, truncated: Iterable[bool]) -> Any:
+    """Return rows of :func:`vector_schema`; *vectors*: float32 (len(ids), dims)."""
+    arrow, _ = arrow_modules()
+    columns = [
+        arrow.array(ids, arrow.string()),
+        arrow.FixedSizeListArray.from_arrays(arrow.array(vectors.reshape(-1)), vectors.shape[1]),
+        arrow.array(list(truncated), arrow.bool_()),
+    ]
+    return arrow.Table.from_arrays(columns, schema=schema)
+
+
 def arrow_modules() -> tuple[Any, Any]:
     """Return ``pyarrow`` and ``pyarrow.parquet``. BackendMissing says what to install."""
     try:

@@ -29,7 +29,7 @@ from msgspec import structs
 
 from engines.bundle.manifest import Bundle
 from synapse_host.bulk import output
-from synapse_host.bulk.corpus import Corpus, OnBad, Text, arrow_modules
+from synapse_host.bulk.corpus import Corpus, OnBad, Text, arrow_modules, vector_schema, vector_table
 from synapse_host.bulk.entries import Chunking, Empty, entries
 from synapse_host.bulk.output import Left
 from synapse_host.errors import InvalidRequest, SequenceTooLong, SynapseError
@@ -52,7 +52,6 @@ MAX_SKIPPED: Final = 10_000
 """Texts that a run leaves out before it takes the corpus for the wrong file."""
 
 OnError: TypeAlias = Literal["stop", "skip"]
-ON_ERROR: Final[tuple[OnError, ...]] = ("stop", "skip")
 
 
 class Display(Protocol):
@@ -77,6 +76,15 @@ class Policy:
     on_error: OnError = "stop"
     chunking: Chunking | None = None
     prompt: str | None = None
+
+    def tokenizer(self, bundle: Bundle, model: str) -> TextTokenizer | None:
+        """Return what cuts chunks for a model, None where none are cut. InvalidRequest for one it can't follow."""
+        prompt_text(bundle.manifest, self.prompt)
+        if self.chunking is None:
+            return None
+        tokenizer = TextTokenizer(bundle, model=model)
+        self.chunking.check(tokenizer, self.prompt)
+        return tokenizer
 
     def entries(self, texts: Iterable[Text], tokenizer: TextTokenizer | None, on_bad: OnBad) -> Iterator[Text]:
         """Iterate over the entries of *texts*; see :func:`synapse_host.bulk.entries.entries`."""
@@ -171,10 +179,7 @@ class Reader:
     def __init__(self, corpus: Corpus, policy: Policy, bundle: Bundle, model: str) -> None:
         self.corpus = corpus
         self._policy = policy
-        prompt_text(bundle.manifest, policy.prompt)  # a wrong name is refused before the corpus is read
-        self._tokenizer = TextTokenizer(bundle, model=model) if policy.chunking else None
-        if policy.chunking and self._tokenizer:
-            policy.chunking.check(self._tokenizer, policy.prompt)
+        self._tokenizer = policy.tokenizer(bundle, model)
 
     def read(self, first: int = 0, on_bad: Callable[[SynapseError], None] | None = None) -> Iterator[Text]:
         """Iterate over the entries from number *first* on. *on_bad* gets the error of each text that is left out."""
@@ -237,8 +242,6 @@ class Job:
 
     async def block(self, texts: list[Text]) -> Block:
         """Embed one block of texts. Raises the error of a text with its place, unless bad ones are left out."""
-        import numpy as np
-
         block = Block(len(texts))
         entry = 0
         while entry < len(texts):
@@ -257,8 +260,6 @@ class Job:
                 await self._embed(block, rest[:at])
                 block.skipped.append(described(error, entry + at))
                 entry += at + 1
-        if not block.vectors:
-            block.vectors.append(np.empty((0, 0), np.float32))
         return block
 
     async def _embed(self, block: Block, texts: list[Text]) -> None:
@@ -329,7 +330,7 @@ class Growing:
             self._array = output.rows_file(self._file, self._shape, resumed=self.done > 0)
         done = self.done
         for vectors in block.vectors:
-            self._array[done : done + len(vectors)] = vectors if len(vectors) else 0
+            self._array[done : done + len(vectors)] = vectors
             done += len(vectors)
         self.truncated += [self.done + row for row in block.truncated]
         self.skipped += [structs.replace(one, entry=self.read + one.entry) for one in block.skipped]
@@ -355,7 +356,8 @@ class Growing:
         else:
             ids = _ids(kept, several=len(reader.corpus.files) > 1)
             output.write_lines(beside_of(file, "ids.txt"), ids)
-            output.replace_with(beside_of(file, "meta.json"), json.dumps(facts).encode())
+            with output.replacing(beside_of(file, "meta.json")) as meta:
+                meta.write(json.dumps(facts).encode())
             self._array = None  # Windows renames no file that is mapped
             if self.done < self._shape[0]:
                 output.shorten(file, (self.done, self._shape[1]))
@@ -364,30 +366,16 @@ class Growing:
         output.progress_path(file).unlink(missing_ok=True)
 
     def _parquet(self, kept: Iterator[Text], facts: dict[str, Any]) -> None:
-        arrow, parquet = arrow_modules()
+        _, parquet = arrow_modules()
         assert self._array is not None
-        dims = self._shape[1]
         cut = set(self.truncated)
-        schema = arrow.schema(
-            [("id", arrow.string()), ("vector", arrow.list_(arrow.float32(), dims)), ("truncated", arrow.bool_())],
-            metadata={"synapse": json.dumps(facts)},
-        )
-        part = self._file.with_name(self._file.name + ".part")
-        try:
-            with output.anew(part) as place, parquet.ParquetWriter(place, schema) as writer:
-                for first in range(0, self.done, PARQUET_GROUP):
-                    last = min(self.done, first + PARQUET_GROUP)
-                    flat = arrow.array(self._array[first:last].reshape(-1))
-                    columns = [
-                        arrow.array([text.id for text in islice(kept, last - first)], arrow.string()),
-                        arrow.FixedSizeListArray.from_arrays(flat, dims),
-                        arrow.array([row in cut for row in range(first, last)]),
-                    ]
-                    writer.write_table(arrow.Table.from_arrays(columns, schema=schema))
-            os.replace(part, self._file)  # noqa: PTH105
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        schema = vector_schema(self._shape[1]).with_metadata({"synapse": json.dumps(facts)})
+        with output.replacing(self._file) as place, parquet.ParquetWriter(place, schema) as writer:
+            for first in range(0, self.done, PARQUET_GROUP):
+                rows = range(first, min(self.done, first + PARQUET_GROUP))
+                ids = [text.id for text in islice(kept, len(rows))]
+                vectors = self._array[first : rows.stop]
+                writer.write_table(vector_table(schema, ids, vectors, (row in cut for row in rows)))
 
 
 def beside_of(file: Path, what: str) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from synapse_host.bulk.corpus import OnBad, Text, refuse
 from synapse_host.errors import InvalidRequest
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from synapse_host.text.tokenizer import TextTokenizer
 
 Empty: TypeAlias = Literal["error", "skip", "zero"]
-EMPTY: Final[tuple[Empty, ...]] = ("error", "skip", "zero")
 """What becomes of an empty text: an error, nothing, or a row of zeros."""
 
 

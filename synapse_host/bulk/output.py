@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
@@ -262,7 +263,8 @@ def good_rows(out: Path, key: dict[str, Any], shape: tuple[int, int]) -> Rows | 
 
 def write_record(out: Path, key: dict[str, Any], record: Struct) -> None:
     """Write the resume file in one step: a kill leaves the old one or the new one."""
-    replace_with(progress_path(out), json.dumps({**key, **msgspec.to_builtins(record)}).encode())
+    with replacing(progress_path(out)) as file:
+        file.write(json.dumps({**key, **msgspec.to_builtins(record)}).encode())
 
 
 def anew(path: Path) -> IO[bytes]:
@@ -271,14 +273,15 @@ def anew(path: Path) -> IO[bytes]:
     return path.open("xb")
 
 
-def replace_with(path: Path, data: bytes) -> None:
-    """Give a file new content in one step; a failure leaves the old one."""
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Give a file new content in one step: what the block writes; where it fails the old one stays."""
     part = path.with_name(path.name + ".part")
     try:
         with anew(part) as file:
-            file.write(data)
+            yield file
         os.replace(part, path)  # noqa: PTH105
-    except OSError:
+    except BaseException:
         part.unlink(missing_ok=True)
         raise
 
@@ -297,21 +300,13 @@ def writing_to(out: Path, size: int) -> Iterator[IO[bytes]]:
 
 def write_lines(path: Path, lines: Iterator[str]) -> None:
     """Give a file these lines in one step; without any the file is removed: an older result's says nothing here."""
-    part = path.with_name(path.name + ".part")
-    count = 0
-    try:
-        with anew(part) as file:
-            for line in lines:
-                file.write(line.encode() + b"\n")
-                count += 1
-        if count:
-            os.replace(part, path)  # noqa: PTH105
-        else:
-            part.unlink()
-            path.unlink(missing_ok=True)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    first = next(lines, None)
+    if first is None:
+        path.unlink(missing_ok=True)
+        return
+    with replacing(path) as file:
+        for line in chain([first], lines):
+            file.write(line.encode() + b"\n")
 
 
 def _header_bytes(file: Path) -> int:

@@ -20,7 +20,16 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from synapse_host.bulk.corpus import SUFFIXES, OnBad, Text, arrow_modules, read, table_rows
+from synapse_host.bulk.corpus import (
+    SUFFIXES,
+    OnBad,
+    Text,
+    arrow_modules,
+    read,
+    table_rows,
+    vector_schema,
+    vector_table,
+)
 from synapse_host.errors import InvalidRequest
 
 BLOCK_BYTES: Final = 4 * 1024 * 1024
@@ -190,29 +199,22 @@ class PartFile:
     """A part while it is written: columns ``id``, ``vector``, ``truncated``. It has its name from :meth:`end` on."""
 
     def __init__(self, files: Any, path: str, dims: int) -> None:
-        arrow, parquet = arrow_modules()
+        _, parquet = arrow_modules()
         self._files = files
         self._path = path
         # Not `*.parquet`: a reader of the folder doesn't take it for a part.
         self._temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-        self._dims = dims
-        vector = arrow.list_(arrow.float32(), dims)
-        self._schema = arrow.schema([("id", arrow.string()), ("vector", vector), ("truncated", arrow.bool_())])
+        self._schema = vector_schema(dims)
         with storage(path):
             self._sink = files.open_output_stream(self._temporary)
             self._writer = parquet.ParquetWriter(self._sink, self._schema)
 
     def write(self, ids: list[str], vectors: Any, truncated: Iterable[int]) -> None:
         """Add rows: *vectors* float32 (len(ids), dims), *truncated* indices of those that were cut."""
-        arrow, _ = arrow_modules()
         cut = set(truncated)
-        columns = [
-            arrow.array(ids, arrow.string()),
-            arrow.FixedSizeListArray.from_arrays(arrow.array(vectors.reshape(-1)), self._dims),
-            arrow.array([row in cut for row in range(len(ids))], arrow.bool_()),
-        ]
+        table = vector_table(self._schema, ids, vectors, (row in cut for row in range(len(ids))))
         with storage(self._path):
-            self._writer.write_table(arrow.Table.from_arrays(columns, schema=self._schema))
+            self._writer.write_table(table)
 
     def end(self, facts: dict[str, Any]) -> None:
         """Give the part its name; *facts* are read by :func:`part_facts`."""

@@ -8,8 +8,8 @@ from typing import Final
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.cli.ps import duration
-from synapse_host.cli.remote import connect, revive, runtime_dir
-from synapse_host.errors import EXIT_FAILED, EXIT_OK
+from synapse_host.cli.remote import connect, runtime_dir
+from synapse_host.errors import EXIT_FAILED, EXIT_OK, revive
 
 WAIT_S: Final = 5.0
 

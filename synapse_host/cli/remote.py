@@ -121,7 +121,7 @@ def checked(answer: httpx.Response, path: Path) -> httpx.Response:
     if answer.is_success:
         return answer
     try:
-        raise revive(answer.json()["error"])
+        raise errors.revive(answer.json()["error"])
     except (ValueError, KeyError, TypeError):
         raise gone(path) from None
 
@@ -189,22 +189,3 @@ def patience(route: str, fields: dict[str, Any]) -> float | None:
         # As long as a model takes to load, or a worker to end; Ctrl-C ends the wait.
         return None
     return (limit or 0.0) + (fields.get("wait") or 0.0) + ANSWER_S
-
-
-def revive(document: dict[str, Any]) -> SynapseError:
-    """Return the error that a host described, with its exit code; an unknown code keeps its words."""
-    code = str(document.get("code"))
-    kind = _kinds().get(code, errors.WorkerError)
-    error = kind(
-        str(document.get("message")), details=document.get("details"), retry_after_ms=document.get("retry_after_ms")
-    )
-    if kind is errors.WorkerError:
-        error.code = code  # type: ignore[misc]
-    return error
-
-
-def _kinds() -> dict[str, type[SynapseError]]:
-    found: dict[str, type[SynapseError]] = {code.value: kind for code, kind in errors.WORKER_ERRORS.items()}
-    own = (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SynapseError))
-    # Where host and worker share a code (invalid_request), the host's class has the same exit code.
-    return found | {kind.code: kind for kind in own if hasattr(kind, "code") and kind is not errors.WorkerError}

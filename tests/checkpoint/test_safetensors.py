@@ -125,7 +125,7 @@ def test_bfloat16_rounds_to_nearest_even(values: np.ndarray) -> None:
         (raw(one(), bytes(9)), "end at byte"),
         (raw(one(data_offsets=[4, 12]), bytes(12)), "starts at byte"),
         (raw({**one(), **{"u": one()["t"]}}, bytes(8)), "starts at byte"),
-        (raw(b'{"t":' * 3000 + b"1" + b"}" * 3000), "not valid JSON|Expected|missing required field"),
+        (raw(b'{"t":' * 100_000 + b"1" + b"}" * 100_000), "not valid JSON|Expected"),
     ],
 )
 def test_a_damaged_header_is_refused_by_name(tmp_path: Path, data: bytes, part: str) -> None:

@@ -19,8 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from synapse_host.cli.remote import revive
-from synapse_host.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, SynapseError
+from synapse_host.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, SynapseError, revive
 from tests.cli.conftest import Command, Done, Here
 
 pytestmark = pytest.mark.process
