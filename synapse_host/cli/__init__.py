@@ -31,10 +31,11 @@ from synapse_host.worker import release
 
 
 class Verb(NamedTuple):
-    """What the page of verbs says about one; it lives in the module of its name."""
+    """What the page of verbs says about one, and the module of this package where it lives, if not that of its name."""
 
     summary: str
     group: str
+    module: str | None = None
 
 
 VERBS: Final[dict[str, Verb]] = {
@@ -44,11 +45,11 @@ VERBS: Final[dict[str, Verb]] = {
     "generate": Verb("continue a prompt, or answer a chat message", "work"),
     "serve": Verb("hold a host until SIGTERM: an HTTP API, a page, and the verbs below", "host"),
     "ps": Verb("lanes and workers of the running host", "host"),
-    "ping": Verb("do its workers answer?", "host"),
+    "ping": Verb("do its workers answer?", "host", "operate"),
     "logs": Verb("what its workers wrote; -f follows", "host"),
-    "load": Verb("load a model there", "host"),
-    "unload": Verb("unload a model there and forget its lane's strikes", "host"),
-    "probe": Verb("prove a shut lane there with a fresh worker, and open it", "host"),
+    "load": Verb("load a model there", "host", "operate"),
+    "unload": Verb("unload a model there and forget its lane's strikes", "host", "operate"),
+    "probe": Verb("prove a shut lane there with a fresh worker, and open it", "host", "operate"),
     "build": Verb("make a model bundle from a checkpoint", "models"),
     "models": Verb("list, find, verify and install model bundles", "models"),
     "matrix": Verb("check hw_matrix.yaml; explain why a lane got its engine", "machine"),
@@ -242,7 +243,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
     verb = VERBS.get(name)
     if verb is None:
         raise UsageError(f"no verb {name!r}{nearest(name, VERBS)}. See them all: synapse --help")
-    module = import_module(f"synapse_host.cli.{name}")
+    module = import_module(f"synapse_host.cli.{verb.module or name}")
     parser = Parser(f"synapse {name}")
     module.configure(parser)
     common_options(parser, running=verb.group == "host")
@@ -250,7 +251,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         args = parser.read(arguments[1:])
     except SystemExit as exc:  # --help only: errors raise UsageError
         return int(exc.code or 0)
-    args.started = time.monotonic()
+    args.verb, args.started = name, time.monotonic()
     console.configure(json=args.json, quiet=args.quiet)
     _configure_logging()
     with _interruptible():

@@ -43,6 +43,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog=prog, formatter_class=_Page, allow_abbrev=False)
+        self.verb = prog.rpartition(" ")[2]
 
     def examples(self, text: str) -> None:
         """Set the examples shown at the end of ``--help``."""

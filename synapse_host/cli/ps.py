@@ -121,15 +121,18 @@ def remarks(lane: dict[str, Any]) -> str:
     return ", ".join(said)
 
 
-def loading_line(lanes: dict[str, Any]) -> str:
-    """Return what lanes load, each with the count of finished work its worker told (a MiB read, a tensor, …)."""
+def busy_line(lanes: dict[str, Any]) -> str:
+    """Return what lanes work at, each with its worker's count of finished work (a MiB read, layers, tokens, …)."""
     parts = []
     for lane_id, lane in lanes.items():
-        if lane["state"] == "loading":
-            progress = lane.get("progress")
-            done = f"{progress['completed']} units, {progress['running_s']:.1f} s" if progress else "starting"
-            parts.append(f"{lane_id} {lane['model']} {done}")
-    return "loading " + " · ".join(parts) if parts else "loading"
+        progress = lane.get("progress")
+        if progress:
+            stage, done = progress["stage"], progress["completed"]
+            label = lane_id if lane_id == stage else f"{lane_id} {stage}"
+            parts.append(f"{label}: {f'{done} steps done, ' if done else ''}{progress['running_s']:.0f} s")
+        elif lane["state"] == "loading":
+            parts.append(f"{lane_id}: starting a worker for {lane['model']}")
+    return " · ".join(parts) or "waiting"
 
 
 def duration(seconds: float) -> str:

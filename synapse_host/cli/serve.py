@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from synapse_host.cli import host_version
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError, port, seconds
-from synapse_host.cli.ps import loading_line, page
+from synapse_host.cli.ps import busy_line, page
 from synapse_host.cli.remote import runtime_dir
 from synapse_host.cli.session import bundle_of, config_of, model_name
 from synapse_host.errors import EXIT_INTERRUPTED, EXIT_OK, InvalidRequest
@@ -265,7 +265,7 @@ class _Run:
 
     async def _watch(self, host: Host, show: Callable[[str], None]) -> None:
         while True:
-            show(loading_line(host.health()["lanes"]))
+            show(busy_line(host.health()["lanes"]))
             await asyncio.sleep(REFRESH_S)
 
     def _tell(self, service: Service) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
+from synapse_host.cli.ps import busy_line
 from synapse_host.cli.running import find
 from synapse_host.config import HostConfig
 from synapse_host.errors import DeadlineExceeded
@@ -146,20 +147,6 @@ async def watched(host: Host, console: Console, work: Awaitable[T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-def busy_line(lanes: dict[str, Any]) -> str:
-    """Return what lanes work at, each with its worker's count of finished work (layers, tokens, …)."""
-    parts = []
-    for lane_id, lane in lanes.items():
-        progress = lane.get("progress")
-        if progress:
-            stage, done = progress["stage"], progress["completed"]
-            label = lane_id if lane_id == stage else f"{lane_id} {stage}"
-            parts.append(f"{label}: {f'{done} steps done, ' if done else ''}{progress['running_s']:.0f} s")
-        elif lane["state"] == "loading":
-            parts.append(f"{lane_id}: starting a worker for {lane['model']}")
-    return " · ".join(parts) or "waiting"
 
 
 def left(args: argparse.Namespace) -> float | None:

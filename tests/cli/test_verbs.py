@@ -153,7 +153,7 @@ DASHES: list[tuple[str, list[str], dict[str, Any]]] = [
 @pytest.mark.parametrize(("verb", "words", "meant"), DASHES)
 def test_behind_two_dashes_every_word_is_a_text(verb: str, words: list[str], meant: dict[str, Any]) -> None:
     parser = Parser(f"synapse {verb}")
-    import_module(f"synapse_host.cli.{verb}").configure(parser)
+    import_module(f"synapse_host.cli.{VERBS[verb].module or verb}").configure(parser)
     common_options(parser)
     read = vars(parser.read(words))
     assert {name: read[name] for name in meant} == meant
