@@ -42,38 +42,23 @@ def plan(lengths: Sequence[int], *, width: int, max_rows: int) -> list[Pass]:
     """Place every row in exactly one pass of *width*, first fit in order of falling length; ties by index.
 
     A row longer than *width* is ``packed_rows_too_wide`` (the host routes it to a rung, there is no fallback here); an
-    empty one is ``invalid_request``. O(n log n): the first pass with room is found in a tournament tree.
+    empty one is ``invalid_request``. An exchange has at most 256 rows, so looking through all passes costs little.
     """
     for length in lengths:
         if length < 1:
             raise EngineError(ErrorCode.INVALID_REQUEST, "a row has no tokens")
         if length > width:
             raise EngineError(ErrorCode.PACKED_ROWS_TOO_WIDE, f"a row has {length} tokens, the packed width is {width}")
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     passes: list[list[int]] = []
-    size = 1
-    while size < max(1, len(lengths)):
-        size *= 2
-    room = [0] * (2 * size)  # room[size + p]: free tokens of pass p; an inner node holds the larger of its children
-    for index in order:
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         need = lengths[index]
-        if room[1] >= need:
-            node = 1
-            while node < size:
-                node = 2 * node if room[2 * node] >= need else 2 * node + 1
-            free = room[node] - need
-        else:
-            node = size + len(passes)
+        place = next((place for place, free in enumerate(room) if free >= need), len(room))
+        if place == len(room):
             passes.append([])
-            free = width - need
-        rows = passes[node - size]
-        rows.append(index)
-        room[node] = free if len(rows) < max_rows else 0
-        node //= 2
-        while node:
-            left, right = room[2 * node], room[2 * node + 1]
-            room[node] = left if left >= right else right
-            node //= 2
+            room.append(width)
+        passes[place].append(index)
+        room[place] = room[place] - need if len(passes[place]) < max_rows else 0
     return [Pass(width, tuple(rows), tuple(lengths[row] for row in rows)) for rows in passes]
 
 

@@ -9,17 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.cli.session import (
-    OWN_HOST,
-    READING,
-    left,
-    limited,
-    model_name,
-    run_host,
-    served_by,
-    serving_options,
-    watched,
-)
+from synapse_host.cli.session import OWN_HOST, left, model_name, reading, run_host, served_by, serving_options, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -106,7 +96,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         from synapse_host.bulk import Corpus
         from synapse_host.bulk.entries import entries
 
-        with limited(left(args), READING, of=args.deadline):
+        with reading(args):
             found = list(entries(Corpus.of(args.file, column=args.column), empty=args.empty))
         if not found:
             raise UsageError(NOTHING if args.file == "-" else f"{args.file} holds no text")
@@ -171,7 +161,7 @@ def _to_file(args: argparse.Namespace, console: Console) -> int:
     chunking = Chunking.of(args.chunk) if args.chunk else None
     place(args.out, [args.file] if args.file else [])  # what can't be written is said before anything is read
     # Here and not on the host's loop: a pipe that nobody writes to ends with a signal, or with the deadline.
-    with limited(left(args), READING, of=args.deadline):
+    with reading(args):
         corpus = Corpus.of(args.file or args.texts, column=args.column)
     policy = Policy(args.truncate, args.empty, args.on_error, chunking, args.prompt)
     model = model_name(args.model)

@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING
 from synapse_host.bulk.corpus import opened, whole
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, count
-from synapse_host.cli.session import (
-    OWN_HOST,
-    READING,
-    left,
-    limited,
-    model_name,
-    run_host,
-    served_by,
-    serving_options,
-    watched,
-)
+from synapse_host.cli.session import OWN_HOST, left, model_name, reading, run_host, served_by, serving_options, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -46,7 +36,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     model = model_name(args.model)
     prompt: str = args.prompt
     if prompt == "-":
-        with limited(left(args), READING, of=args.deadline), opened("-") as file:
+        with reading(args), opened("-") as file:
             prompt = whole(file, "stdin").removesuffix("\n").removesuffix("\r")
 
     async def work(host: Host) -> Generation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET
@@ -13,8 +13,15 @@ from engines.bundle.manifest import Bundle, BundleError
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid
-from synapse_host.models import builder, bundles, catalogue
+from synapse_host.models import builder, catalogue
 from synapse_host.models.bundles import read
+
+SHOWN: Final = (
+    *("family", "dims", "max_tokens", "pooling", "normalize", "score", "prompts", "default_prompt", "dense"),
+    *("source", "license"),
+)
+"""What ``show`` says of a manifest, where it is there."""
+SHOWN_OF_ARTIFACTS: Final = ("format", "dtype", "digest", "bytes")
 
 
 def configure(parser: Parser) -> None:
@@ -44,11 +51,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb; return the exit code."""
     if args.action == "list":
         return _list(args, console)
+    names = args.name
     if args.action == "verify":
-        return _verify(args, console)
-    if not args.name:
+        names = names or list(catalogue.installed(args.models_dir))
+    elif not names:
         raise UsageError(f"models {args.action} needs a name. See them: synapse models")
-    return {"path": _path, "install": _install, "show": _show, "remove": _remove}[args.action](args, console)
+    step = {"path": _path, "show": _show, "verify": _verify, "install": _install, "remove": _remove}[args.action]
+    entries = [step(name, args, console) for name in names]
+    console.document({"models": entries})
+    return EXIT_OK if all(entry.get("ok", True) for entry in entries) else EXIT_FAILED
 
 
 def describe(name: str, bundle: Bundle) -> dict[str, Any]:
@@ -88,91 +99,56 @@ def _list(args: argparse.Namespace, console: Console) -> int:
     return EXIT_OK
 
 
-def _path(args: argparse.Namespace, console: Console) -> int:
-    entries = []
-    for name in args.name:
-        path = catalogue.locate(name, args.models_dir)
-        if path is None:
-            if name in catalogue.DEFAULTS:
-                raise BundleInvalid(f"model {name} is not made yet. Make it: synapse models install {name}")
-            raise catalogue.unknown(name, args.models_dir)
-        entries.append(describe(name, read(name, path)))
-    console.document({"models": entries})
-    for entry in entries:
-        console.line(entry["path"])
-    return EXIT_OK
+def _found(name: str, args: argparse.Namespace) -> Bundle:
+    path = catalogue.locate(name, args.models_dir)
+    if path is not None:
+        return read(name, path)
+    if name in catalogue.DEFAULTS:
+        raise BundleInvalid(f"model {name} is not made yet. Make it: synapse models install {name}")
+    raise catalogue.unknown(name, args.models_dir)
 
 
-def _show(args: argparse.Namespace, console: Console) -> int:
-    entries = []
-    for name in args.name:
-        path = catalogue.locate(name, args.models_dir)
-        if path is None:
-            raise catalogue.unknown(name, args.models_dir)
-        bundle = bundles.read(name, path)
-        known = bundle.manifest
-        facts = {
-            "family": known.family,
-            "dims": known.dims,
-            "max_tokens": known.max_tokens,
-            "pooling": known.pooling,
-            "normalize": known.normalize,
-            "score": known.score,
-            "prompts": known.prompts,
-            "default_prompt": known.default_prompt,
-            "dense": UNSET if known.dense is UNSET else msgspec.to_builtins(known.dense.layers),
-            "source": known.source,
-            "license": known.license,
-        }
-        facts = {key: value for key, value in facts.items() if value is not UNSET}
-        artifacts = [
-            {"format": item.format, "dtype": item.dtype, "digest": item.digest, "bytes": item.bytes}
-            for item in known.artifacts
-        ]
-        artifacts = [{key: value for key, value in item.items() if value is not UNSET} for item in artifacts]
-        entries.append({**describe(name, bundle), **facts, "artifacts": artifacts})
-        console.line(console.style(name, "bold"))
-        for key in ("task", *facts, "path", "manifest_digest"):
-            console.line(f"  {key:<16} {entries[-1][key]}")
-        for item in known.artifacts:
-            size = "" if item.bytes is UNSET else f"{item.bytes / 1e6:,.1f} MB"
-            console.line(f"  {item.format:<20} {item.dtype:<5} {size:>12}")
-    console.document({"models": entries})
-    return EXIT_OK
+def _path(name: str, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    entry = describe(name, _found(name, args))
+    console.line(entry["path"])
+    return entry
 
 
-def _remove(args: argparse.Namespace, console: Console) -> int:
-    entries = []
-    for name in args.name:
-        entries.append({"name": name, "path": str(catalogue.remove(name, args.models_dir))})
-        console.line(f"{name} removed: {entries[-1]['path']}")
-    console.document({"models": entries})
-    return EXIT_OK
+def _show(name: str, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    bundle = _found(name, args)
+    known = msgspec.to_builtins(bundle.manifest)
+    if "dense" in known:
+        known["dense"] = known["dense"]["layers"]
+    facts = {key: known[key] for key in SHOWN if key in known}
+    artifacts = [{key: item[key] for key in SHOWN_OF_ARTIFACTS if key in item} for item in known["artifacts"]]
+    entry = {**describe(name, bundle), **facts, "artifacts": artifacts}
+    console.line(console.style(name, "bold"))
+    for key in ("task", *facts, "path", "manifest_digest"):
+        console.line(f"  {key:<16} {entry[key]}")
+    for item in artifacts:
+        size = f"{item['bytes'] / 1e6:,.1f} MB" if "bytes" in item else ""
+        console.line(f"  {item['format']:<20} {item['dtype']:<5} {size:>12}")
+    return entry
 
 
-def _install(args: argparse.Namespace, console: Console) -> int:
-    entries = []
-    for name in args.name:
-        with console.stages(name) as progress:
-            bundle = catalogue.install(name, args.models_dir, force=args.force, progress=progress)
-        entries.append(describe(name, bundle))
-        console.line(f"{name:<12} {bundle.digest[:12]}  {bundle.root}")
-    console.document({"models": entries})
-    return EXIT_OK
+def _remove(name: str, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    path = str(catalogue.remove(name, args.models_dir))
+    console.line(f"{name} removed: {path}")
+    return {"name": name, "path": path}
 
 
-def _verify(args: argparse.Namespace, console: Console) -> int:
-    entries = []
-    for name in args.name or list(catalogue.installed(args.models_dir)):
-        path = catalogue.locate(name, args.models_dir)
-        if path is None:
-            raise catalogue.unknown(name, args.models_dir)
-        bundle = read(name, path)
-        with console.stages(name) as progress:
-            wrong = builder.verify(bundle, progress)
-        entries.append({**describe(name, bundle), "ok": not wrong, "wrong": wrong})
-        console.line(f"{name:<12} {console.style('ok', 'green') if not wrong else console.style('WRONG', 'red')}")
-        for line in wrong:
-            console.line(f"  {line}")
-    console.document({"models": entries})
-    return EXIT_OK if all(entry["ok"] for entry in entries) else EXIT_FAILED
+def _install(name: str, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    with console.stages(name) as progress:
+        bundle = catalogue.install(name, args.models_dir, force=args.force, progress=progress)
+    console.line(f"{name:<12} {bundle.digest[:12]}  {bundle.root}")
+    return describe(name, bundle)
+
+
+def _verify(name: str, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    bundle = _found(name, args)
+    with console.stages(name) as progress:
+        wrong = builder.verify(bundle, progress)
+    console.line(f"{name:<12} {console.style('ok', 'green') if not wrong else console.style('WRONG', 'red')}")
+    for line in wrong:
+        console.line(f"  {line}")
+    return {**describe(name, bundle), "ok": not wrong, "wrong": wrong}

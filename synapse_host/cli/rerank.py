@@ -9,17 +9,7 @@ from typing import TYPE_CHECKING, Any
 from synapse_host.bulk.corpus import opened, query_of, values
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.cli.session import (
-    OWN_HOST,
-    READING,
-    left,
-    limited,
-    model_name,
-    run_host,
-    served_by,
-    serving_options,
-    watched,
-)
+from synapse_host.cli.session import OWN_HOST, left, model_name, reading, run_host, served_by, serving_options, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -71,7 +61,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _file(args: argparse.Namespace, console: Console) -> int:
     name = "stdin" if args.file == "-" else args.file
-    with limited(left(args), READING, of=args.deadline), opened(args.file) as file:
+    with reading(args), opened(args.file) as file:
         pairs = [query_of(value, name, number)[:2] for number, value in values(file, name)]
     if not pairs:
         raise UsageError(f"{name} holds no query")

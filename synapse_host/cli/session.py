@@ -36,9 +36,6 @@ OWN_HOST: Final = (
 )
 """What the help of a one-shot verb says about where it runs."""
 
-READING: Final = "the input was read"
-"""What a command did when its deadline passed before it had asked anything."""
-
 PATIENCE_S: Final = 0.7
 REFRESH_S: Final = 0.2
 HURRY_S: Final = 10.0
@@ -155,6 +152,11 @@ def left(args: argparse.Namespace) -> float | None:
         return None
     end: float = args.started + args.deadline
     return max(0.001, end - time.monotonic())
+
+
+def reading(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """End the block that reads a command's input when --deadline passes."""
+    return limited(left(args), "the input was read", of=args.deadline)
 
 
 @contextlib.contextmanager
