@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Literal
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, Struct
 
 from synapse_host.errors import InvalidRequest
 
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from synapse_host.text.template import Renderer
     from synapse_host.text.tokenizer import TextTokenizer
 
-ROLES: Final = ("system", "user", "assistant")
+
+class _Message(Struct, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant"]
+    content: str
 
 
 def chat_ids(
@@ -61,40 +65,21 @@ def chat_ids(
 def _messages(prompt: str | Sequence[Mapping[str, str]], max_characters: int) -> list[dict[str, str]]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    listed: Any = prompt
-    if not isinstance(listed, Sequence) or isinstance(listed, bytes):
-        raise InvalidRequest(f"the prompt is {type(listed).__name__}, must be text or a list of messages")
-    messages: list[dict[str, str]] = []
-    characters = 0
-    for index, item in enumerate(listed):
-        if not isinstance(item, Mapping):
-            raise InvalidRequest(
-                f"message {index} is {type(item).__name__}, must be {{'role', 'content'}}", details={"index": index}
-            )
-        message = dict(item)
-        if set(message) != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
-            raise InvalidRequest(
-                f"message {index} needs exactly 'role' and 'content', both text", details={"index": index}
-            )
-        if message["role"] not in ROLES:
-            raise InvalidRequest(
-                f"message {index} has role {message['role'][:40]!r}, must be one of {', '.join(ROLES)}",
-                details={"index": index},
-            )
-        if not message["content"].strip():
+    try:
+        messages = msgspec.convert(prompt, list[_Message])
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest(f"the prompt is neither text nor a list of messages {{'role', 'content'}}: {exc}") from exc
+    if not messages:
+        raise InvalidRequest("there is no message")
+    for index, message in enumerate(messages):
+        if not message.content.strip():
             raise InvalidRequest(f"message {index} is empty", details={"index": index})
-        characters += len(message["content"])
-        if characters > max_characters:
-            raise InvalidRequest(
-                f"the messages have more than {max_characters} characters in sum", details={"index": index}
-            )
         try:
-            message["content"].encode()
+            message.content.encode()
         except UnicodeEncodeError:
             raise InvalidRequest(
                 f"message {index} holds half a surrogate pair; it is not valid text", details={"index": index}
             ) from None
-        messages.append(message)
-    if not messages:
-        raise InvalidRequest("there is no message")
-    return messages
+    if sum(len(message.content) for message in messages) > max_characters:
+        raise InvalidRequest(f"the messages have more than {max_characters} characters in sum")
+    return [msgspec.structs.asdict(message) for message in messages]

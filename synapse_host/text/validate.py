@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from array import array as array_of
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,12 +20,8 @@ if TYPE_CHECKING:
 
 NO_PROMPT: Final = "none"
 """The name that asks for no prompt, also where the model has a default one."""
-MAX_ROWS: Final = 2**24
-"""Texts or rows of one call: their answer alone takes 24 GiB at 384 dims. A stream has no such limit."""
 BLOCK: Final = 4096
 """Rows that are joined at once."""
-MAX_IDS: Final = 2**30
-"""Token ids of one call, 4 GiB of them."""
 
 
 def absolute(deadline: Any) -> float | None:
@@ -55,7 +50,6 @@ def check_texts(texts: Any, name: str) -> int:
     count = _count(texts) if ordered else None
     if count is None:
         raise InvalidRequest(f"{name} is {type(texts).__name__}; pass a list of texts")
-    _check_count(count, name)
     return count
 
 
@@ -65,11 +59,6 @@ def _count(values: Any) -> int | None:
         return len(values)
     except TypeError:  # a single value of an array's kind
         return None
-
-
-def _check_count(count: int, name: str) -> None:
-    if count > MAX_ROWS:
-        raise InvalidRequest(f"{name} has {count} entries, a call takes at most {MAX_ROWS}; send them in parts")
 
 
 def prompt_text(manifest: Manifest, name: str | None) -> str:
@@ -114,11 +103,9 @@ def id_rows(rows: Sequence[Any], *, max_tokens: int, model: str, noun: str = "ro
     count = _count(rows) if isinstance(rows, Sequence | np.ndarray) and not isinstance(rows, str | bytes) else None
     if count is None:
         raise InvalidRequest(f"the {noun}s are {type(rows).__name__}, must be a list of rows of token ids")
-    _check_count(count, f"the list of {noun}s")
     arrays: list[IntArray] = []
     blocks: list[IntArray] = []
     lengths: list[int] = []
-    total = 0
     for index, row in enumerate(rows):
         length = _count(row)
         if length is not None and length > max_tokens:
@@ -132,9 +119,6 @@ def id_rows(rows: Sequence[Any], *, max_tokens: int, model: str, noun: str = "ro
         if low < 0 or high > 2**31 - 1:
             bad = low if low < 0 else high
             raise InvalidRequest(f"{noun} {index} holds {bad}, which is no token id", details={"index": index})
-        total += array.size
-        if total > MAX_IDS:
-            raise InvalidRequest(f"the {noun}s have more than {MAX_IDS} ids in sum; send them in parts")
         lengths.append(array.size)
         arrays.append(array.astype(np.int32, copy=False))
         if len(arrays) == BLOCK:
@@ -150,15 +134,8 @@ def _id_row(row: Any) -> Any:
     """Return a row's ids as an integer array; None where it isn't a flat row of whole numbers."""
     import numpy as np
 
-    if hasattr(row, "__array__"):
-        array = np.asarray(row)
-        return array if array.ndim == 1 and (array.dtype.kind in "iu" or not array.size) else None
-    if not isinstance(row, Sequence) or isinstance(row, str | bytes):
-        return None
     try:
-        ids = list(row)
-        # Not numpy's own reading of a list: it takes truths, fractions and lists inside.
-        whole = all(hasattr(kind, "__index__") and kind is not bool for kind in set(map(type, ids)))
-        return np.array(array_of("q", ids)) if whole else None
-    except (TypeError, OverflowError, NotImplementedError):  # an array inside; beyond any id; a view of two dimensions
+        array = np.asarray(row)
+    except ValueError:  # rows of different lengths inside
         return None
+    return array if array.ndim == 1 and (array.dtype.kind in "iu" or not array.size) else None
