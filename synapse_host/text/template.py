@@ -1,16 +1,15 @@
 """A bundle's chat template, rendered by a process of its own: a template is foreign code (:mod:`~.template_child`).
 
 A :class:`Renderer` belongs to one host. It starts the process at the first chat, in a session of its own, with a
-worker's reduced environment, three pipes and nothing else of the host's. It keeps it for the next ones, kills it when a
-template takes too long, and starts another at the next call. One template runs at a time. Everything here blocks: call
-it from a thread.
+worker's reduced environment, one connection (its standard input) and nothing else of the host's. It keeps it for the
+next ones, kills it when a template takes too long, and starts another at the next call. One template runs at a time.
+Everything here blocks: call it from a thread.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from synapse_host.errors import BundleInvalid, InvalidRequest, QueueFull
 from synapse_host.placement.child import signal_name, worker_environment
@@ -27,7 +26,6 @@ from synapse_host.text.template_child import (
     CPU_S,
     FAILED,
     KINDS,
-    LENGTH,
     MAX_RENDERED,
     MEMORY_BYTES,
     MISSING,
@@ -142,34 +140,40 @@ class Renderer:
 
 
 class _Child:
-    """The process, its pipes, and a thread that waits for its replies."""
+    """The process, and the connection that is its standard input."""
 
     def __init__(self, folder: Path) -> None:
+        from multiprocessing.connection import Pipe  # with the first chat, not with the host
+
         options: dict[str, Any] = {"start_new_session": True}
+        self._connection, theirs = Pipe()
+        end = theirs.fileno()
         if sys.platform == "win32":
+            import msvcrt
+
             options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
-        self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and file
-            # -P: the folder of the program is not searched for modules.
-            [sys.executable, "-P", str(PROGRAM)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            close_fds=True,
-            env=worker_environment("chat-template", {}),
-            cwd=folder,
-            **options,
-        )
-        self._replies: queue.Queue[bytes | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, name="synapse-template", daemon=True)
+            end = msvcrt.open_osfhandle(end, 0)
         try:
-            self._reader.start()
+            self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and file
+                # -P: the folder of the program is not searched for modules.
+                [sys.executable, "-P", str(PROGRAM)],
+                stdin=end,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                close_fds=True,
+                env=worker_environment("chat-template", {}),
+                cwd=folder,
+                **options,
+            )
         except BaseException:
-            self.close()
+            self._connection.close()
             raise
+        finally:
+            theirs.close()
 
     @property
     def running(self) -> bool:
-        return self._reader.is_alive() and self._popen.poll() is None
+        return self._popen.poll() is None
 
     @property
     def killed_by_another(self) -> bool:
@@ -177,21 +181,18 @@ class _Child:
 
     def exchange(self, request: bytes) -> bytes | str:
         """Return the reply to a request; or why there is none, and then the process is of no more use."""
-        stdin = self._popen.stdin
-        assert stdin is not None
-        with suppress(OSError):  # It is gone: the reader says so.
-            stdin.write(LENGTH.pack(len(request)) + request)
-            stdin.flush()
         until = time.monotonic() + WALL_S
-        while time.monotonic() < until:
-            try:
-                reply = self._replies.get(timeout=POLL_S)
-            except queue.Empty:
+        try:
+            self._connection.send_bytes(request)
+            while not self._connection.poll(POLL_S):
                 if self._too_large():
                     return "it takes too much memory"
-                continue
-            return self._ending() if reply is None else reply
-        return f"it runs for more than {WALL_S:g} s"
+                if time.monotonic() >= until:
+                    return f"it runs for more than {WALL_S:g} s"
+            reply = self._connection.recv_bytes(MAX_REPLY)
+        except (EOFError, OSError):  # it is gone, or this is no reply
+            return self._ending()
+        return reply if reply[:1] in KINDS else self._ending()
 
     def _ending(self) -> str:
         """Say why the process ended."""
@@ -211,37 +212,12 @@ class _Child:
             return bool(psutil.Process(self._popen.pid).memory_info().rss > MEMORY_BYTES)
         return False
 
-    def _read(self) -> None:
-        stdout = self._popen.stdout
-        assert stdout is not None
-        with suppress(OSError, ValueError):
-            while (reply := _reply(stdout)) is not None:
-                self._replies.put(reply)
-        self._replies.put(None)
-
     def kill(self) -> None:
         """End the process; it is reaped by :meth:`close`."""
         self._popen.kill()
 
     def close(self) -> None:
-        """Kill, reap, and give back the pipes and the thread."""
+        """Kill, reap, and give back the connection."""
         self._popen.kill()
         self._popen.wait()
-        if self._reader.ident is not None:
-            self._reader.join()
-        for pipe in (self._popen.stdin, self._popen.stdout):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
-
-
-def _reply(stream: IO[bytes]) -> bytes | None:
-    """Return the next reply, None at the end and for what is none."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    if not 1 <= length <= MAX_REPLY:
-        return None
-    reply = stream.read(length)
-    return reply if len(reply) == length and reply[:1] in KINDS else None
+        self._connection.close()

@@ -4,10 +4,9 @@ A chat template is a program of the bundle. jinja2's sandbox keeps it from reach
 taking all memory or all time, so it runs here, under the limits of the operating system: processor seconds a template,
 memory, files. Whatever goes beyond them ends this process and no other.
 
-It imports nothing of this package, so that it starts quickly and in any folder. Standard input carries requests,
-standard output replies. A request is a length (u32, little-endian) and as many bytes of JSON {template, messages,
-tokens}; a reply a length, a letter for what it is (:data:`KINDS`) and text in UTF-8. The end of the input ends the
-process, also in the middle of a template.
+It imports nothing of this package, so that it starts quickly and in any folder. Standard input is a connection of
+:mod:`multiprocessing` and carries both ways: a request is JSON {template, messages, tokens}, a reply a letter for what
+it is (:data:`KINDS`) and text in UTF-8. The end of the connection ends the process, also in the middle of a template.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import struct
 import sys
 import threading
 import time
@@ -23,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 TEXT: Final = b"t"
 REFUSED: Final = b"r"
@@ -33,7 +31,6 @@ MISSING: Final = b"m"
 KINDS: Final = (TEXT, REFUSED, FAILED, UNREADABLE, MISSING)
 """Rendered; the template called raise_exception; it failed; it can't be parsed; there is no jinja2 for it."""
 
-LENGTH: Final = struct.Struct("<I")
 MAX_RENDERED: Final = 4 * 1024 * 1024
 """Characters that a template may write."""
 MAX_MESSAGE: Final = 1000
@@ -139,30 +136,35 @@ def environment() -> Any:
 
 
 def main() -> None:
-    """Serve requests until the input ends."""
+    """Serve requests until the connection ends."""
     time.localtime()  # reads the time zone while files may be opened
-    source = os.fdopen(0, "rb")
-    sink = os.fdopen(os.dup(1), "wb")
-    # Whatever a library prints must not meet the replies.
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.close(null)
+    connection = _standard_input()
     _limit()
     requests: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_receive, args=(source, requests.put), daemon=True).start()
+    threading.Thread(target=_receive, args=(connection, requests.put), daemon=True).start()
     while True:
         request = json.loads(requests.get())
         _allow_seconds()
         kind, text = reply_to(request)
-        reply = kind + (text if kind == TEXT else text[:MAX_MESSAGE]).encode("utf-8", "replace")
-        sink.write(LENGTH.pack(len(reply)) + reply)
-        sink.flush()
+        connection.send_bytes(kind + (text if kind == TEXT else text[:MAX_MESSAGE]).encode("utf-8", "replace"))
 
 
-def _receive(source: BinaryIO, put: Callable[[bytes], None]) -> None:
-    """Pass requests on; end the process with the input: whoever started us is gone."""
-    while len(head := source.read(LENGTH.size)) == LENGTH.size:
-        put(source.read(*LENGTH.unpack(head)))
+def _standard_input() -> Any:
+    if sys.platform == "win32":
+        import msvcrt
+        from multiprocessing.connection import PipeConnection
+
+        return PipeConnection(msvcrt.get_osfhandle(0))
+    from multiprocessing.connection import Connection
+
+    return Connection(0)
+
+
+def _receive(connection: Any, put: Callable[[bytes], None]) -> None:
+    """Pass requests on; end the process with the connection: whoever started us is gone."""
+    with suppress(EOFError, OSError):
+        while True:
+            put(connection.recv_bytes())
     os._exit(0)
 
 
