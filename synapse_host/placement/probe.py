@@ -47,22 +47,16 @@ DISTRIBUTIONS: Final = {
 
 
 class Floor(Struct, frozen=True):
-    """One answer. ``failed`` means that the probe itself went wrong; ``why`` then says how, for people."""
+    """What an engine's ``--probe-floor`` prints: ``ok`` or ``refused``.
+
+    ``failed`` is ours alone: the probe itself went wrong; ``why`` then says how, for people.
+    """
 
     status: Status
     code: str
     required: dict[str, Any] = {}
     observed: dict[str, Any] | None = None
     why: str = ""
-
-
-class _Line(Struct, frozen=True):
-    """What an engine's ``--probe-floor`` prints."""
-
-    status: Literal["ok", "refused"]
-    code: str
-    required: dict[str, Any] = {}
-    observed: dict[str, Any] | None = None
 
 
 def worker_command(engine: str) -> tuple[str, ...]:
@@ -189,17 +183,17 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 def _parse(output: bytes, code: int | None, last: str) -> Floor:
     """Read a probe's line; its exit status has to agree with it, where it is known."""
     try:
-        answer = msgspec.json.decode(output, type=_Line)
+        answer = msgspec.json.decode(output, type=Floor)
     except msgspec.MsgspecError:
         answer = None
-    if answer is None or len(output.splitlines()) != 1:
+    if answer is None or answer.status == "failed" or len(output.splitlines()) != 1:
         if code not in (0, 2):
             how = "an unknown status" if code is None else f"status {code}"
             return Floor("failed", "probe_crashed", why=f"its probe ended with {how}{last}")
         return Floor("failed", "probe_rubbish", why="its probe did not print one line of the agreed JSON")
     if code is not None and (answer.status == "ok") != (code == 0):
         return Floor("failed", "probe_rubbish", why=f"its probe said {answer.status} and ended with status {code}")
-    return Floor(answer.status, answer.code, answer.required, answer.observed)
+    return answer
 
 
 def ask(
