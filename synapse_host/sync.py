@@ -97,9 +97,7 @@ class SyncHost:
         prompt: str | None = None,
     ) -> FloatArray:
         """As :meth:`Host.embed`."""
-        return self._run(
-            self._host.embed(model, texts, lane=lane, deadline=deadline, truncate=truncate, prompt=prompt)
-        )
+        return self._run(self._host.embed(model, texts, lane=lane, deadline=deadline, truncate=truncate, prompt=prompt))
 
     def embed_result(
         self,

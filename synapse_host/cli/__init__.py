@@ -23,9 +23,8 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
-from synapse_host.cli.console import Console
+from synapse_host.cli.console import Console, printable
 from synapse_host.cli.parser import Parser, UsageError, common_options, nearest
-from synapse_host.cli.terminal import printable
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid, InvalidRequest, SynapseError, of_os
 from synapse_host.worker import release
 

@@ -9,13 +9,20 @@ import secrets
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, TypeAlias
 
-from synapse_host.cli.terminal import STEERING, Stages, printable
 from synapse_host.errors import Interrupted, SynapseError
 
+Stages: TypeAlias = Callable[[str, int, int], None]
+"""``report(stage, done, total)``; each stage starts the bar anew."""
+STEERING: Final = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    # C0 without tab and line feed, DEL and C1; then what makes text run backwards on a terminal.
+    for code in (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _NARROWEST: Final = 20
 _TAIL_LINES: Final = 8
@@ -23,6 +30,14 @@ _DUMP: Final = re.compile(
     r"Fatal Python error|Current thread|Thread 0x|\s*File \".*\", line \d+|Extension modules:|<no Python frame>"
     r"|\s*[~^]+\s*$"
 )
+
+
+def printable(text: str) -> str:
+    """Return *text* with every character escaped that steers a terminal: words of workers, models and files hold any.
+
+    ``ESC ]0;…`` would set its title, ``ESC [2J`` clear it, and a right-to-left override turn a line round.
+    """
+    return text.translate(STEERING)
 
 
 class _Bug(SynapseError):
@@ -102,29 +117,55 @@ class Console:
         # Outside strings a document has none of these; inside, this is the same character.
         print(text.translate({code: f"\\u{code:04x}" for code in STEERING}))
 
-    def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Callable[[int], None]]:
+    # rich is imported where something is shown: it costs start-up time.
+
+    @contextmanager
+    def bar(self, label: str, total: int, *, unit: str) -> Iterator[Callable[[int], None]]:
         """Show a progress bar on stderr while the block runs and yield what advances it; silent off a terminal."""
         if not self.bars:
-            return nullcontext(lambda amount: None)
-        from synapse_host.cli.bar import terminal_bar
+            yield lambda amount: None
+            return
+        from rich import progress as rich
 
-        return terminal_bar(printable(label), total, unit=unit)
+        columns = (
+            rich.TextColumn("{task.description}", markup=False),
+            rich.BarColumn(bar_width=24),
+            rich.TaskProgressColumn(),
+            rich.TextColumn(f"{{task.completed:,.0f}} {unit}"),
+            rich.TimeRemainingColumn(),
+        )
+        with rich.Progress(*columns, console=_stderr(), transient=True) as shown:
+            yield partial(shown.advance, shown.add_task(printable(label), total=total))
 
-    def stages(self, label: str, *, rows: bool = False) -> AbstractContextManager[Stages]:
+    @contextmanager
+    def stages(self, label: str, *, rows: bool = False) -> Iterator[Stages]:
         """Show the progress of a job that reports its stages, in bytes or *rows*; silent off a terminal."""
         if not self.bars:
-            return nullcontext(lambda stage, done, total: None)
-        from synapse_host.cli.bar import terminal_stages
+            yield lambda stage, done, total: None
+            return
+        from rich import progress as rich
 
-        return terminal_stages(printable(label), rows=rows)
+        counted = [rich.MofNCompleteColumn()] if rows else [rich.DownloadColumn(), rich.TimeRemainingColumn()]
+        columns = (rich.TextColumn("{task.description:<24}", markup=False), rich.BarColumn(bar_width=24), *counted)
+        with rich.Progress(*columns, console=_stderr(), transient=True) as shown:
+            task = shown.add_task(printable(label), total=None)
 
-    def status(self) -> AbstractContextManager[Callable[[str], None]]:
+            def report(stage: str, done: int, total: int) -> None:
+                shown.update(task, description=printable(f"{label}: {stage}"), completed=done, total=total or None)
+
+            yield report
+
+    @contextmanager
+    def status(self) -> Iterator[Callable[[str], None]]:
         """Show one changing line on stderr while the block runs: ``show(text)``; silent off a terminal."""
         if not self.bars:
-            return nullcontext(lambda text: None)
-        from synapse_host.cli.bar import terminal_status
+            yield lambda text: None
+            return
+        from rich.text import Text
 
-        return terminal_status()
+        with _stderr().status("") as shown:
+            # What is shown holds names from outside: no markup, and nothing that steers the terminal.
+            yield lambda text: shown.update(Text(printable(text)))
 
     def fail(self, error: SynapseError) -> int:
         """Report a typed error and return its exit code."""
@@ -146,6 +187,12 @@ class Console:
         words = " ".join(str(exc).split())
         text = f"internal error: {type(exc).__name__}: {words} (SYNAPSE_DEBUG=1 shows where)"
         return self.fail(_Bug(text))
+
+
+def _stderr() -> Any:
+    from rich.console import Console as RichConsole
+
+    return RichConsole(stderr=True)
 
 
 def explain(error: SynapseError) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Final
 from synapse_host.certificates import binding
 from synapse_host.doctor import engines, machine, models
 from synapse_host.doctor.engines import EngineReport
-from synapse_host.doctor.finding import Finding, Severity
+from synapse_host.doctor.machine import Finding, Severity
 from synapse_host.models import catalogue
 from synapse_host.placement import hardware, places
 from synapse_host.placement import probe as floors

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from synapse_host.doctor.finding import Finding, Severity
+from synapse_host.doctor.machine import Finding, Severity
 from synapse_host.errors import BackendMissing
 from synapse_host.placement import interpreter
 from synapse_host.placement import probe as floors

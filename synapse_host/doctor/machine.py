@@ -1,4 +1,4 @@
-"""The machine, its Python, and what hosts left on it."""
+"""What a finding is; then those about the machine, its Python, and what hosts left on it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,29 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
-from synapse_host.doctor.finding import Finding
 from synapse_host.worker import runtime_dir
 
 GIB: Final = 1024**3
 MIN_DESCRIPTORS: Final = 256
 MIN_FREE_RAM: Final = 1 * GIB
 MIN_FREE_DISK: Final = 1 * GIB
+
+
+Severity: TypeAlias = Literal["info", "warning", "failure"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was found. ``fix`` is a line to type or do, empty where nothing needs doing."""
+
+    id: str
+    severity: Severity
+    what: str
+    fix: str = ""
 
 
 def onnxruntime_findings(found: Mapping[str, str]) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
 from synapse_host.certificates import binding, standing
-from synapse_host.doctor.finding import Finding
+from synapse_host.doctor.machine import Finding
 from synapse_host.errors import SynapseError
 from synapse_host.models import builder, catalogue
 from synapse_host.models.bundles import readable

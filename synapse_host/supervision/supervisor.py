@@ -19,7 +19,7 @@ request can't meet the reply of an abandoned one. A caller awaits a plain Future
 
 Everything runs on one event loop and nothing here blocks. What may run at the same time: any number of waiting callers,
 at most one start (a task that outlives whoever asked for it), one open exchange, one background PING in the turn's
-place (:mod:`synapse_host.supervision.idle`), and the end of a worker (a task of its session).
+place (:class:`~synapse_host.supervision.lifecycle.Idle`), and the end of a worker (a task of its session).
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from engines.protocol.messages import SERVING, AnyReply, Ping, Pong, Unload
 from synapse_host.errors import EngineCrashed, SynapseError
 from synapse_host.placement.spec import LaneSpec
 from synapse_host.supervision.health import LaneHealth
-from synapse_host.supervision.idle import Idle
-from synapse_host.supervision.lifecycle import Generations
+from synapse_host.supervision.lifecycle import Generations, Idle
 from synapse_host.supervision.queueing import Permits, Turns, expire
 from synapse_host.supervision.sharing import ALONE, Sharing
 from synapse_host.supervision.standing import Standing

@@ -1,11 +1,13 @@
-"""What may be sent: byte, token and length budgets, refused before any frame exists. Pure.
+"""What may be sent: byte, token and length budgets, refused before any frame exists; and what is tokenised at once.
 
 One exchange carries at most 256 rows, and both its request and its reply fit ``max_frame`` (protocol-v3, 1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from engines.protocol.messages import ITEM_BYTES, MAX_ITEMS
@@ -17,6 +19,10 @@ ROW_HEADER_BYTES: Final = 64
 """More than one item of a header takes: its id (the row's number) and its token count."""
 EXCHANGE_TOKENS: Final = 128 * 1024
 """Tokens beyond which an exchange isn't filled further: other callers of the lane get their turn in between."""
+BUDGET_CHARACTERS: Final = 1024 * 1024
+"""Characters in the tokenizers of all threads at once; a longer piece goes alone."""
+FREE_CHARACTERS: Final = 16 * 1024
+"""Calls with fewer never wait for the budget: they may run on the event loop's thread."""
 
 
 def check_lengths(lengths: Sequence[int], *, max_tokens: int, model: str, noun: str = "text") -> None:
@@ -81,3 +87,34 @@ def split(
     if start < len(lengths):
         exchanges.append(range(start, len(lengths)))
     return exchanges
+
+
+class Budget:
+    """Characters that are being tokenised, by all threads of the process.
+
+    What the tokenizers library makes of a text takes up to 250 bytes a character while it runs, so a few long texts
+    side by side would take the host's memory. A thread holds its characters for as long as the library works on them.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._used = 0
+
+    @contextmanager
+    def taken(self, characters: int) -> Iterator[None]:
+        """Wait until there is room for *characters* and hold it; more than all there is goes alone."""
+        if characters <= FREE_CHARACTERS:
+            yield
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + characters <= BUDGET_CHARACTERS)
+            self._used += characters
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= characters
+                self._changed.notify_all()
+
+
+budget: Final = Budget()

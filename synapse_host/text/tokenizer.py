@@ -17,9 +17,8 @@ from msgspec import UNSET
 from engines.bundle.manifest import Bundle
 from synapse_host.errors import BundleInvalid, InvalidRequest
 from synapse_host.text import tokenizer_file
-from synapse_host.text.budget import FREE_CHARACTERS as FREE_CHARACTERS
-from synapse_host.text.budget import budget
-from synapse_host.text.limits import too_long
+from synapse_host.text.limits import FREE_CHARACTERS as FREE_CHARACTERS
+from synapse_host.text.limits import budget, too_long
 from synapse_host.text.rows import Frame, Rows, flatten, joined, pair_frame, single_frame
 from synapse_host.text.spelling import speller
 from synapse_host.text.tokenizer_schema import MAX_IDS

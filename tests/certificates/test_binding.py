@@ -17,7 +17,7 @@ import pytest
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle
 from synapse_host import Host, HostConfig
-from synapse_host.certificates import binding, engine_build, standing, verdict
+from synapse_host.certificates import binding, standing, verdict
 from synapse_host.certificates import document as documents
 from synapse_host.certificates.binding import Identity
 from synapse_host.certificates.document import EngineFacts, Fault, Machine, Model
@@ -140,11 +140,11 @@ def test_a_build_follows_its_files_and_not_only_its_version(tmp_path: Path, monk
     sources.mkdir(parents=True)
     (sources / "inputs.py").write_text("POOLING = 'builtin'\n")
     monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setattr(engine_build.interpreter, "package_root", lambda: tmp_path / "root")
+    monkeypatch.setattr(binding.interpreter, "package_root", lambda: tmp_path / "root")
     matrix = load()
 
     def build(id: str = "llama-cpu") -> str | None:
-        return engine_build.build_id(matrix.engines[id], matrix)
+        return binding.build_id(matrix.engines[id], matrix)
 
     first = build()
     assert first is not None and first == build()
@@ -170,7 +170,7 @@ def test_a_foreign_command_is_bound_to_the_files_it_names(tmp_path: Path) -> Non
 
     def build(*words: str) -> str | None:
         bent = msgspec.structs.replace(engine, worker=Worker(command=words)) if words else engine
-        return engine_build.build_id(bent, matrix)
+        return binding.build_id(bent, matrix)
 
     first = build()
     assert first is not None and first == build() and build("nowhere-at-all") is None

@@ -66,7 +66,7 @@ TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "synapse_host.residency.core": ("tests/residency/test_core.py", "tests/residency/test_machine.py"),
     "synapse_host.certificates.verdict": ("tests/certificates/test_verdict.py",),
     "synapse_host.text.background": ("tests/text/test_background.py",),
-    "synapse_host.text.limits": ("tests/text/test_limits.py",),
+    "synapse_host.text.limits": ("tests/text/test_limits.py", "tests/text/test_tokenizer.py"),
     "synapse_host.text.split_pattern": ("tests/text/test_split_pattern.py", "tests/text/test_tokenizer_file.py"),
     "synapse_host.text.tokenizer": ("tests/text/test_tokenizer.py",),
     "synapse_host.text.tokenizer_file": ("tests/text/test_tokenizer_file.py", "tests/text/test_tokenizer.py"),

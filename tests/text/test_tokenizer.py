@@ -321,7 +321,7 @@ def test_a_prompt_or_a_query_is_never_cut_in_silence(tmp_path: Path) -> None:
 
 
 def test_tokenisation_of_all_threads_stays_in_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("synapse_host.text.budget.BUDGET_CHARACTERS", 50_000)
+    monkeypatch.setattr("synapse_host.text.limits.BUDGET_CHARACTERS", 50_000)
     tokenizer = TextTokenizer(bundle(tmp_path, max_tokens=40_000))
     real, lock = tokenizer._plain, threading.Lock()
     now = most = 0
