@@ -16,10 +16,9 @@ from synapse_host.certificates.document import Evidence, Gate
 from synapse_host.certificates.recheck import recheck
 from synapse_host.certificates.standing import Certificate
 from synapse_host.certificates.verdict import GROUPS, rule_of
-from synapse_host.certification import orders
-from synapse_host.certification.orders import CarriedOut
+from synapse_host.certification import run as runs
 from synapse_host.certification.report import ORIGINS, SIGNS
-from synapse_host.certification.run import Order
+from synapse_host.certification.run import CarriedOut, Order
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import DEFAULT_MODELS, bundle_of, config_of, model_name, run_orderly
@@ -98,7 +97,7 @@ def _certify(args: argparse.Namespace, console: Console) -> int:
         min_placement_share=args.min_placement_share,
     )
     with console.stages(f"certifying {args.lane} · {order.model}", rows=True) as progress:
-        done = run_orderly(orders.carry_out(order, matrix, args.out, config_of(args), progress=progress))
+        done = run_orderly(runs.carry_out(order, matrix, args.out, config_of(args), progress=progress))
     evidence = done.evidence
     console.document(
         {
@@ -151,12 +150,12 @@ def _all(args: argparse.Namespace, console: Console) -> int:
     if not bundles:
         raise UsageError(f"no model is installed. Install them: synapse models install {' '.join(catalogue.DEFAULTS)}")
     profile = hardware.detect(hardware.floor_keys(matrix, matrix.engines))
-    found, wide = orders.possible(matrix, bundles, profile)
+    found, wide = runs.possible(matrix, bundles, profile)
     rows: list[dict[str, Any]] = []
     for number, order in enumerate(found, 1):
         with console.stages(f"{number} of {len(found)}: {order.lane} · {order.engine} · {order.model}") as progress:
             try:
-                carried = orders.carry_out(order, wide, args.out, config_of(args), by_machine=True, progress=progress)
+                carried = runs.carry_out(order, wide, args.out, config_of(args), by_machine=True, progress=progress)
                 done = run_orderly(carried)
                 row = _outcome(done)
                 said = f"{done.document}" if not row["reasons"] else ", ".join(row["reasons"])

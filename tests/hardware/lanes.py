@@ -10,7 +10,7 @@ import pytest
 
 from engines.bundle.manifest import Bundle
 from synapse_host.certificates import verdict
-from synapse_host.certification import orders
+from synapse_host.certification import run as orders
 from synapse_host.certification.packing import Plans, plan_tool
 from synapse_host.certification.run import Order
 from synapse_host.config import HostConfig

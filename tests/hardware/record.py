@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from synapse_host.certification import orders
+from synapse_host.certification import run as orders
 from synapse_host.placement import hardware, probe
 from tests.hardware import lanes
 

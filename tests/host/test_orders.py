@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from engines.bundle import manifest
-from synapse_host.certification import orders
+from synapse_host.certification import run as orders
 from synapse_host.placement import hardware
 from synapse_host.placement.matrix import load
 from synapse_host.placement.probe import Floor
