@@ -33,8 +33,8 @@ from synapse_host.requests import rerank as reranking
 from synapse_host.requests.parts import whole
 from synapse_host.results import EmbedResult, Generation, Piece, RerankResult
 from synapse_host.text import encoders
+from synapse_host.text.chat import Renderer
 from synapse_host.text.rows import Frame, Rows, special_frame
-from synapse_host.text.template import Renderer
 from synapse_host.text.validate import absolute, check_rows, check_texts, prompt_text
 from synapse_host.worker.listener import RuntimeDirectory
 

@@ -9,8 +9,8 @@ from synapse_host.certificates import standing
 from synapse_host.certificates.standing import Listed
 from synapse_host.certification.report import row_of
 from synapse_host.cli.console import Console
+from synapse_host.cli.operate import duration
 from synapse_host.cli.parser import Parser
-from synapse_host.cli.ps import duration
 from synapse_host.errors import EXIT_OK
 from synapse_host.models.bundles import readable
 from synapse_host.placement import hardware

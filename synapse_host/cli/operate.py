@@ -1,25 +1,37 @@
-"""``synapse load``, ``unload``, ``probe`` and ``ping``: one request to the running host, and what came of it."""
+"""The verbs about the running host: ``ps`` shows it, ``logs`` what its workers wrote; ``load``, ``unload``, ``probe``
+and ``ping`` are one request each, and what came of it."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
-from synapse_host.cli.ps import busy_line, duration
-from synapse_host.cli.remote import connect, runtime_dir
-from synapse_host.errors import EXIT_FAILED, EXIT_OK, SynapseError, revive
+from synapse_host.cli.remote import Remote, connect, runtime_dir
+from synapse_host.errors import EXIT_FAILED, EXIT_OK, InvalidRequest, SynapseError, revive
 
 REFRESH_S: Final = 0.2
 PING_S: Final = 5.0
 """Seconds that a worker has for its PONG where no deadline is given."""
 
+WAIT_S: Final = 30.0
+"""Seconds that ``logs -f`` lets the host wait for something new, again and again."""
+
 _HELP: Final = {
+    "ps": (
+        "Show the lanes and workers of the running host, from what it knows: no worker is asked.",
+        "synapse ps\nsynapse ps --json\nsynapse ps --metrics",
+    ),
+    "logs": (
+        "Print the last 8 KiB that each lane's workers wrote, across restarts, every line tagged with lane and stream.",
+        "synapse logs\nsynapse logs embed\nsynapse logs embed -f",
+    ),
     "load": (
         "Start the worker of a model's lane in the running host and load the model, so that the first request doesn't\n"
         "wait. On a quarantined or refused lane this is the reload that opens it again; a lane of kind legacy that is\n"
@@ -51,7 +63,12 @@ def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
     parser.description, examples = _HELP[parser.verb]
     parser.examples(examples)
-    if parser.verb in ("load", "unload"):
+    if parser.verb == "ps":
+        parser.add_argument("--metrics", action="store_true", help="print the host's metrics instead (Prometheus text)")
+    elif parser.verb == "logs":
+        parser.add_argument("lane", nargs="?", metavar="LANE", help="lane or model (default: all lanes)")
+        parser.add_argument("-f", "--follow", action="store_true", help="go on printing what comes, until Ctrl-C")
+    elif parser.verb in ("load", "unload"):
         parser.add_argument("model", metavar="M", help="model of the running host")
         parser.add_argument("--lane", metavar="L", help="lane of the matrix (default: the model's task)")
     elif parser.verb == "probe":
@@ -63,12 +80,19 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     directory, verb = runtime_dir(args), args.verb
-    limit = args.deadline or (PING_S if verb == "ping" else None)
-    fields = {"lane": args.lane, "model": getattr(args, "model", None)}
-    # The host takes no deadline for an unload: this end gives up.
-    fields |= {} if verb == "unload" else {"timeout": limit}
-    with connect(directory, args.deadline) as remote, _watched(directory, args, console):
-        state = remote.post(f"/synapse/{verb}", **fields)
+    if verb == "logs" and args.follow and console.json:
+        raise InvalidRequest("--json prints one document, --follow never ends: choose one")
+    with connect(directory, args.deadline) as remote:
+        if verb == "ps":
+            return _ps(remote, args, console)
+        if verb == "logs":
+            return _logs(remote, args, console)
+        limit = args.deadline or (PING_S if verb == "ping" else None)
+        fields = {"lane": args.lane, "model": getattr(args, "model", None)}
+        # The host takes no deadline for an unload: this end gives up.
+        fields |= {} if verb == "unload" else {"timeout": limit}
+        with _watched(directory, args, console):
+            state = remote.post(f"/synapse/{verb}", **fields)
     console.document(state)
     if verb == "ping":
         return _pings(state, console, named=args.lane is not None)
@@ -124,3 +148,174 @@ def _watched(directory: Path, args: argparse.Namespace, console: Console) -> Ite
     finally:
         done.set()
         thread.join(REFRESH_S * 2)
+
+
+def _logs(remote: Remote, args: argparse.Namespace, console: Console) -> int:
+    logs = remote.post("/synapse/logs", lane=args.lane)["logs"]
+    tails = {lane_id: Tail(lane_id) for lane_id in logs}
+    if console.json:
+        state = remote.get("/synapse/lanes")
+        lanes = {lane_id: lane for lane_id, lane in state["lanes"].items() if lane_id in logs}
+        workers = [worker for worker in state["workers"] if worker["lane"] in logs]
+        lines = {lane_id: tails[lane_id].lines(log) for lane_id, log in logs.items()}
+        console.document({**state, "lanes": lanes, "workers": workers, "logs": lines})
+        return EXIT_OK
+    after: dict[str, int] = {}
+    while True:
+        for lane_id, log in logs.items():
+            after[lane_id] = log["position"]
+            if args.follow and log["missed"] and lane_id in tails and tails[lane_id].started:
+                console.note(f"{log['missed']} bytes of {lane_id} were lost: it writes faster than they are read")
+            for line in tails[lane_id].lines(log, end=not args.follow):
+                console.line(line)
+        sys.stdout.flush()
+        if not args.follow:
+            return EXIT_OK
+        logs = remote.post("/synapse/logs", lane=args.lane, after=after, wait=WAIT_S)["logs"]
+
+
+class Tail:
+    """Turns segments of one lane into tagged lines; a line that isn't finished yet waits for its end."""
+
+    def __init__(self, lane_id: str) -> None:
+        self._lane_id = lane_id
+        self._partial: dict[str, str] = {}
+        self.started = False
+
+    def lines(self, log: dict[str, Any], *, end: bool = True) -> list[str]:
+        """Return the lines that *log* completes; with *end* also the unfinished ones."""
+        self.started = True
+        found = []
+        for stream, text in log["segments"]:
+            *whole, rest = (self._partial.pop(stream, "") + text).split("\n")
+            found += [self._tagged(stream, line) for line in whole]
+            if rest:
+                self._partial[stream] = rest
+        if end:
+            found += [self._tagged(stream, rest) for stream, rest in self._partial.items()]
+            self._partial.clear()
+        return found
+
+    def _tagged(self, stream: str, line: str) -> str:
+        return f"{self._lane_id} [{stream}] {line.removesuffix(chr(13))}"
+
+
+# --- ps: the state of a host for people ------------------------------------------------------------------------------
+
+
+def _ps(remote: Remote, args: argparse.Namespace, console: Console) -> int:
+    if args.metrics:
+        text = remote.text("/metrics")
+        console.document({"text": text})
+        console.line(text.rstrip("\n"))
+        return EXIT_OK
+    state = remote.get("/synapse/lanes")
+    console.document(state)
+    page(state, console)
+    return EXIT_OK
+
+
+def page(state: dict[str, Any], console: Console) -> None:
+    """Print what a person wants to see of a host's state."""
+    host = state["host"]
+    stopping = console.style(" · stopping", "yellow") if host["stopping"] else ""
+    console.line(
+        f"synapse {host['version']} · pid {host['pid']} · up {duration(host['uptime_s'])} · "
+        f"{host['runtime_dir']}{stopping}"
+    )
+    console.line(host["url"])
+    console.line()
+    lanes_page(state, console)
+
+
+def lanes_page(state: dict[str, Any], console: Console) -> None:
+    """Print the table of lanes."""
+    colours = {"idle": "green", "serving": "green", "loading": "cyan", "quarantined": "red", "refused": "red"}
+    rows = [("LANE", "STATE", "MODEL", "ENGINE", "WORKER", "MEMORY", "HEARD", "")]
+    for lane_id, lane in state["lanes"].items():
+        worker, resting = lane["worker_pid"], lane["worker_pid"] is None
+        rows.append(
+            (
+                lane_id,
+                "not loaded" if resting and lane["state"] in ("idle", "stopped") else lane["state"],
+                lane["model"],
+                lane["engine"] or "-",
+                "-" if resting else f"pid {worker} #{lane['generation']}",
+                "-" if lane["rss_mb"] is None else f"{lane['rss_mb']} MB",
+                "-" if lane["age_s"] is None else f"{duration(lane['age_s'])} ago",
+                remarks(lane),
+            )
+        )
+    if len(rows) == 1:
+        console.line("no lanes: no model is installed. See: synapse models")
+        return
+    columns, below = _fitting(rows, console.width())
+    widths = [max(len(row[column]) for row in rows) for column in columns]
+    for index, row in enumerate(rows):
+        cells = [row[column].ljust(width) for column, width in zip(columns, widths, strict=True)]
+        if index == 0:
+            cells = [console.style(cell.rstrip() if cell is cells[-1] else cell, "dim") for cell in cells]
+        else:
+            cells[1] = console.style(cells[1], colours.get(row[1], "dim"))
+        console.line("  " + "  ".join(cells).rstrip())
+        if below and index and row[-1]:
+            console.hang("    ", row[-1], 4)
+
+
+def _fitting(rows: Sequence[tuple[str, ...]], width: int) -> tuple[list[int], bool]:
+    """Return the columns that fit a terminal *width* wide, and whether remarks go below their lane; 0 is any width.
+
+    The remarks leave the line first, then what was heard when, memory, the engine.
+    """
+    columns = list(range(len(rows[0])))
+    needed = {column: 2 + max(len(row[column]) for row in rows) for column in columns}
+    for spare in (7, 6, 5, 3):
+        if not width or sum(needed[column] for column in columns) <= width:
+            break
+        columns.remove(spare)
+    return columns, 7 not in columns
+
+
+def remarks(lane: dict[str, Any]) -> str:
+    """Return what else matters about a lane now."""
+    said = []
+    progress = lane.get("progress")
+    if progress:
+        said.append(f"{progress['stage']}, {progress['completed']} units done, {duration(progress['running_s'])}")
+    if lane["worker_pid"] is not None and not lane["models"] and lane["state"] != "loading":
+        said.append("model unloaded")
+    if lane.get("waiting"):
+        said.append(f"{lane['waiting']} waiting")
+    remaining = lane["quarantine_remaining_s"]
+    if lane["state"] == "quarantined":
+        said.append("until a probe" if remaining is None else f"for another {remaining:.0f} s")
+    elif lane["strikes"]:
+        said.append(f"{lane['strikes']} strike{'s' if lane['strikes'] > 1 else ''}")
+    fault = lane.get("last_fault")
+    if fault and lane["strikes"]:
+        said.append(f"last: {fault['signal'] or fault['cause']} during {fault['stage']}")
+    if lane.get("reason"):
+        said.append(str(lane["reason"]))
+    return ", ".join(said)
+
+
+def busy_line(lanes: dict[str, Any]) -> str:
+    """Return what lanes work at, each with its worker's count of finished work (a MiB read, layers, tokens, …)."""
+    parts = []
+    for lane_id, lane in lanes.items():
+        progress = lane.get("progress")
+        if progress:
+            stage, done = progress["stage"], progress["completed"]
+            label = lane_id if lane_id == stage else f"{lane_id} {stage}"
+            parts.append(f"{label}: {f'{done} steps done, ' if done else ''}{progress['running_s']:.0f} s")
+        elif lane["state"] == "loading":
+            parts.append(f"{lane_id}: starting a worker for {lane['model']}")
+    return " · ".join(parts) or "waiting"
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time for people."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    return f"{minutes} min" if hours == 0 else f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d"

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from synapse_host.cli import host_version
 from synapse_host.cli.console import Console
+from synapse_host.cli.operate import busy_line, page
 from synapse_host.cli.parser import Parser, UsageError, port, seconds
-from synapse_host.cli.ps import busy_line, page
 from synapse_host.cli.remote import runtime_dir
 from synapse_host.cli.session import bundle_of, config_of, model_name
 from synapse_host.errors import EXIT_INTERRUPTED, EXIT_OK, InvalidRequest

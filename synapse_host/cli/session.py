@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from synapse_host.cli.console import Console
+from synapse_host.cli.operate import busy_line
 from synapse_host.cli.parser import Parser
-from synapse_host.cli.ps import busy_line
 from synapse_host.cli.running import find
 from synapse_host.config import HostConfig
 from synapse_host.errors import DeadlineExceeded

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from synapse_host.arrays import IntArray
     from synapse_host.lanes import Lanes
     from synapse_host.placement.assignment import Assignment
-    from synapse_host.text.template import Renderer
+    from synapse_host.text.chat import Renderer
     from synapse_host.text.tokenizer import TextTokenizer
     from synapse_host.worker.exchange import Build
 

@@ -1,4 +1,4 @@
-"""The process that renders chat templates: a program of its own, started by :mod:`synapse_host.text.template`.
+"""The process that renders chat templates: a program of its own, started by :mod:`synapse_host.text.chat`.
 
 A chat template is a program of the bundle. jinja2's sandbox keeps it from reaching anything, and nothing keeps it from
 taking all memory or all time, so it runs here, under the limits of the operating system: processor seconds a template,

@@ -11,7 +11,7 @@ import pytest
 import synapse_host
 from synapse_host.cli import VERBS, main
 from synapse_host.cli.console import Console, explain
-from synapse_host.cli.ps import busy_line, lanes_page
+from synapse_host.cli.operate import busy_line, lanes_page
 from synapse_host.cli.session import watched
 from synapse_host.errors import EngineCrashed
 

@@ -15,9 +15,9 @@ import pytest
 
 from engines.bundle.manifest import Bundle, read
 from synapse_host.errors import BundleInvalid, InvalidRequest, QueueFull
-from synapse_host.text import template, template_child
-from synapse_host.text.chat import chat_ids
-from synapse_host.text.template import Renderer
+from synapse_host.text import chat as template
+from synapse_host.text import template_child
+from synapse_host.text.chat import Renderer, chat_ids
 from synapse_host.text.tokenizer import TextTokenizer
 from tests.conftest import children
 from tests.support.small_bundle import WORDS, write_bundle
@@ -247,7 +247,7 @@ def test_the_process_ends_with_its_host(tmp_path: Path) -> None:
     code = (
         "import threading, time, os\n"
         "from pathlib import Path\n"
-        "from synapse_host.text.template import Renderer\n"
+        "from synapse_host.text.chat import Renderer\n"
         f"made = Renderer(Path({str(tmp_path)!r}))\n"
         "made.render('', [], name='toy')\n"
         "from tests.conftest import children\n"
