@@ -112,8 +112,8 @@ def _certify(args: argparse.Namespace, console: Console) -> int:
     # A certified run whose certificate no host would take is no success.
     good = evidence.verdict == "certified" and (done.certificate is None or done.certificate.valid)
     mark = _mark(good, console)
-    joint = "\n      " if 0 < console.width() < len(f"{done.document}{done.page}") + 17 else "   "
-    console.line(f"{mark}  {done.document}{joint}report: {done.page}")
+    console.line(f"{mark}  {done.document}")
+    console.line(f"      report: {done.page}")
     console.hang("      ", _standing(done.certificate, evidence), 6)
     return EXIT_OK if good else EXIT_FAILED
 
@@ -234,19 +234,11 @@ def _page(evidence: Evidence, console: Console) -> None:
 
 
 def _title(evidence: Evidence, console: Console) -> None:
-    """Print what was certified, with a full bar where a person looks and there is room for it."""
-    title = (
-        f"certifying {evidence.lane} · {evidence.engine.id} · {evidence.model.name} {evidence.model.dtype} "
-        f"(manifest {evidence.model.manifest_digest[:4]}…)"
-    )
-    wanted = evidence.fixture.probes if evidence.fixture else 0
-    probes = f"{len(evidence.tokens) if evidence.inputs is not None else 0}/{wanted} probes"
-    bar = console.style("█" * 20, "green") + " " if evidence.inputs is not None and console.interactive else ""
-    room = console.width() - len(title) - len(probes) - (21 if bar else 0)
-    if not console.width() or room >= 2:
-        console.line(title + " " * max(2, min(room, 75 - len(title))) + bar + probes)
-    else:
-        console.hang("", f"{title} {probes}", 0)
+    """Print what was certified, and how far the run came."""
+    model, wanted = evidence.model, evidence.fixture.probes if evidence.fixture else 0
+    asked = len(evidence.tokens) if evidence.inputs is not None else 0
+    title = f"certifying {evidence.lane} · {evidence.engine.id} · {model.name} {model.dtype} "
+    console.hang("", f"{title}(manifest {model.manifest_digest[:4]}…)   {asked}/{wanted} probes", 0)
 
 
 def _setting(evidence: Evidence) -> str:
