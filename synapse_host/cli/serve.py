@@ -161,7 +161,7 @@ class _Run:
             app = guarded(application(service), key=self._key, address=self._args.host, origins=self._args.cors)
             await stack.enter_async_context(listening(app, self._bound, host.runtime))
             try:
-                await self._until_stopped(self._load(host))
+                await self._load(host)
                 if not self._stop.is_set():
                     service.ready = True
                     self._tell(service)
@@ -199,19 +199,6 @@ class _Run:
         if self._opening is not None:
             self._opening.cancel()
 
-    async def _until_stopped(self, work: Any) -> None:
-        """Await *work*, or give it up when told to stop."""
-        task = asyncio.ensure_future(work)
-        stop = asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-        finally:
-            for each in (task, stop):
-                each.cancel()
-            await asyncio.gather(task, stop, return_exceptions=True)
-
     async def _drain(self, service: Service) -> None:
         host = service.host
         service.stopping = True
@@ -245,18 +232,20 @@ class _Run:
     # --- start -------------------------------------------------------------------------------------------------------
 
     async def _load(self, host: Host) -> None:
-        """Load the named models, all at once; the first that can't be loaded ends the command."""
+        """Load the named models, all at once; the first that can't be loaded ends the command, a signal the loading."""
         if not self._loads:
             return
+        self._opening = asyncio.current_task()
         with self._console.status() as show:
             watcher = asyncio.ensure_future(self._watch(host, show))
-            jobs = [asyncio.ensure_future(self._load_one(host, name)) for name in self._loads]
             try:
-                await asyncio.gather(*jobs)
+                await asyncio.gather(*(self._load_one(host, name) for name in self._loads))
+            except asyncio.CancelledError:
+                if not self._stop.is_set():
+                    raise
             finally:
-                for task in (watcher, *jobs):
-                    task.cancel()
-                await asyncio.gather(watcher, *jobs, return_exceptions=True)
+                self._opening = None
+                watcher.cancel()
 
     async def _load_one(self, host: Host, name: str) -> None:
         started = time.monotonic()
