@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 from synapse_host.cli.console import Console, printable
 from synapse_host.cli.parser import Parser, UsageError, common_options, nearest
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid, InvalidRequest, SynapseError, of_os
-from synapse_host.worker import release
+from synapse_host.placement import interpreter
 
 
 class Verb(NamedTuple):
@@ -54,7 +54,7 @@ VERBS: Final[dict[str, Verb]] = {
     "matrix": Verb("check hw_matrix.yaml; explain why a lane got its engine", "machine"),
     "doctor": Verb("what this machine can run, what is wrong, and the line that fixes it", "machine"),
     "certify": Verb("does a lane give the right numbers here, and run where it should", "machine"),
-    "certificates": Verb("what is certified here, how old, and what voids it", "machine"),
+    "certificates": Verb("what is certified here, how old, and what voids it", "machine", "certify"),
     "bench": Verb("measure it all, beside rivals where they are installed", "machine"),
     "demo": Verb("embed, rerank, generate, and kill a worker on purpose", "machine"),
 }
@@ -71,7 +71,7 @@ _GROUPS: Final = {"work": "Work", "host": "A running host", "models": "Models", 
 
 def host_version() -> str:
     """Return the installed version, or ``0+unknown`` in a tree that was never installed."""
-    return release.LOADED or "0+unknown"
+    return interpreter.RELEASE or "0+unknown"
 
 
 def _page() -> str:

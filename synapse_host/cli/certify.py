@@ -1,10 +1,14 @@
-"""``synapse certify``: does this lane give the right numbers on this machine, and does it run where it should?"""
+"""``synapse certify``: does this lane give the right numbers on this machine, and does it run where it should?
+
+``synapse certificates`` lists what is certified here, how old that is, and what voids it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,14 +16,16 @@ from typing import Any
 import msgspec
 
 from synapse_host.certificates import document as documents
+from synapse_host.certificates import standing
 from synapse_host.certificates.document import Evidence, Gate
 from synapse_host.certificates.recheck import recheck
-from synapse_host.certificates.standing import Certificate
+from synapse_host.certificates.standing import Certificate, Listed
 from synapse_host.certificates.verdict import GROUPS, rule_of
 from synapse_host.certification import run as runs
-from synapse_host.certification.report import ORIGINS, SIGNS
+from synapse_host.certification.report import ORIGINS, SIGNS, row_of
 from synapse_host.certification.run import CarriedOut, Order
 from synapse_host.cli.console import Console
+from synapse_host.cli.operate import duration
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import DEFAULT_MODELS, bundle_of, config_of, model_name, run_orderly
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, SynapseError
@@ -31,6 +37,13 @@ from synapse_host.placement.matrix import load
 
 def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
+    if parser.verb == "certificates":
+        parser.description = (
+            "List the certificates of this machine, each judged now as a host judges it when a worker starts: does\n"
+            "its verdict follow from its measurements under the matrix, and was nothing changed that changes numbers?"
+        )
+        parser.examples("synapse certificates\nsynapse certificates --json")
+        return
     parser.description = (
         "Run a lane's model over its reference probes on a fresh worker, through the normal serving path; compare.\n"
         "Writes an evidence document (JSON) and a page (HTML). A lane that passes gets a certificate, one that fails\n"
@@ -69,6 +82,8 @@ def share(text: str) -> float:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
+    if args.verb == "certificates":
+        return _certificates(args, console)
     wanted = [args.lane is not None, args.all, args.recheck is not None, args.schema]
     if sum(wanted) != 1:
         raise UsageError(
@@ -293,3 +308,37 @@ def _speed(evidence: Evidence) -> str:
     if "prefix_share" in reported:
         parts.append(f"prefix share {reported['prefix_share']:.3f}")
     return " · ".join(parts) or "not measured"
+
+
+# --- certificates ----------------------------------------------------------------------------------------------------
+
+
+def _certificates(args: argparse.Namespace, console: Console) -> int:
+    matrix = load(args.matrix)
+    with console.stages("looking"):
+        profile = hardware.detect(hardware.floor_keys(matrix, matrix.engines))
+        found = list(standing.listed(matrix, readable(args.models_dir), profile))
+    now = datetime.now(UTC)
+    console.document({"certificates": [row_of(one, now) for one in found]})
+    for one in found:
+        _line(one, now, console)
+    if not found:
+        console.line("No lane is certified on this machine. Certify what it can run: synapse certify --all")
+    return EXIT_OK
+
+
+def _line(one: Listed, now: datetime, console: Console) -> None:
+    row = row_of(one, now)
+    mark = console.style("valid", "green") if row["valid"] else console.style("void ", "yellow", "bold")
+    if row["at"] is None:
+        console.hang(f"{mark}  ", f"{one.engine} · {row['why']}", 7)
+    else:
+        approximate = " · approximate" if row["precision"] == "approximate" else ""
+        age = f"{duration(max(0, row['age_s']))} old"
+        said = f"{row['lane']} · {row['engine']} · {row['model']} · {age}{approximate} · reference: {row['reference']}"
+        console.hang(f"{mark}  ", said, 7)
+        if row["why"]:
+            console.hang("       ", row["why"], 7)
+    if row["fix"]:
+        # Not wrapped: it is there to be copied.
+        console.line(f"       fix: {row['fix']}")

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engines.bundle import manifest, preparation
+from engines.bundle.manifest import FILE_NAME
 from engines.protocol.messages import OWNED_ENGINES
 from synapse_host.errors import BackendMissing, InvalidRequest, UnknownModel
 from synapse_host.placement.interpreter import package_root, search_path
@@ -109,7 +110,7 @@ def _spec(matrix: HardwareMatrix, made: Assignment, *, threads: int) -> LaneSpec
         load=_load(bundle, artifact, engine.device_kind, runtime_config),
         cwd=matrix.path.parent if engine.command else package_root(),
         env=dict(engine.env) if engine.command else {**search_path(), **engine.env},
-        manifest_path=_manifest_path(bundle) if owned else None,
+        manifest_path=bundle.path(FILE_NAME) if owned else None,
         manifest_digest=bundle.digest if owned else None,
         kernel_revision=engine.kernel_revision,
         own_worker=engine.command is None,
@@ -122,8 +123,6 @@ def _load(bundle: Bundle, artifact: Artifact, device_kind: str, runtime_config: 
     Without a preparation LOAD names the package itself, and the worker answers ``specialization_missing`` with the fix.
     """
     if artifact.format == "coreml" and device_kind == "ane":
-        from engines.bundle import manifest, preparation
-
         try:
             path, record = preparation.find(preparation.default_cache(), artifact.digest)
         except manifest.BundleError:
@@ -131,12 +130,6 @@ def _load(bundle: Bundle, artifact: Artifact, device_kind: str, runtime_config: 
         else:
             return LoadSpec(str(path), record.compiled_digest, "mlmodelc", runtime_config)
     return LoadSpec(str(bundle.path(artifact.path)), artifact.digest, artifact.format, runtime_config)
-
-
-def _manifest_path(bundle: Bundle) -> Path:
-    from engines.bundle.manifest import FILE_NAME
-
-    return bundle.path(FILE_NAME)
 
 
 def find(

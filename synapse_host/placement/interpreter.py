@@ -1,7 +1,10 @@
-"""The Python that our own child programs run with: workers, probes, converters and pip.
+"""The Python that our own child programs run with (workers, probes, converters and pip), and the release they are of.
 
 A child never imports from the caller's folder: ``python -m`` looks for modules in the current folder first, and a
 checkpoint may well hold a ``gguf.py``. Our own modules are started in :func:`package_root`; pip gets ``-P``.
+
+Host and workers are deployed together. A host keeps the code it was started with, while a worker is started from what
+lies on the disk: after an upgrade under a running host the two would differ without a word (:func:`changed_release`).
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +21,24 @@ from synapse_host.errors import BackendMissing
 VARIABLE: Final = "SYNAPSE_PYTHON"
 """Environment variable that names the interpreter where this process can't: inside uwsgi, or a frozen program."""
 _PYTHON: Final = re.compile(r"python|pypy", re.IGNORECASE)
+
+
+def installed_release() -> str | None:
+    """Return the version on the disk now; None in a tree that was never installed, or in the middle of an upgrade."""
+    try:
+        return version("synapse-workers")
+    except PackageNotFoundError:
+        return None
+
+
+RELEASE: Final = installed_release()
+"""The version that this process was started with."""
+
+
+def changed_release() -> tuple[str, str] | None:
+    """Return the versions loaded and installed where they differ, None where they don't or one isn't known."""
+    now = installed_release()
+    return (RELEASE, now) if RELEASE is not None and now is not None and now != RELEASE else None
 
 
 def executable() -> str:

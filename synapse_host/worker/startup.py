@@ -17,9 +17,9 @@ from engines.protocol.errors import LocalProtocolError, RemoteProtocolError, Ver
 from engines.protocol.messages import VERSION, Hello, HelloAck
 from synapse_host.config import HostConfig
 from synapse_host.errors import BackendMissing, SynapseError
+from synapse_host.placement import interpreter
 from synapse_host.placement.child import worker_environment
 from synapse_host.placement.spec import LaneSpec
-from synapse_host.worker import release
 from synapse_host.worker.counters import LaneCounters
 from synapse_host.worker.handshake import HandshakeFault, Peer, refused_release, refused_version, verify
 from synapse_host.worker.listener import Listener, RuntimeDirectory
@@ -106,7 +106,7 @@ class Birth:
 
     def _spawn(self, listener: Listener) -> WorkerProcess:
         spec = self._spec
-        if spec.own_worker and (versions := release.changed()) is not None:
+        if spec.own_worker and (versions := interpreter.changed_release()) is not None:
             raise refused_release(spec, *versions)
         command = [*spec.command, *listener.arguments, "--nonce", self._nonce, "--device", spec.device]
         if spec.owned and spec.manifest_path is not None:
