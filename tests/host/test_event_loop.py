@@ -13,12 +13,6 @@ import pytest
 from synapse_host import sync
 
 
-def test_without_uvloop_the_loop_is_asyncios(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "find_spec", lambda name: None)
-    with closing(sync.new_event_loop()) as loop:
-        assert type(loop).__module__.startswith("asyncio.")
-
-
 def test_uvloop_is_taken_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = asyncio.new_event_loop()
     module = ModuleType("uvloop")

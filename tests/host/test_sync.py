@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from synapse_host.errors import BundleInvalid, InvalidRequest
+from synapse_host.errors import InvalidRequest
 from synapse_host.sync import SyncHost
 from tests.support.small_bundle import write_bundle, write_matrix
 
@@ -108,11 +108,6 @@ def test_closing_answers_the_calls_of_other_threads(tmp_path: Path) -> None:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
     assert len(ends) == 4 and all(getattr(end, "code", None) is not None for end in ends), ends
-
-
-def test_an_error_at_open_closes_the_loop_thread(toy: tuple[Path, Path]) -> None:
-    with pytest.raises(BundleInvalid, match="model broken"), SyncHost.open(toy[0], {"broken": toy[1] / "nothing"}):
-        pass
 
 
 def test_a_closed_host_says_so(toy: tuple[Path, Path]) -> None:

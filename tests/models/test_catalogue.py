@@ -206,14 +206,6 @@ def test_shipped_fixtures_travel_with_the_bundle(toy: Recipe, tmp_path: Path, mo
     assert len(builder.verify(bundle)) == 1
 
 
-def test_force_makes_the_same_bundle_again(toy: Recipe, tmp_path: Path) -> None:
-    first = catalogue.install("toy", tmp_path)
-    stamp = first.path("manifest.json").stat().st_ino
-    again = catalogue.install("toy", tmp_path, force=True)
-    assert again.digest == first.digest, "what is built depends on the package alone"
-    assert again.path("manifest.json").stat().st_ino != stamp
-
-
 def relabel(bundle: manifest.Bundle, source: str) -> None:
     """Write another origin into a bundle's manifest."""
     file = bundle.path("manifest.json")

@@ -14,11 +14,9 @@ from pathlib import Path
 import pytest
 
 from engines.bundle.manifest import manifest_digest
-from synapse_host.errors import InvalidRequest
 from synapse_host.placement import probe
 from synapse_host.placement.child import ENVIRONMENT, ENVIRONMENT_PREFIXES, worker_environment
 from synapse_host.worker import handshake
-from synapse_host.worker.listener import RuntimeDirectory
 from tests.support import scripted
 from tests.support.lanes import CUDA, crash, on, serve
 
@@ -27,43 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 # --- the runtime directory -------------------------------------------------------------------------------------------
-
-
-@posix
-def test_nothing_of_others_is_removed_at_the_end(runtime_dir):
-    """Unlinked is what this host bound, by device and inode; a neighbour's socket, file or link stays."""
-    made = RuntimeDirectory.open(runtime_dir)
-    listeners = [made.listen(f"toy-{n}") for n in range(3)]
-    neighbour = made.workers / "neighbour.sock"
-    kept = made.workers / "kept"
-    kept.write_text("x")
-    with socket.socket(socket.AF_UNIX) as theirs:
-        theirs.bind(os.fspath(neighbour))
-        # One of ours is replaced by a link to the neighbour's.
-        listeners[1].path.unlink()
-        listeners[1].path.symlink_to(neighbour)
-        made.close()
-        assert neighbour.is_socket() and kept.exists() and listeners[1].path.is_symlink()
-        assert not listeners[0].path.exists() and not listeners[2].path.exists()
-    for listener in listeners:
-        listener.close()
-    for left in (listeners[1].path, neighbour):
-        left.unlink()
-
-
-@posix
-def test_a_link_in_the_place_of_a_socket_is_not_followed(runtime_dir):
-    made = RuntimeDirectory.open(runtime_dir)
-    target = runtime_dir / "target"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(os.fspath(target))
-    (made.workers / "toy-1.sock").symlink_to(target)
-    with pytest.raises(InvalidRequest) as caught:
-        made.listen("toy-1")
-    assert caught.value.details["reason"] == "path_taken"
-    assert target.is_socket()
-    made.close()
-    target.unlink()
 
 
 # --- what a worker inherits ------------------------------------------------------------------------------------------

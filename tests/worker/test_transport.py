@@ -265,27 +265,3 @@ def test_one_connection_and_nobody_after_it(end: End) -> None:
     listener.close()
     with pytest.raises(TransportFailed):
         reach(listener, limit=0.2).close()
-
-
-def test_a_name_is_free_again_after_its_listener(end: End) -> None:
-    first = end.listen()
-    first.close()
-    second = end.listen()
-    assert first.arguments == second.arguments
-    second.close()
-
-
-def test_a_violation_is_reported_once_and_ends_the_feed(end: End) -> None:
-    def worker(transport: Transport) -> None:
-        WorkerSide(transport).greet()
-        transport.send([b"\x02\0\0\0{}" * 2])
-        transport.recv_into(memoryview(bytearray(8)))
-
-    async def host(side: HostSide) -> None:
-        await shake_hands(side)
-        while not side.faults:
-            await asyncio.sleep(0.001)
-        side.channel.abort()
-        assert len(side.faults) == 1 and side.events.empty()
-
-    conversation(end, worker, host)
