@@ -23,32 +23,33 @@ BERT_ROLES = {f"{name.strip('[]').lower()}_token": name for name in BERT_SPECIAL
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
+SIZES = {
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+}
+"""What a test may ask for -> its key in config.json. ``seed``, ``dtype`` and ``shards`` go to :func:`_finish`."""
+SMALL = {"vocab": 128, "hidden": 64, "layers": 2, "heads": 4, "ffn": 128, "max_positions": 64}
+
+
+def _sized(changes: dict[str, Any], **defaults: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the sizes of a config.json, small unless *changes* or *defaults* say others; and the other changes."""
+    sizes = {SIZES[name]: changes.pop(name, size) for name, size in (SMALL | defaults).items()}
+    return sizes, changes
+
+
 def write_bert(
-    folder: Path,
-    *,
-    seed: int = 0,
-    layers: int = 2,
-    hidden: int = 64,
-    heads: int = 4,
-    ffn: int = 128,
-    vocab: int = 128,
-    max_positions: int = 64,
-    cross_encoder: bool = False,
-    pooling: str = "mean",
-    normalize: bool = True,
-    dtype: str = "float32",
-    shards: int = 1,
+    folder: Path, *, cross_encoder: bool = False, pooling: str = "mean", normalize: bool = True, **changes: Any
 ) -> Path:
     """Write a BERT embedding model (BertModel) or cross-encoder (BertForSequenceClassification, one logit)."""
+    sizes, stored = _sized(changes)
     config = {
         "architectures": ["BertForSequenceClassification" if cross_encoder else "BertModel"],
         "model_type": "bert",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": ffn,
-        "max_position_embeddings": max_positions,
+        **sizes,
         "type_vocab_size": 2,
         "layer_norm_eps": 1e-12,
         "hidden_act": "gelu",
@@ -58,10 +59,10 @@ def write_bert(
     }
     task: Task = "rerank" if cross_encoder else "embed"
     prefix = (lambda name: name if name.startswith("classifier") else "bert." + name) if cross_encoder else None
-    _finish(folder, "bert", task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
+    _finish(folder, "bert", task, config, prefix=prefix, **stored)
     if not cross_encoder:
-        _sentence_files(folder, hidden, pooling, normalize, max_positions)
-    write_wordpiece_tokenizer(folder, vocab)
+        _sentence_files(folder, config, pooling, normalize)
+    write_wordpiece_tokenizer(folder, config["vocab_size"])
     return folder
 
 
@@ -89,83 +90,48 @@ def write_dense(
     return folder, weight, shift
 
 
-def write_relative(
-    folder: Path,
-    kind: str,
-    *,
-    seed: int = 0,
-    layers: int = 2,
-    hidden: int = 64,
-    heads: int = 4,
-    ffn: int = 128,
-    vocab: int = 128,
-    max_positions: int = 64,
-    cross_encoder: bool = False,
-) -> Path:
+DISTILBERT = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
+DISTILBERT |= {"intermediate_size": "hidden_dim"}
+
+
+def write_relative(folder: Path, kind: str, *, cross_encoder: bool = False, seed: int = 0, **changes: Any) -> Path:
     """Write a model that computes what BERT computes, as transformers stores it: ``roberta`` (and the kinds that are
     stored like it) or ``distilbert``.
     """
     like_roberta = kind != "distilbert"
+    sizes, rest = _sized(changes)
+    assert not rest
+    positions = sizes["max_position_embeddings"]
+    sizes["max_position_embeddings"] += 2 if like_roberta else 0
     config: dict[str, Any] = {
         "architectures": ["XForSequenceClassification" if cross_encoder else "XModel"],
         "model_type": kind,
-        "vocab_size": vocab,
         "pad_token_id": 1 if like_roberta else 0,
     }
     if like_roberta:
-        config |= {
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "intermediate_size": ffn,
-            "max_position_embeddings": max_positions + 2,
-            "type_vocab_size": 1,
-            "layer_norm_eps": 1e-5,
-            "hidden_act": "gelu",
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-            "bos_token_id": 0,
-            "eos_token_id": 2,
-        }
+        config |= sizes | {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "hidden_act": "gelu"}
+        config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config |= {"bos_token_id": 0, "eos_token_id": 2}
     else:
-        config |= {
-            "dim": hidden,
-            "n_layers": layers,
-            "n_heads": heads,
-            "hidden_dim": ffn,
-            "max_position_embeddings": max_positions,
-            "activation": "gelu",
-            "sinusoidal_pos_embds": False,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-        }
+        config |= {DISTILBERT.get(name, name): size for name, size in sizes.items()}
+        config |= {"activation": "gelu", "sinusoidal_pos_embds": False, "dropout": 0.0, "attention_dropout": 0.0}
     if cross_encoder:
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    folder.mkdir(parents=True, exist_ok=True)
     _json(folder / "config.json", config)
-    bert = {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": ffn,
-        "max_position_embeddings": max_positions + (2 if like_roberta else 0),
-        "type_vocab_size": 1,
-    }
     task: Task = "rerank" if cross_encoder else "embed"
-    full = complete_config(bert, "bert", where="toy")
+    full = complete_config({**sizes, "type_vocab_size": 1}, "bert", where="toy")
     weights = random_weights(layout.required("bert", task, full), seed)
     if not like_roberta:
         weights.pop("embeddings.token_type_embeddings.weight")
     stored = {_name_of_relative(name, like_roberta, cross_encoder): array for name, array in weights.items()}
     safetensors.write(folder / "model.safetensors", stored, metadata={"format": "pt"}, dtype="F32")
     if not cross_encoder:
-        _sentence_files(folder, hidden, "mean", True, max_positions)
-    specials = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4} if like_roberta else BERT_SPECIALS
+        _sentence_files(folder, {**sizes, "max_position_embeddings": positions}, "mean", True)
     if like_roberta:
-        write_unigram_tokenizer(folder, vocab, specials)
+        specials = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4}
+        write_unigram_tokenizer(folder, sizes["vocab_size"], specials)
     else:
-        write_wordpiece_tokenizer(folder, vocab)
+        write_wordpiece_tokenizer(folder, sizes["vocab_size"])
     return folder
 
 
@@ -232,34 +198,22 @@ def write_unigram_tokenizer(folder: Path, vocab: int, specials: Mapping[str, int
 def write_modernbert(
     folder: Path,
     *,
-    seed: int = 0,
-    layers: int = 4,
-    hidden: int = 64,
-    heads: int = 4,
-    ffn: int = 96,
-    vocab: int = 320,
-    max_positions: int = 256,
-    local_attention: int = 16,
     rerank: bool = False,
+    local_attention: int = 16,
     classifier_pooling: str = "mean",
     pooling: str = "cls",
     normalize: bool = True,
-    dtype: str = "float32",
-    shards: int = 1,
+    **changes: Any,
 ) -> Path:
     """Write a ModernBERT embedder (ModernBertModel) or reranker (ModernBertForSequenceClassification, one logit).
 
     Every third layer is global (layer 0 first), the others see ``local_attention // 2`` tokens to each side.
     """
+    sizes, stored = _sized(changes, layers=4, ffn=96, vocab=320, max_positions=256)
     config = {
         "architectures": ["ModernBertForSequenceClassification" if rerank else "ModernBertModel"],
         "model_type": "modernbert",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": ffn,
-        "max_position_embeddings": max_positions,
+        **sizes,
         "norm_eps": 1e-5,
         "norm_bias": False,
         "attention_bias": False,
@@ -273,18 +227,15 @@ def write_modernbert(
         "global_rope_theta": 160000.0,
         "local_rope_theta": 10000.0,
         "pad_token_id": 0,
-        "cls_token_id": 2,
-        "bos_token_id": 2,
-        "sep_token_id": 3,
-        "eos_token_id": 3,
+        **{f"{role}_token_id": id for role, id in (("cls", 2), ("bos", 2), ("sep", 3), ("eos", 3))},
     }
     task: Task = "rerank" if rerank else "embed"
     own = ("head.", "classifier.")
     prefix = (lambda name: name if name.startswith(own) else "model." + name) if rerank else None
-    _finish(folder, "modernbert", task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
+    _finish(folder, "modernbert", task, config, prefix=prefix, **stored)
     if not rerank:
-        _sentence_files(folder, hidden, pooling, normalize, max_positions)
-    write_bytelevel_tokenizer(folder, vocab, BERT_SPECIALS, template=("[CLS]", "[SEP]"))
+        _sentence_files(folder, config, pooling, normalize)
+    write_bytelevel_tokenizer(folder, config["vocab_size"], BERT_SPECIALS, template=("[CLS]", "[SEP]"))
     return folder
 
 
@@ -294,35 +245,23 @@ QWEN_SPECIALS = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
 def write_qwen3(
     folder: Path,
     *,
-    seed: int = 0,
-    layers: int = 2,
-    hidden: int = 64,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 32,
-    ffn: int = 128,
-    vocab: int = 320,
-    max_positions: int = 512,
     rerank: bool = False,
     generate: bool = False,
+    kv_heads: int = 2,
+    head_dim: int = 32,
     normalize: bool = True,
-    dtype: str = "float32",
-    shards: int = 1,
     family: Family = "qwen3",
+    **changes: Any,
 ) -> Path:
     """Write a Qwen3 or Qwen2 embedder (last-token pooling), yes/no reranker or generator (tied)."""
     causal = rerank or generate
+    sizes, stored = _sized(changes, vocab=320, max_positions=512)
     config: dict[str, Any] = {
         "architectures": [family.title() + ("ForCausalLM" if causal else "Model")],
         "model_type": family,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        **sizes,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": ffn,
-        "max_position_embeddings": max_positions,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
         "hidden_act": "silu",
@@ -337,44 +276,28 @@ def write_qwen3(
     prefix = (lambda name: "model." + name) if causal else None
     if family == "qwen2":
         del config["attention_bias"]
-        config["head_dim"] = hidden // heads
-    _finish(folder, family, task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
-    ids = write_bytelevel_tokenizer(folder, vocab, QWEN_SPECIALS, template=None if causal else ("", "<|endoftext|>"))
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    _finish(folder, family, task, config, prefix=prefix, **stored)
+    template = None if causal else ("", "<|endoftext|>")
+    ids = write_bytelevel_tokenizer(folder, config["vocab_size"], QWEN_SPECIALS, template=template)
     if rerank:
         _json(folder / "1_LogitScore" / "config.json", {"true_token_id": ids["yes"], "false_token_id": ids["no"]})
     if task == "embed":
-        _sentence_files(folder, hidden, "lasttoken", normalize, max_positions)
+        _sentence_files(folder, config, "lasttoken", normalize)
     return folder
 
 
 def write_llama(
-    folder: Path,
-    *,
-    seed: int = 0,
-    layers: int = 2,
-    hidden: int = 64,
-    heads: int = 4,
-    kv_heads: int = 2,
-    ffn: int = 128,
-    vocab: int = 320,
-    max_positions: int = 256,
-    tied: bool = False,
-    dtype: str = "float32",
-    shards: int = 1,
-    family: Family = "llama",
+    folder: Path, *, kv_heads: int = 2, tied: bool = False, family: Family = "llama", **changes: Any
 ) -> Path:
     """Write a llama-family generator (LlamaForCausalLM, MistralForCausalLM)."""
+    sizes, stored = _sized(changes, vocab=320, max_positions=256)
     config = {
         "architectures": [family.title() + "ForCausalLM"],
         "model_type": family,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        **sizes,
         "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
-        "intermediate_size": ffn,
-        "max_position_embeddings": max_positions,
+        "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
@@ -386,8 +309,8 @@ def write_llama(
         "pad_token_id": 0,
     }
     prefix = lambda name: name if name.startswith("lm_head") else "model." + name  # noqa: E731
-    _finish(folder, family, "generate", config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
-    write_bytelevel_tokenizer(folder, vocab, QWEN_SPECIALS, template=None)
+    _finish(folder, family, "generate", config, prefix=prefix, **stored)
+    write_bytelevel_tokenizer(folder, config["vocab_size"], QWEN_SPECIALS, template=None)
     return folder
 
 
@@ -529,7 +452,7 @@ def _tokenizer_files(
     _json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **roles})
 
 
-def _sentence_files(folder: Path, hidden: int, pooling: str, normalize: bool, max_positions: int) -> None:
+def _sentence_files(folder: Path, config: Mapping[str, Any], pooling: str, normalize: bool) -> None:
     """Write what sentence-transformers keeps beside a model: pooling, normalisation, the length limit."""
     kind = "sentence_transformers.models."
     modules = [{"idx": 0, "name": "0", "path": "", "type": kind + "Transformer"}]
@@ -539,8 +462,9 @@ def _sentence_files(folder: Path, hidden: int, pooling: str, normalize: bool, ma
     (folder / "modules.json").write_text(json.dumps(modules, indent=2))
     modes = {"mean": "mean_tokens", "cls": "cls_token", "lasttoken": "lasttoken"}
     flags = {f"pooling_mode_{flag}": name == pooling for name, flag in modes.items()}
-    _json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": hidden, **flags})
-    _json(folder / "sentence_bert_config.json", {"max_seq_length": max_positions, "do_lower_case": False})
+    _json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": config["hidden_size"], **flags})
+    longest = config["max_position_embeddings"]
+    _json(folder / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
 
 
 def _finish(
@@ -549,12 +473,11 @@ def _finish(
     task: Task,
     config: dict[str, Any],
     *,
-    seed: int,
-    dtype: str,
-    shards: int,
     prefix: Callable[[str], str] | None,
+    seed: int = 0,
+    dtype: str = "float32",
+    shards: int = 1,
 ) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     if task == "rerank" and family != "qwen3":
         config = {**config, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     config = {**config, "dtype": dtype}
