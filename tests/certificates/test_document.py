@@ -181,7 +181,7 @@ def others(value: Any) -> Iterator[Any]:
             yield 0.5
 
 
-@pytest.mark.parametrize("kind", ["embed", "rerank", "generate", "ane"])
+@pytest.mark.parametrize("kind", ["ane", "rerank", "generate"])
 def test_any_edit_of_any_field_voids_a_certificate(kind: str, tmp_path: Path) -> None:
     case = certified(tmp_path, task="embed" if kind == "ane" else kind, on_ane=kind == "ane")
     plain = json.loads(case.path.read_text())
@@ -196,15 +196,16 @@ def test_any_edit_of_any_field_voids_a_certificate(kind: str, tmp_path: Path) ->
             place[path[-1]] = other
             name = ".".join(map(str, path))
             edits += 1
-            case.path.write_text(json.dumps(bent))
-            assert case.why(), f"{name} edited"
+            digest = documents.digest_of(bent)
             if name == "digest":
                 continue
-            bent["digest"] = documents.digest_of(bent)
-            case.path.write_text(json.dumps(bent))
+            assert digest != plain["digest"], f"{name} edited"
+            case.path.write_text(json.dumps({**bent, "digest": digest}))
             if not case.why():
                 survivors.add(name)
     assert edits > 150
+    case.path.write_text(json.dumps({**plain, "created": "today"}))
+    assert "digest" in "; ".join(case.why())
     accepted = (name for name in survivors if not name.startswith(MEASURED))
     assert {
         name for name in accepted if not any(name == one or name.startswith(f"{one}.") for one in DESCRIPTIVE)

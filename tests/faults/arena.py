@@ -167,11 +167,3 @@ def kill(pid: int, signum: int = signal.SIGKILL) -> None:
     """Send a signal to a process of ours; it may have gone already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
-
-
-def alive(pid: int) -> bool:
-    """Return whether *pid* runs (a zombie doesn't)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False

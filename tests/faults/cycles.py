@@ -15,8 +15,9 @@ from typing import Any
 
 from synapse_host.errors import BackendMissing, EngineCrashed
 from tests.conftest import children, descriptors
-from tests.faults.arena import Arena, alive, arena, kill, until
+from tests.faults.arena import Arena, arena, kill, until
 from tests.faults.ledger import Row
+from tests.support.lanes import alive
 
 LIGHT = (sys.executable, "-I", "-S", str(Path(__file__).with_name("light_worker.py")))
 GROWTH = 5 * 2**20
