@@ -367,13 +367,6 @@ async def test_another_event_loop_is_told_so(bench: Bench) -> None:
         assert (await host.embed("toy", ["a"])).shape == (1, 8)
 
 
-async def test_a_closed_host_serves_nothing(bench: Bench) -> None:
-    async with bench.model("toy").host() as host:
-        await host.embed("toy", ["a"])
-    with pytest.raises(InvalidRequest, match="closed"):
-        await host.embed("toy", ["a"])
-
-
 async def test_a_cancelled_caller_leaves_the_lane_usable(bench: Bench) -> None:
     script = {"rules": [{"on": "EMBED_BATCH", "first_id": 99, "do": [{"sleep": 0.5}]}]}
 

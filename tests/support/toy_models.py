@@ -1,7 +1,8 @@
 """Small random checkpoints of every family and task, as Hugging Face folders. A seed stands for the weights.
 
-Everything is written with numpy alone, and `transformers` loads each folder unchanged (tests/goldens/make_goldens.py
-checks it). Weights are scaled so that activations stay near unit size and different inputs give different outputs.
+Everything is written with numpy and `tokenizers` alone, and `transformers` loads each folder unchanged
+(tests/goldens/make_goldens.py checks it). Weights are scaled so that activations stay near unit size and different
+inputs give different outputs.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from engines.bundle.manifest import Family, Task
 from engines.checkpoint import layout, safetensors
 from engines.checkpoint.read import complete_config
 
 BERT_SPECIALS = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+BERT_FRAME = ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")
 BERT_ROLES = {f"{name.strip('[]').lower()}_token": name for name in BERT_SPECIALS}
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -160,39 +163,17 @@ def _name_of_relative(name: str, like_roberta: bool, cross_encoder: bool) -> str
 
 def write_unigram_tokenizer(folder: Path, vocab: int, specials: Mapping[str, int]) -> None:
     """Write a SentencePiece Unigram tokenizer.json as XLM-RoBERTa has it: ``<s> a </s>``, ``<s> a </s></s> b </s>``."""
-    letters = "etaoinshrdlucmfwypvbgkjqxz0123456789.,?!-'"
-    pieces = [*specials, "\u2581", *(f"\u2581{word}" for word in ("the", "cat", "sat", "on", "mat")), *letters]
+    pieces = [*specials, "\u2581", *(f"\u2581{word}" for word in ("the", "cat", "sat", "on", "mat")), *LETTERS]
     pieces += [f"\u2581w{number}" for number in range(vocab - len(pieces))]
-    sides = [{"SpecialToken": {"id": token, "type_id": 0}} for token in ("<s>", "</s>")]
-    text = [{"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B")]
-    post = {
-        "type": "TemplateProcessing",
-        "single": [sides[0], text[0], sides[1]],
-        "pair": [sides[0], text[0], sides[1], sides[1], text[1], sides[1]],
-        "special_tokens": {t: {"id": t, "ids": [specials[t]], "tokens": [t]} for t in ("<s>", "</s>")},
-    }
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": n, "content": t, **plain, "special": True} for t, n in specials.items()],
-        "normalizer": {"type": "NFKC"},
-        "pre_tokenizer": metaspace,
-        "post_processor": post,
-        "decoder": metaspace,
-        "model": {
-            "type": "Unigram",
-            "unk_id": specials["<unk>"],
-            "vocab": [[piece, -float(number)] for number, piece in enumerate(pieces)],
-            "byte_fallback": False,
-        },
-    }
-    _json(folder / "tokenizer.json", document)
+    scored = [(piece, -float(number)) for number, piece in enumerate(pieces)]
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=specials["<unk>"], byte_fallback=False))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
     roles = {"cls": "<s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>", "mask": "<mask>", "bos": "<s>", "eos": "</s>"}
     named = {f"{role}_token": token for role, token in roles.items()}
-    _json(folder / "tokenizer_config.json", {"tokenizer_class": "XLMRobertaTokenizerFast", **named})
+    frame = ("<s> $A </s>", "<s> $A </s> </s> $B </s>")
+    _save(folder, tokenizer, specials, frame, {"tokenizer_class": "XLMRobertaTokenizerFast", **named})
 
 
 def write_modernbert(
@@ -235,7 +216,7 @@ def write_modernbert(
     _finish(folder, "modernbert", task, config, prefix=prefix, **stored)
     if not rerank:
         _sentence_files(folder, config, pooling, normalize)
-    write_bytelevel_tokenizer(folder, config["vocab_size"], BERT_SPECIALS, template=("[CLS]", "[SEP]"))
+    write_bytelevel_tokenizer(folder, config["vocab_size"], BERT_SPECIALS, frame=BERT_FRAME)
     return folder
 
 
@@ -278,8 +259,8 @@ def write_qwen3(
         del config["attention_bias"]
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     _finish(folder, family, task, config, prefix=prefix, **stored)
-    template = None if causal else ("", "<|endoftext|>")
-    ids = write_bytelevel_tokenizer(folder, config["vocab_size"], QWEN_SPECIALS, template=template)
+    frame = None if causal else ("$A <|endoftext|>", "$A <|endoftext|> $B:1 <|endoftext|>:1")
+    ids = write_bytelevel_tokenizer(folder, config["vocab_size"], QWEN_SPECIALS, frame=frame)
     if rerank:
         _json(folder / "1_LogitScore" / "config.json", {"true_token_id": ids["yes"], "false_token_id": ids["no"]})
     if task == "embed":
@@ -310,7 +291,7 @@ def write_llama(
     }
     prefix = lambda name: name if name.startswith("lm_head") else "model." + name  # noqa: E731
     _finish(folder, family, "generate", config, prefix=prefix, **stored)
-    write_bytelevel_tokenizer(folder, config["vocab_size"], QWEN_SPECIALS, template=None)
+    write_bytelevel_tokenizer(folder, config["vocab_size"], QWEN_SPECIALS, frame=None)
     return folder
 
 
@@ -341,115 +322,70 @@ def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str
     return weights
 
 
+LETTERS = "etaoinshrdlucmfwypvbgkjqxz0123456789.,?!-'"
+
+
 def write_wordpiece_tokenizer(folder: Path, vocab: int) -> dict[str, int]:
     """Write a WordPiece tokenizer.json with exactly *vocab* entries: specials, letters, continuations, a few words."""
-    letters = "etaoinshrdlucmfwypvbgkjqxz0123456789.,?!-'"
     words = ["the", "cat", "sat", "on", "mat", "dog", "ran", "red", "blue", "is", "was", "and", "##s", "##ing", "##ed"]
-    tokens = [*BERT_SPECIALS, *letters, *("##" + c for c in letters[:36]), *words]
+    tokens = [*BERT_SPECIALS, *LETTERS, *("##" + c for c in LETTERS[:36]), *words]
     tokens = list(dict.fromkeys(tokens))[:vocab]
     tokens += [f"w{n}" for n in range(vocab - len(tokens))]
     ids = {token: n for n, token in enumerate(tokens)}
-    model = {
-        "type": "WordPiece",
-        "vocab": ids,
-        "unk_token": "[UNK]",
-        "continuing_subword_prefix": "##",
-        "max_input_chars_per_word": 100,
-    }
-    normalizer = {
-        "type": "BertNormalizer",
-        "clean_text": True,
-        "handle_chinese_chars": True,
-        "strip_accents": None,
-        "lowercase": True,
-    }
-    _tokenizer_files(
-        folder,
-        model=model,
-        normalizer=normalizer,
-        pre_tokenizer={"type": "BertPreTokenizer"},
-        decoder={"type": "WordPiece", "prefix": "##", "cleanup": True},
-        specials=BERT_SPECIALS,
-        template=("[CLS]", "[SEP]"),
-        roles=BERT_ROLES,
-    )
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    _save(folder, tokenizer, BERT_SPECIALS, BERT_FRAME, BERT_ROLES)
     return ids
 
 
 def write_bytelevel_tokenizer(
-    folder: Path, vocab: int, specials: Mapping[str, int], *, template: tuple[str, str] | None
+    folder: Path, vocab: int, specials: Mapping[str, int], *, frame: tuple[str, str] | None
 ) -> dict[str, int]:
-    """Write a byte-level BPE tokenizer.json with exactly *vocab* entries (at least 256 + specials + 4 merges)."""
-    alphabet = _byte_alphabet()
-    merges = [("y", "e"), ("ye", "s"), ("n", "o"), ("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "c"), ("a", "t")]
+    """Write a byte-level BPE tokenizer.json with exactly *vocab* entries (at least 256 + specials + 8 merges)."""
+    merges = [
+        ("y", "e"),
+        ("ye", "s"),
+        ("n", "o"),
+        ("t", "h"),
+        ("th", "e"),
+        ("\u0120", "the"),
+        ("\u0120", "c"),
+        ("a", "t"),
+    ]
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    spare = iter(range(256, 512))
+    alphabet = [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
     tokens = [*specials, *alphabet, *(a + b for a, b in merges)]
-    if vocab < len(tokens):
-        raise ValueError(f"a byte-level vocabulary needs at least {len(tokens)} entries")
+    assert vocab >= len(tokens)
     tokens += [f"<|extra_{n}|>" for n in range(vocab - len(tokens))]
     ids = {token: n for n, token in enumerate(tokens)}
-    model = {"type": "BPE", "vocab": ids, "merges": [list(pair) for pair in merges], "byte_fallback": False}
+    tokenizer = Tokenizer(models.BPE(ids, merges))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     names = list(specials)
-    roles = {"pad_token": names[0], "eos_token": names[-1]}
-    if "[CLS]" in specials:
-        roles = BERT_ROLES
-    _tokenizer_files(
-        folder,
-        model=model,
-        normalizer={"type": "NFC"},
-        pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        specials=specials,
-        template=template,
-        roles=roles,
-    )
+    roles = BERT_ROLES if "[CLS]" in specials else {"pad_token": names[0], "eos_token": names[-1]}
+    _save(folder, tokenizer, specials, frame, roles)
     return ids
 
 
-def _byte_alphabet() -> list[str]:
-    """Return the 256 characters that stand for bytes in byte-level BPE, in byte order."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    spare = iter(range(256, 512))
-    return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]
-
-
-def _tokenizer_files(
+def _save(
     folder: Path,
-    *,
-    model: dict[str, Any],
-    normalizer: dict[str, Any],
-    pre_tokenizer: dict[str, Any],
-    decoder: dict[str, Any],
+    tokenizer: Tokenizer,
     specials: Mapping[str, int],
-    template: tuple[str, str] | None,
-    roles: Mapping[str, str],
+    frame: tuple[str, str] | None,
+    config: Mapping[str, str],
 ) -> None:
-    post: dict[str, Any] | None = None
-    if template is not None:
-        first, last = template
-        special = lambda token, kind: [{"SpecialToken": {"id": token, "type_id": kind}}] if token else []  # noqa: E731
-        text = lambda name, kind: [{"Sequence": {"id": name, "type_id": kind}}]  # noqa: E731
-        single = special(first, 0) + text("A", 0) + special(last, 0)
-        post = {
-            "type": "TemplateProcessing",
-            "single": single,
-            "pair": single + text("B", 1) + special(last, 1),
-            "special_tokens": {t: {"id": t, "ids": [specials[t]], "tokens": [t]} for t in template if t},
-        }
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": n, "content": t, **plain, "special": True} for t, n in specials.items()]
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": post,
-        "decoder": decoder,
-        "model": model,
-    }
-    _json(folder / "tokenizer.json", document)
-    _json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **roles})
+    """Write a tokenizer with its special tokens; *frame*: what is put around a text, and around a pair."""
+    tokenizer.add_special_tokens(list(specials))
+    if frame is not None:
+        used = [(token, id) for token, id in specials.items() if token in frame[0]]
+        tokenizer.post_processor = processors.TemplateProcessing(single=frame[0], pair=frame[1], special_tokens=used)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **config})
 
 
 def _sentence_files(folder: Path, config: Mapping[str, Any], pooling: str, normalize: bool) -> None:
