@@ -355,6 +355,16 @@ def test_what_is_no_model_says_what_it_may_be(
         assert caught.value.details == {"known": ["toy"]}
 
 
+@pytest.mark.parametrize("name", ["", ".toy.abcdefgh.building", "c:toy", "to\\y", "."], ids=repr)
+def test_no_name_leads_to_what_is_being_built_or_out_of_the_folder(
+    name: str, installed: manifest.Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "models"
+    shutil.copytree(installed.root, folder / name, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    assert catalogue.locate(name, folder) is None
+
+
 def test_a_bundle_may_be_given_as_a_folder(installed: manifest.Bundle, tmp_path: Path) -> None:
     assert catalogue.obtain(str(installed.root), tmp_path / "models").digest == installed.digest
 
