@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import logging
 import os
 import shutil
@@ -110,6 +111,26 @@ async def arena(row: Row) -> AsyncIterator[Arena]:
         row.check(not uncaught, f"uncaught: {uncaught}")
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+def lane_row(id: str, what: str, **limits: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a coroutine function over an :class:`Arena` a row of the campaign; *what* may name its options."""
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        def make(**options: Any) -> tuple[Row, Callable[[], Any]]:
+            bound = inspect.signature(body).bind(None, **options)
+            bound.apply_defaults()
+            row = Row(id, what.format(**bound.arguments), **limits)
+
+            async def work() -> None:
+                async with arena(row) as ground:
+                    await body(ground, **options)
+
+            return row, work
+
+        return make
+
+    return decorate
 
 
 def run(
