@@ -125,6 +125,16 @@ def test_a_removed_directory_that_another_host_took_is_not_shared(runtime_dir):
     made.close()
 
 
+def test_a_forked_childs_copy_removes_nothing(directory):
+    listener = directory.listen("embed-1")
+    if (pid := os.fork()) == 0:
+        directory.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert listener.path.exists() and directory.lock_path.exists()
+    listener.close()
+
+
 @pytest.mark.process
 def test_another_process_is_named_and_the_lock_ends_with_it(runtime_dir):
     code = (
