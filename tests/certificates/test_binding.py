@@ -20,71 +20,45 @@ from synapse_host import Host, HostConfig
 from synapse_host.certificates import binding, standing, verdict
 from synapse_host.certificates import document as documents
 from synapse_host.certificates.binding import Identity
-from synapse_host.certificates.document import EngineFacts, Fault, Machine, Model
+from synapse_host.certificates.document import Fault
 from synapse_host.certificates.standing import MISSING, OTHERWISE
 from synapse_host.errors import EngineCrashed, LaneRefused, NotCertified
 from synapse_host.placement import hardware
 from synapse_host.placement.matrix import HardwareMatrix, Worker, load
 from synapse_host.placement.probe import Floor
 from tests.support.certified import Case, certified, grant, toy
-from tests.support.evidence import DIGEST, N, bounds, embed_inputs, evidence
+from tests.support.evidence import N, bounds, embed_inputs, evidence
 from tests.support.sabotage import rewrite
 from tests.support.scripted import command
 from tests.support.small_bundle import write_matrix
 
-MODEL = Model("toy", "toy", "bert", "embed", 8, 64, "b" * 64, DIGEST, "safetensors-package", "f16", tokenizer=DIGEST)
-ENGINE = EngineFacts(
-    id="cuda",
-    device="cuda",
-    command=[],
-    runtime_config={"attention": "fused"},
-    packages={"onnxruntime-gpu": "1.31.1", "nvidia-cublas": "13.0.2"},
-    expected="owned-cuda",
-    observed="owned-cuda",
-    version="onnxruntime-1.31.1",
-    kernel_revision="graph-1",
-    env={"NVIDIA_TF32_OVERRIDE": "5feceb66ffc86f38"},
-    build="sha256:" + "d" * 64,
-)
-MACHINE = Machine(
-    *("linux", "6", "6.8.0", "x86_64", "a cpu", ["avx2", "fma"], 2, 2, None, 2**30),
-    driver="cuda 13000, 580.159.03",
-    accelerator="NVIDIA H200, compute capability 9.0",
-)
-BOUND = binding.bound(MODEL, ENGINE, MACHINE, {"synapse-workers": "0.3.0", "python": "3.11.7"}, threads=True)
+BOUND = {
+    "the engine": "owned-cuda",
+    "the engine version": "onnxruntime-1.31.1",
+    "the engine's build": "sha256:" + "d" * 64,
+    "nvidia-cublas": "13.0.2",
+    "the variable NVIDIA_TF32_OVERRIDE": "5feceb66ffc86f38",
+}
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"the artifact": "sha256:" + "b" * 64}, "the artifact changed"),
-        ({"the tokenizer": "sha256:" + "0" * 64}, "the tokenizer changed"),
+        ({}, None),
         ({"nvidia-cublas": "13.1.0"}, "nvidia-cublas changed 13.0.2 → 13.1.0"),
         ({"nvidia-cublas": None}, "nvidia-cublas changed 13.0.2 → none"),
         ({"nvidia-cudnn-cu13": "9.9"}, "nvidia-cudnn-cu13 changed none → 9.9"),
-        ({"runtime_config.attention": None}, "runtime_config.attention changed fused → none"),
         ({"the variable NVIDIA_TF32_OVERRIDE": None}, "the variable NVIDIA_TF32_OVERRIDE changed"),
-        ({"the operating system build": "6.8.1"}, "the operating system build changed 6.8.0 → 6.8.1"),
-        ({"the driver": "cuda 13000, 590.1"}, "the driver changed cuda 13000, 580.159.03 → cuda 13000, 590.1"),
-        ({"the driver": None}, "the driver changed cuda 13000, 580.159.03 → none"),
-        ({"the accelerator": "NVIDIA B200, compute capability 9.0"}, "the accelerator changed NVIDIA H200"),
-        ({"synapse-workers": "0.4.0"}, "synapse-workers changed 0.3.0 → 0.4.0"),
         # A worker that doesn't say who it is may be any.
         ({"the engine": None, "the engine version": None}, "its worker doesn't say which engine"),
         ({"the engine's build": None}, "the files of the engine's installation can't be found"),
     ],
+    ids=["nothing", "another", "gone", "new", "a variable", "silent", "no files"],
 )
-def test_what_voids_a_certificate_is_named(change: dict[str, Any], reason: str) -> None:
-    (said,) = binding.void_because(BOUND, {**BOUND, **change})
-    assert reason in said
-
-
-def test_every_part_of_the_binding_voids_and_nothing_else_does() -> None:
-    assert binding.void_because(BOUND, dict(BOUND)) == []
-    assert "python" not in BOUND and len(BOUND) == 21
-    for name, value in BOUND.items():
-        for other in ({**BOUND, name: f"{value}x"}, {**BOUND, name: None}, {**BOUND, f"{name}x": "1"}):
-            assert binding.void_because(BOUND, other) and binding.void_because(other, BOUND), name
+def test_what_voids_a_certificate_is_named(change: dict[str, Any], reason: str | None) -> None:
+    """That each part of the binding voids is shown with every field of a stored document (test_document)."""
+    said = binding.void_because(BOUND, {**BOUND, **change})
+    assert said == [] if reason is None else reason in said[0] and len(said) == 1
 
 
 def test_a_gpu_is_bound_to_its_exact_driver_and_model() -> None:
@@ -331,9 +305,7 @@ CHANGES: dict[str, tuple[Act, str]] = {
     "an installation that can't be read": (patched("build_id", lambda *a: None), "can't be found or read"),
     "this project upgraded": (patched("SOFTWARE", ("numpy", "tokenizers")), "synapse-workers changed"),
     "the processor": (elsewhere(cpu_model="another"), "the processor changed"),
-    "the operating system": (elsewhere(os_build="another"), "the operating system build"),
     "a silent --version": (silent, "doesn't say which engine"),
-    "half a --version": (lambda case: case.why(identity=Identity("llama.cpp-worker")), "doesn't say which engine"),
     "another version": (lambda case: case.why(identity=Identity("llama.cpp-worker", "2")), "the engine version"),
     "another revision": (lambda case: case.why(Identity("llama.cpp-worker", "scripted-1", "r2")), "kernel revision"),
     "a matrix that asks more": (lambda case: case.why(thresholds={"embed": {"min_cosine": 0.99995}}), OTHERWISE),

@@ -184,8 +184,9 @@ def foreign_run(tmp_path: Path, sabotage: Sabotage) -> Evidence:
     return run(bundle, sabotage.task, matrix)
 
 
-@pytest.mark.parametrize("dtype", ["f16", "int8"])
-@pytest.mark.parametrize("task", ["embed", "rerank", "generate"])
+@pytest.mark.parametrize(
+    ("task", "dtype"), [("embed", "f16"), ("rerank", "int8"), ("generate", "f16")], ids=["embed", "rerank", "generate"]
+)
 def test_an_honest_foreign_worker_is_certified(task: str, dtype: str, tmp_path: Path) -> None:
     document = foreign_run(tmp_path, Sabotage(task, set(), dtype=dtype))
     assert failed(document) == set()
@@ -278,10 +279,14 @@ def ane_run(tmp_path: Path, task: str, share: float | None, plan: int = 95) -> E
     return run(ane_bundle(tmp_path / "toy", task), task, matrix, plans=plans)
 
 
-@pytest.mark.parametrize("task", ["embed", "rerank"])
 @pytest.mark.parametrize(
-    ("share", "plan", "gates"),
-    [(0.91, 91, set()), (0.89, 89, {"placement_share", "function_share"}), (None, 95, {"placement_share"})],
+    ("task", "share", "plan", "gates"),
+    [
+        ("embed", 0.91, 91, set()),
+        ("rerank", 0.89, 89, {"placement_share", "function_share"}),
+        ("embed", None, 95, {"placement_share"}),
+    ],
+    ids=["reached", "missed", "unreported"],
 )
 def test_placement_decides_for_both_tasks(
     task: str, share: float | None, plan: int, gates: set[str], tmp_path: Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import logging
 import os
 import shutil
@@ -112,6 +113,26 @@ async def arena(row: Row) -> AsyncIterator[Arena]:
         shutil.rmtree(root, ignore_errors=True)
 
 
+def lane_row(id: str, what: str, **limits: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a coroutine function over an :class:`Arena` a row of the campaign; *what* may name its options."""
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        def make(**options: Any) -> tuple[Row, Callable[[], Any]]:
+            bound = inspect.signature(body).bind(None, **options)
+            bound.apply_defaults()
+            row = Row(id, what.format(**bound.arguments), **limits)
+
+            async def work() -> None:
+                async with arena(row) as ground:
+                    await body(ground, **options)
+
+            return row, work
+
+        return make
+
+    return decorate
+
+
 def run(
     row: Row, body: Callable[[], Any], *, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
 ) -> Row:
@@ -167,11 +188,3 @@ def kill(pid: int, signum: int = signal.SIGKILL) -> None:
     """Send a signal to a process of ours; it may have gone already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
-
-
-def alive(pid: int) -> bool:
-    """Return whether *pid* runs (a zombie doesn't)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.faults.arena import alive, kill
+from tests.faults.arena import kill
 from tests.faults.ledger import Row
+from tests.support.lanes import alive
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0

@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 from synapse_host.errors import EngineCrashed
-from tests.faults.arena import arena, until
-from tests.faults.ledger import Row, Stopwatch
+from tests.faults.arena import Arena, lane_row, until
+from tests.faults.ledger import Stopwatch
 
 PATTERN = "".join(f"{n:06d}." for n in range(4001))
 """28,007 bytes: where a piece of the stream lies shows in it."""
@@ -22,53 +22,49 @@ def _tail(size: int, count: int) -> bytes:
     return data[offset : offset + count]
 
 
-def r12(mebibytes: int) -> Any:
+@lane_row("R12", "{mebibytes} MiB on each pipe without a newline, while replying", limit=1.0)
+async def r12(ground: Arena, mebibytes: int) -> None:
     """No stall, the ring stays at its cap, and its content is exactly the end of what was written."""
-    row = Row("R12", f"{mebibytes} MiB on each pipe without a newline, while replying", limit=1.0)
     size = mebibytes * 2**20 + 12_345
-
-    async def body() -> None:
-        async with arena(row) as ground:
-            done = ground.file("done")
-            pour = {"bytes": size, "text": PATTERN}
-            script = ground.file("script.json")
-            go = {"wait_for": str(ground.file("go"))}
-            background = [
-                {"thread": [go, {"stdout": pour}, {"touch": f"{done}1"}]},
-                *(go, {"stderr": pour}, {"touch": f"{done}2"}),
-            ]
-            script.write_text(
-                json.dumps({"background": background, "rules": [{"first_id": 50, "do": [{"signal": "SIGKILL"}]}]})
-            )
-            lane = ground.lanes(str(script))
-            finished = [ground.file("done1"), ground.file("done2")]
-            await ground.history.embed(lane)
-            ground.file("go").touch()
-            replies = 0
-            most = 0
-            while not all(path.exists() for path in finished) or not replies:
-                watch = Stopwatch()
-                await ground.history.embed(lane)
-                row.took(*watch.read())
-                replies += 1
-                most = max(most, len(lane._workers.session._journal))
-            row.injected = row.survived = 2
-            row.notes |= {"replies_meanwhile": replies, "ring_bytes": most}
-            row.check(most <= 8192, f"the ring grew to {most}")
-            await asyncio.sleep(0)
-            ring = lane._workers.session._journal
-            await until(lambda: _settled(ring), "the last bytes")
-            by_stream: dict[str, bytes] = {"stdout": b"", "stderr": b""}
-            for stream, data in ring.since(0)[0]:
-                by_stream[stream] += data
-            row.check(sum(map(len, by_stream.values())) == 8192, "the ring isn't full")
-            for stream, data in by_stream.items():
-                row.check(data == _tail(size, len(data)), f"the last {len(data)} bytes of {stream} are not exact")
-            outcome = (await asyncio.gather(ground.history.embed(lane, 50), return_exceptions=True))[0]
-            right = isinstance(outcome, EngineCrashed) and len(outcome.details["log_tail"]) >= 8192
-            row.check(right, f"the tail is not in the answer: {outcome!r:.200}")
-
-    return row, body
+    row = ground.row
+    done = ground.file("done")
+    pour = {"bytes": size, "text": PATTERN}
+    script = ground.file("script.json")
+    go = {"wait_for": str(ground.file("go"))}
+    background = [
+        {"thread": [go, {"stdout": pour}, {"touch": f"{done}1"}]},
+        *(go, {"stderr": pour}, {"touch": f"{done}2"}),
+    ]
+    script.write_text(
+        json.dumps({"background": background, "rules": [{"first_id": 50, "do": [{"signal": "SIGKILL"}]}]})
+    )
+    lane = ground.lanes(str(script))
+    finished = [ground.file("done1"), ground.file("done2")]
+    await ground.history.embed(lane)
+    ground.file("go").touch()
+    replies = 0
+    most = 0
+    while not all(path.exists() for path in finished) or not replies:
+        watch = Stopwatch()
+        await ground.history.embed(lane)
+        row.took(*watch.read())
+        replies += 1
+        most = max(most, len(lane._workers.session._journal))
+    row.injected = row.survived = 2
+    row.notes |= {"replies_meanwhile": replies, "ring_bytes": most}
+    row.check(most <= 8192, f"the ring grew to {most}")
+    await asyncio.sleep(0)
+    ring = lane._workers.session._journal
+    await until(lambda: _settled(ring), "the last bytes")
+    by_stream: dict[str, bytes] = {"stdout": b"", "stderr": b""}
+    for stream, data in ring.since(0)[0]:
+        by_stream[stream] += data
+    row.check(sum(map(len, by_stream.values())) == 8192, "the ring isn't full")
+    for stream, data in by_stream.items():
+        row.check(data == _tail(size, len(data)), f"the last {len(data)} bytes of {stream} are not exact")
+    outcome = (await asyncio.gather(ground.history.embed(lane, 50), return_exceptions=True))[0]
+    right = isinstance(outcome, EngineCrashed) and len(outcome.details["log_tail"]) >= 8192
+    row.check(right, f"the tail is not in the answer: {outcome!r:.200}")
 
 
 def _settled(ring: Any) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 from synapse_host.config import Windows
 from synapse_host.errors import EngineCrashed
 from synapse_host.supervision.queueing import Permits
-from tests.faults.arena import Arena, appeared, arena, kill, until
-from tests.faults.ledger import Row, cpu_wait
+from tests.faults.arena import Arena, appeared, kill, lane_row, until
+from tests.faults.ledger import cpu_wait
 from tests.support.lanes import FAST
 
 STOP, SPIN = 50, 51
@@ -24,42 +24,33 @@ def _windows(seconds: float) -> Any:
     )
 
 
-def r2(count: int, *, window: float = 2.0, at_once: int = 10) -> Any:
+@lane_row("R2", "{count} hangs (half SIGSTOP, half GIL spin), {at_once} at a time, window {window:g} s")
+async def r2(ground: Arena, count: int, *, window: float = 2.0, at_once: int = 10) -> None:
     """SIGSTOP and spins that hold the GIL: the verdict within the window + max(5 %, 100 ms), one strike each."""
-    slack = max(0.05 * window, 0.1)
-    row = Row(
-        "R2", f"{count} hangs (half SIGSTOP, half GIL spin), {at_once} at a time, window {window:g} s", limit=slack
-    )
-
-    async def body() -> None:
-        async with arena(row) as ground:
-            ground.lanes.permits = Permits({"cpu": at_once})
-            answers: list[float] = []
-            made = []
-            for n in range(at_once):
-                signal_path = ground.file(f"signal{n}")
-                script = {
-                    "rules": [
-                        {"first_id": STOP, "do": [{"touch": str(signal_path)}, {"sleep": 600}]},
-                        {"first_id": SPIN, "do": [{"touch": str(signal_path)}, {"spin": True}]},
-                    ]
-                }
-                made.append((ground.lanes(script, config=_windows(window), lane_id=f"lane{n}"), signal_path))
-            for start in range(0, count, at_once):
-                batch = made[: min(at_once, count - start)]
-                await asyncio.gather(*(ground.history.embed(lane) for lane, _ in batch))
-                answers += await asyncio.gather(
-                    *(
-                        _hang(ground, lane, path, STOP if n % 2 == 0 else SPIN, window)
-                        for n, (lane, path) in enumerate(batch)
-                    )
-                )
-                for lane, _ in batch:
-                    await lane.unload()
-            row.notes["verdict_after_window_ms"] = round((row.worst or 0) * 1000, 1)
-            row.notes["callers_answer_after_window_ms"] = round(max(answers) * 1000, 1)
-
-    return row, body
+    row = ground.row
+    row.limit = max(0.05 * window, 0.1)
+    ground.lanes.permits = Permits({"cpu": at_once})
+    answers: list[float] = []
+    made = []
+    for n in range(at_once):
+        signal_path = ground.file(f"signal{n}")
+        script = {
+            "rules": [
+                {"first_id": STOP, "do": [{"touch": str(signal_path)}, {"sleep": 600}]},
+                {"first_id": SPIN, "do": [{"touch": str(signal_path)}, {"spin": True}]},
+            ]
+        }
+        made.append((ground.lanes(script, config=_windows(window), lane_id=f"lane{n}"), signal_path))
+    for start in range(0, count, at_once):
+        batch = made[: min(at_once, count - start)]
+        await asyncio.gather(*(ground.history.embed(lane) for lane, _ in batch))
+        answers += await asyncio.gather(
+            *(_hang(ground, lane, path, STOP if n % 2 == 0 else SPIN, window) for n, (lane, path) in enumerate(batch))
+        )
+        for lane, _ in batch:
+            await lane.unload()
+    row.notes["verdict_after_window_ms"] = round((row.worst or 0) * 1000, 1)
+    row.notes["callers_answer_after_window_ms"] = round(max(answers) * 1000, 1)
 
 
 async def _hang(ground: Arena, lane: Any, path: Any, kind: int, window: float) -> float:
@@ -85,28 +76,24 @@ async def _hang(ground: Arena, lane: Any, path: Any, kind: int, window: float) -
     return answered
 
 
-def r3(windows: int, *, window: float = 0.6, share: float = 0.7, lanes: int = 4) -> Any:
+@lane_row("R3", "slow but working for {windows} windows, {lanes} lanes")
+async def r3(ground: Arena, windows: int, *, window: float = 0.6, share: float = 0.7, lanes: int = 4) -> None:
     """Progress just inside the window for many windows: nothing is killed."""
-    row = Row("R3", f"slow but working for {windows} windows, {lanes} lanes")
-
-    async def body() -> None:
-        async with arena(row) as ground:
-            ground.lanes.permits = Permits({"cpu": lanes})
-            every = window * share
-            frames = int(windows / share) + 1
-            script = {"rules": [{"first_id": 50, "do": [{"progress": {"from": 1, "to": frames, "every": every}}]}]}
-            made = [ground.lanes(script, config=_windows(window), lane_id=f"lane{n}") for n in range(lanes)]
-            await asyncio.gather(*(lane.load() for lane in made))
-            start = time.monotonic()
-            row.injected = lanes * windows
-            outcomes = await asyncio.gather(*(ground.history.embed(lane, 50) for lane in made), return_exceptions=True)
-            row.check(time.monotonic() - start >= windows * window, "it did not run for that many windows")
-            wrong = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-            row.check(not wrong, f"slow work ended with {wrong!r}")
-            row.check([lane.health()["generation"] for lane in made] == [1] * lanes, "a worker was replaced")
-            row.survived = (lanes - len(wrong)) * windows
-
-    return row, body
+    row = ground.row
+    ground.lanes.permits = Permits({"cpu": lanes})
+    every = window * share
+    frames = int(windows / share) + 1
+    script = {"rules": [{"first_id": 50, "do": [{"progress": {"from": 1, "to": frames, "every": every}}]}]}
+    made = [ground.lanes(script, config=_windows(window), lane_id=f"lane{n}") for n in range(lanes)]
+    await asyncio.gather(*(lane.load() for lane in made))
+    start = time.monotonic()
+    row.injected = lanes * windows
+    outcomes = await asyncio.gather(*(ground.history.embed(lane, 50) for lane in made), return_exceptions=True)
+    row.check(time.monotonic() - start >= windows * window, "it did not run for that many windows")
+    wrong = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    row.check(not wrong, f"slow work ended with {wrong!r}")
+    row.check([lane.health()["generation"] for lane in made] == [1] * lanes, "a worker was replaced")
+    row.survived = (lanes - len(wrong)) * windows
 
 
 HEARTBEATS: dict[str, list[dict[str, Any]]] = {
@@ -130,35 +117,29 @@ HEARTBEATS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def r4(repeats: int = 1) -> Any:
+@lane_row("R4", "{repeats} times each heartbeat without work", limit=0.1)
+async def r4(ground: Arena, repeats: int = 1) -> None:
     """Heartbeats: a protocol fault at once, the window never renewed, one strike."""
-    row = Row("R4", f"{len(HEARTBEATS) * repeats} heartbeats without work", limit=0.1)
-
-    async def body() -> None:
-        async with arena(row) as ground:
-            for name, do in list(HEARTBEATS.items()) * repeats:
-                lane = ground.lanes(
-                    {"rules": [{"first_id": 50, "do": [*do, {"sleep": 600}]}]}, lane_id=f"lane{row.injected}"
-                )
-                await ground.history.embed(lane)
-                process = ground.spy.process(lane)
-                # From 10 frames a second to the fault is its own pace, so the time is taken from verdict to death.
-                task = asyncio.create_task(ground.history.embed(lane, 50))
-                row.injected += 1
-                (outcome,) = await asyncio.gather(task, return_exceptions=True)
-                late = name == "after the terminal reply"
-                if late:
-                    # The reply itself was whole; the frame behind it is the fault of an idle worker.
-                    await until(lambda lane=lane: lane.health()["strikes"] == 1, name)
-                right = not isinstance(outcome, BaseException) if late else isinstance(outcome, EngineCrashed)
-                verdict = ground.spy.verdict(lane, 1)
-                row.check(right, f"{name}: {outcome!r}")
-                row.check(verdict is not None and verdict[1] == "protocol", f"{name}: the verdict is {verdict}")
-                row.check(not process.running, f"{name}: the worker lives")
-                row.check(lane.health()["strikes"] == 1, f"{name}: {lane.health()['strikes']} strikes")
-                if verdict is not None:
-                    row.took(time.monotonic() - verdict[0])
-                row.survived += right and lane.health()["strikes"] == 1
-                await lane.aclose()
-
-    return row, body
+    row = ground.row
+    for name, do in list(HEARTBEATS.items()) * repeats:
+        lane = ground.lanes({"rules": [{"first_id": 50, "do": [*do, {"sleep": 600}]}]}, lane_id=f"lane{row.injected}")
+        await ground.history.embed(lane)
+        process = ground.spy.process(lane)
+        # From 10 frames a second to the fault is its own pace, so the time is taken from verdict to death.
+        task = asyncio.create_task(ground.history.embed(lane, 50))
+        row.injected += 1
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        late = name == "after the terminal reply"
+        if late:
+            # The reply itself was whole; the frame behind it is the fault of an idle worker.
+            await until(lambda lane=lane: lane.health()["strikes"] == 1, name)
+        right = not isinstance(outcome, BaseException) if late else isinstance(outcome, EngineCrashed)
+        verdict = ground.spy.verdict(lane, 1)
+        row.check(right, f"{name}: {outcome!r}")
+        row.check(verdict is not None and verdict[1] == "protocol", f"{name}: the verdict is {verdict}")
+        row.check(not process.running, f"{name}: the worker lives")
+        row.check(lane.health()["strikes"] == 1, f"{name}: {lane.health()['strikes']} strikes")
+        if verdict is not None:
+            row.took(time.monotonic() - verdict[0])
+        row.survived += right and lane.health()["strikes"] == 1
+        await lane.aclose()

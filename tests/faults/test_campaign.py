@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from engines.protocol.connection import Connection
-from tests.faults import campaign, ledger, mutations, quarantine_model
+from tests.faults import campaign, mutations, quarantine_model
 from tests.faults.arena import run
 from tests.faults.history import History
 from tests.faults.ledger import Row
@@ -111,19 +111,6 @@ def test_the_quarantine_walk_notices_a_wrong_rule(monkeypatch: pytest.MonkeyPatc
     row = Row("R14", "x")
     quarantine_model.walk("catalog", 200, 1, row)
     assert row.problems
-
-
-def test_the_table_and_the_document(tmp_path) -> None:
-    row = Row("R0", "something", injected=3, survived=2, limit=0.1, times=[0.05, 0.3])
-    row.settle()
-    text = ledger.table([row])
-    assert "FAIL" in text
-    assert "300.0" in text
-    ledger.write([row], tmp_path / "reports" / "faults.json", size="ci")
-    document = json.loads((tmp_path / "reports" / "faults.json").read_text())
-    assert document["passed"] is False
-    assert document["rows"][0]["injected"] == 3
-    assert document["rows"][0]["worst_ms"] == 300.0
 
 
 def test_the_command_line(tmp_path, capsys) -> None:

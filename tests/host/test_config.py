@@ -46,4 +46,5 @@ async def test_the_log_is_kept_and_forwarded_within_its_bounds(
                 await host.embed("toy", ["a"])
     tail = caught.value.details["log_tail"]
     assert "line 0099" in tail and len(tail.replace("[stderr] ", "")) <= 101
-    assert sum("line 00" in record.getMessage() for record in caplog.records) < 100
+    # Five a second; fifty, which is the default, would be half of them at once.
+    assert 0 < sum("line 00" in record.getMessage() for record in caplog.records) < 40

@@ -21,7 +21,6 @@ from synapse_host.errors import (
     DeadlineExceeded,
     EngineCrashed,
     InvalidRequest,
-    NotCertified,
     ProbeRequired,
     SequenceTooLong,
     SynapseError,
@@ -32,7 +31,7 @@ from synapse_host.results import sigmoid
 from synapse_host.sync import SyncHost
 from synapse_host.text import encoders, limits, validate
 from tests.conftest import children
-from tests.support.scripted import expected_score, expected_sequence_score, expected_text, expected_vector
+from tests.support.scripted import expected_score, expected_sequence_score, expected_vector
 from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle, write_matrix
 from tests.support.toy_models import write_dense
 
@@ -230,15 +229,6 @@ async def test_owned_lanes_get_composed_sequences(bench: Bench) -> None:
         assert (await host.rerank_ids("judge", [QUERY], [[A], [B, A]], raw=True)).tolist() == expected
 
 
-async def test_generate(bench: Bench) -> None:
-    async with bench.model("writer", task="generate", frame=False).host() as host:
-        text, ids, reason = expected_text([A, B], 3)
-        result = await host.generate("writer", "a b", max_tokens=3)
-        assert (result.text, result.n_prompt, result.finish_reason) == (text, 2, str(reason))
-        assert result.generated_token_ids == tuple(ids)
-        assert (await host.generate_ids("writer", [A, B], 3)).text == text
-
-
 @pytest.mark.report("ggml-org/llama.cpp#5733")
 @pytest.mark.report("ggml-org/llama.cpp#7277")
 async def test_local_refusals_start_no_worker(bench: Bench) -> None:
@@ -320,31 +310,6 @@ async def test_a_legacy_lane_opens_again_by_probe(bench: Bench, task: str) -> No
         await call(host, 1)
 
 
-async def test_the_deadline_ends_the_wait_and_harms_nobody(bench: Bench) -> None:
-    script = {"rules": [{"on": "EMBED_BATCH", "first_id": 99, "do": [{"sleep": 1.0}]}]}
-
-    async with bench.model("toy").host(script) as host:
-        await host.load("toy")
-        pid = host.health()["lanes"]["embed"]["worker_pid"]
-        with pytest.raises(DeadlineExceeded):
-            await host.embed_ids("toy", [[99]], deadline=0.2)
-        assert (await host.embed_ids("toy", [[1]], deadline=60)).tolist() == [vector([1])]
-        assert host.health()["lanes"]["embed"]["worker_pid"] == pid
-        for deadline in (0.0, -1.0):
-            with pytest.raises(DeadlineExceeded):
-                await host.embed("toy", ["a"], deadline=deadline)
-
-
-async def test_a_failure_in_a_split_request_is_the_callers_error(bench: Bench) -> None:
-    script = {"rules": [{"on": "EMBED_BATCH", "nth": 2, "do": [{"err": {"code": "oom", "msg": "no"}}]}]}
-
-    async with bench.model("toy").host(script) as host:
-        with pytest.raises(SynapseError) as caught:
-            await host.embed_ids("toy", [[1]] * 1200)
-        assert caught.value.code == "oom" and caught.value.transient
-        assert (await host.embed_ids("toy", [[1]])).tolist() == [vector([1])]
-
-
 async def test_dims_unlike_the_bundles_are_refused(bench: Bench) -> None:
     async with bench.model("toy").host({"dims": 5}) as host:
         with pytest.raises(BundleInvalid, match="says dims 8, its artifact gives 5"):
@@ -374,14 +339,6 @@ async def test_a_lane_without_an_engine_says_why(bench: Bench) -> None:
         assert host.health()["lanes"]["embed"]["state"] == "refused"
 
 
-async def test_a_lane_that_needs_a_certificate_is_not_served_without(bench: Bench) -> None:
-    lanes = {"embed": {"task": "embed", "engines": ["scripted"], "require_certificate": True}}
-    for options in ({"config": HostConfig(require_certificate=True)}, {"lanes": lanes}):
-        async with bench.model("toy").host(**options) as host:  # type: ignore[arg-type]
-            with pytest.raises(NotCertified):
-                await host.embed("toy", ["a"])
-
-
 async def test_threads_are_shared_by_the_lanes_of_a_device(bench: Bench) -> None:
     async with bench.model("toy").model("judge", task="rerank").host() as host:
         specs = [assignment.require() for assignment in host.assignments.values()]
@@ -408,13 +365,6 @@ async def test_another_event_loop_is_told_so(bench: Bench) -> None:
         await asyncio.to_thread(elsewhere)
         assert len(ends) == 4 and all("another event loop" in str(end) for end in ends), ends
         assert (await host.embed("toy", ["a"])).shape == (1, 8)
-
-
-async def test_a_closed_host_serves_nothing(bench: Bench) -> None:
-    async with bench.model("toy").host() as host:
-        await host.embed("toy", ["a"])
-    with pytest.raises(InvalidRequest, match="closed"):
-        await host.embed("toy", ["a"])
 
 
 async def test_a_cancelled_caller_leaves_the_lane_usable(bench: Bench) -> None:

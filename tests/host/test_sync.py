@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from synapse_host.errors import BundleInvalid, InvalidRequest
+from synapse_host import sync
+from synapse_host.errors import InvalidRequest
 from synapse_host.sync import SyncHost
 from tests.support.small_bundle import write_bundle, write_matrix
 
@@ -108,11 +111,6 @@ def test_closing_answers_the_calls_of_other_threads(tmp_path: Path) -> None:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
     assert len(ends) == 4 and all(getattr(end, "code", None) is not None for end in ends), ends
-
-
-def test_an_error_at_open_closes_the_loop_thread(toy: tuple[Path, Path]) -> None:
-    with pytest.raises(BundleInvalid, match="model broken"), SyncHost.open(toy[0], {"broken": toy[1] / "nothing"}):
-        pass
 
 
 def test_a_closed_host_says_so(toy: tuple[Path, Path]) -> None:
@@ -228,3 +226,14 @@ def test_closing_ends_a_call_whose_texts_never_come(toy: tuple[Path, Path]) -> N
         "print(caller.is_alive())\n",
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "InvalidRequest\nFalse\n", "")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_uvloop_is_taken_where_it_is_installed(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = asyncio.new_event_loop()
+    monkeypatch.setattr(sync, "find_spec", lambda name: ModuleSpec(name, None) if installed else None)
+    monkeypatch.setitem(sys.modules, "uvloop", SimpleNamespace(new_event_loop=lambda: made))
+    loop = sync.new_event_loop()
+    assert (loop is made) is installed
+    loop.close()
+    made.close()

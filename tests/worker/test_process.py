@@ -14,21 +14,9 @@ import pytest
 from synapse_host.placement import probe
 from synapse_host.placement.child import signal_name
 from synapse_host.worker.process import Death, WorkerProcess, diagnose
+from tests.support.lanes import alive, until
 
 pytestmark = pytest.mark.process
-
-
-def alive(pid: int) -> bool:
-    """Whether a process still runs (a zombie whose parent hasn't looked yet doesn't)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-async def gone(pid: int) -> None:
-    while alive(pid):
-        await asyncio.sleep(0.005)
 
 
 class Child:
@@ -53,8 +41,7 @@ class Child:
         self.exits += 1
 
     async def wrote(self, text: bytes) -> None:
-        while text not in self.written["stdout"]:
-            await asyncio.sleep(0.005)
+        await until(lambda: text in self.written["stdout"])
 
 
 @pytest.fixture
@@ -138,7 +125,7 @@ async def test_a_grandchild_in_the_group_dies_with_the_child(then):
     await child.wrote(b"end")
     pid = int(child.written["stdout"].split()[1])
     assert await child.process.destroy()
-    await gone(pid)
+    await until(lambda: not alive(pid))
 
 
 async def test_owns_the_child_its_descendants_and_nobody_else():
@@ -151,7 +138,7 @@ async def test_owns_the_child_its_descendants_and_nobody_else():
     # A wrapper's worker in a session of its own is killed through its pid.
     process.worker_pid = pid
     assert await process.destroy()
-    await gone(pid)
+    await until(lambda: not alive(pid))
 
 
 async def test_dump_asks_for_a_traceback_and_never_after_the_end():
@@ -161,8 +148,7 @@ async def test_dump_asks_for_a_traceback_and_never_after_the_end():
     )
     await child.wrote(b"end")
     child.process.dump()
-    while b"most recent call first" not in child.written["stderr"]:
-        await asyncio.sleep(0.005)
+    await until(lambda: b"most recent call first" in child.written["stderr"])
     assert await child.process.destroy()
     child.process.dump()
     child.process.kill()
@@ -178,7 +164,7 @@ async def test_without_pidfd_a_thread_sees_the_exit(monkeypatch):
     pid = int(child.written["stdout"].split()[1])
     assert await child.process.wait(30)
     assert child.process.returncode == 3
-    await gone(pid)
+    await until(lambda: not alive(pid))
     await child.process.drain()
 
 

@@ -37,15 +37,6 @@ def private(root: Path, name: str = "synapse-abcdefgh", *, line: bytes = b"4242\
     return path
 
 
-def test_the_next_host_removes_a_killed_ones_directory(root):
-    directory, _ = kill_one(root)
-    assert directory.parent == root and directory.exists()
-    made = RuntimeDirectory.open(None)
-    assert not directory.exists()
-    made.close()
-    assert list(root.iterdir()) == []
-
-
 def test_a_living_hosts_directory_stays(root):
     with holder(root) as (process, directory, listening):
         assert remains.abandoned(root) == remains.sweep(root) == []

@@ -7,63 +7,21 @@ import logging
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from engines.bundle.manifest import manifest_digest
-from synapse_host.errors import InvalidRequest
 from synapse_host.placement import probe
 from synapse_host.placement.child import ENVIRONMENT, ENVIRONMENT_PREFIXES, worker_environment
 from synapse_host.worker import handshake
-from synapse_host.worker.listener import RuntimeDirectory
+from tests.conftest import descriptors
 from tests.support import scripted
 from tests.support.lanes import CUDA, crash, on, serve
 
 posix = pytest.mark.skipif(os.name != "posix", reason="Unix permissions and descriptors")
 ROOT = Path(__file__).resolve().parents[2]
-
-
-# --- the runtime directory -------------------------------------------------------------------------------------------
-
-
-@posix
-def test_nothing_of_others_is_removed_at_the_end(runtime_dir):
-    """Unlinked is what this host bound, by device and inode; a neighbour's socket, file or link stays."""
-    made = RuntimeDirectory.open(runtime_dir)
-    listeners = [made.listen(f"toy-{n}") for n in range(3)]
-    neighbour = made.workers / "neighbour.sock"
-    kept = made.workers / "kept"
-    kept.write_text("x")
-    with socket.socket(socket.AF_UNIX) as theirs:
-        theirs.bind(os.fspath(neighbour))
-        # One of ours is replaced by a link to the neighbour's.
-        listeners[1].path.unlink()
-        listeners[1].path.symlink_to(neighbour)
-        made.close()
-        assert neighbour.is_socket() and kept.exists() and listeners[1].path.is_symlink()
-        assert not listeners[0].path.exists() and not listeners[2].path.exists()
-    for listener in listeners:
-        listener.close()
-    for left in (listeners[1].path, neighbour):
-        left.unlink()
-
-
-@posix
-def test_a_link_in_the_place_of_a_socket_is_not_followed(runtime_dir):
-    made = RuntimeDirectory.open(runtime_dir)
-    target = runtime_dir / "target"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(os.fspath(target))
-    (made.workers / "toy-1.sock").symlink_to(target)
-    with pytest.raises(InvalidRequest) as caught:
-        made.listen("toy-1")
-    assert caught.value.details["reason"] == "path_taken"
-    assert target.is_socket()
-    made.close()
-    target.unlink()
 
 
 # --- what a worker inherits ------------------------------------------------------------------------------------------
@@ -124,45 +82,14 @@ async def test_a_worker_gets_its_arguments_its_socket_and_its_streams_and_nothin
     assert argv[5:10:2] == ["cpu", str(manifest), "128,256"]
 
 
-CLOEXEC = """
-import asyncio, fcntl, json, os, sys
-from pathlib import Path
-from tests.support.lanes import embed, lanes_in
-
-async def main():
-    async with lanes_in(Path(sys.argv[1])) as make:
-        lane = make()
-        await lane.load()
-        inheritable = {}
-        for name in os.listdir("/proc/self/fd"):
-            fd = int(name)
-            try:
-                flags = fcntl.fcntl(fd, fcntl.F_GETFD)
-                target = os.readlink(f"/proc/self/fd/{fd}")
-            except OSError:
-                continue
-            if fd > 2 and not flags & fcntl.FD_CLOEXEC:
-                inheritable[fd] = target
-        print(json.dumps(inheritable))
-
-asyncio.run(main())
-"""
-
-
 @pytest.mark.process
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc")
-def test_every_descriptor_of_a_host_is_close_on_exec(runtime_dir):
+async def test_every_descriptor_of_a_host_is_close_on_exec(make):
     """Listener, connections, pipes, pidfds, lock: whatever else the embedding program starts gets none of them."""
-    done = subprocess.run(
-        [sys.executable, "-c", CLOEXEC, str(runtime_dir / "rt")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        close_fds=True,
-        check=True,
-    )
-    assert json.loads(done.stdout) == {}
+    before = descriptors()
+    await make().load()
+    ours = [fd for fd, at in descriptors().items() if fd not in before or at.startswith(str(make.runtime.path))]
+    assert len(ours) > 4 and not any(map(os.get_inheritable, ours))
 
 
 @pytest.mark.process

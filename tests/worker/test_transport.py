@@ -23,7 +23,6 @@ from engines.runtime.transport import Transport, TransportFailed
 from engines.runtime.worker import hello
 from synapse_host.worker import transport as host_transport
 from synapse_host.worker import windows
-from synapse_host.worker.handshake import Peer
 from synapse_host.worker.listener import Listener, RuntimeDirectory
 from synapse_host.worker.transport import Channel
 
@@ -208,53 +207,6 @@ def test_the_worker_sees_the_host_go(end: End) -> None:
     conversation(end, worker, host)
 
 
-def test_the_wait_for_the_ack_is_bounded(end: End) -> None:
-    waited = threading.Event()
-
-    def worker(transport: Transport) -> None:
-        transport.set_deadline(time.monotonic() + 0.05)
-        with pytest.raises(TimeoutError):
-            transport.recv_into(memoryview(bytearray(8)))
-        waited.set()
-
-    async def host(side: HostSide) -> None:
-        await asyncio.to_thread(waited.wait, WAIT_S)
-
-    conversation(end, worker, host)
-
-
-def test_strangers_are_turned_away_and_accepting_goes_on(end: End) -> None:
-    seen: list[Peer] = []
-
-    async def main() -> None:
-        listener = end.listen()
-        side = HostSide()
-
-        def admit(peer: Peer) -> bool:
-            seen.append(peer)
-            return len(seen) == 4
-
-        def strangers() -> Transport:
-            for _ in range(3):
-                stranger = reach(listener)
-                assert stranger.recv_into(memoryview(bytearray(8))) == 0, "turned away without a word"
-                stranger.close()
-            return reach(listener)
-
-        ours = asyncio.ensure_future(asyncio.to_thread(strangers))
-        async with asyncio.timeout(WAIT_S):
-            await listener.connect(side.channel, admit)
-            transport = await ours
-        assert side.channel.connected
-        side.channel.abort()
-        transport.close()
-        listener.close()
-        await asyncio.sleep(0)
-
-    asyncio.run(main())
-    assert len(seen) == 4
-
-
 def test_one_connection_and_nobody_after_it(end: End) -> None:
     async def host(side: HostSide) -> None:
         await side.lost.wait()
@@ -265,27 +217,3 @@ def test_one_connection_and_nobody_after_it(end: End) -> None:
     listener.close()
     with pytest.raises(TransportFailed):
         reach(listener, limit=0.2).close()
-
-
-def test_a_name_is_free_again_after_its_listener(end: End) -> None:
-    first = end.listen()
-    first.close()
-    second = end.listen()
-    assert first.arguments == second.arguments
-    second.close()
-
-
-def test_a_violation_is_reported_once_and_ends_the_feed(end: End) -> None:
-    def worker(transport: Transport) -> None:
-        WorkerSide(transport).greet()
-        transport.send([b"\x02\0\0\0{}" * 2])
-        transport.recv_into(memoryview(bytearray(8)))
-
-    async def host(side: HostSide) -> None:
-        await shake_hands(side)
-        while not side.faults:
-            await asyncio.sleep(0.001)
-        side.channel.abort()
-        assert len(side.faults) == 1 and side.events.empty()
-
-    conversation(end, worker, host)
