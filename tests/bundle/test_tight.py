@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,17 +45,6 @@ def test_rows_that_cannot_be_packed_are_refused(lengths: list[int], code: ErrorC
 def test_a_pass_never_holds_more_than_its_width() -> None:
     with pytest.raises(ValueError):
         Pass(64, (0, 1), (40, 30))
-
-
-@pytest.mark.bench
-def test_planning_10_000_rows_takes_under_100_ms_and_wastes_little() -> None:
-    lengths = [random.Random(n).randint(1, 256) for n in range(10_000)]
-    took = []
-    for _ in range(5):
-        started = time.perf_counter()
-        got = tight.plan(lengths, width=256, max_rows=64)
-        took.append(time.perf_counter() - started)
-    assert min(took) < 0.1 and sum(lengths) / (256 * len(got)) > 0.97
 
 
 @pytest.mark.parametrize(
