@@ -140,13 +140,6 @@ def test_a_wrong_tensor_is_named_with_its_file(
         assert word in str(caught.value)
 
 
-def test_a_head_with_unexpected_parts_is_refused(tmp_path: Path) -> None:
-    folder = toy_models.write_modernbert(tmp_path / "m", rerank=True)
-    rewrite(folder, lambda tensors: tensors.update({"head.dense.bias": np.ones(64, np.float32)}))
-    with pytest.raises(CheckpointError, match=r"head\.dense\.bias"):
-        Checkpoint.open(folder)
-
-
 BERT, QWEN3 = toy_models.write_bert, toy_models.write_qwen3
 
 
@@ -293,12 +286,10 @@ def test_a_package_is_the_checkpoint_again(tmp_path: Path, name: str, dtype: str
 def test_a_package_of_another_model_is_refused(tmp_path: Path) -> None:
     embed = Checkpoint.open(toy_models.write_bert(tmp_path / "m"))
     write_package(embed, tmp_path / "p", profile="x")
-    with pytest.raises(CheckpointError, match="pooler"):
-        Checkpoint.from_package(tmp_path / "p", config=embed.config, family="bert", task="rerank")
-    with pytest.raises(CheckpointError, match="not part of"):
-        Checkpoint.from_package(
-            tmp_path / "p", config={**embed.config, "num_hidden_layers": 1}, family="bert", task="embed"
-        )
+    for task, layers, words in (("rerank", 2, "pooler"), ("embed", 1, "not part of")):
+        config = {**embed.config, "num_hidden_layers": layers}
+        with pytest.raises(CheckpointError, match=words):
+            Checkpoint.from_package(tmp_path / "p", config=config, family="bert", task=task)
 
 
 def test_what_cannot_be_packaged_leaves_no_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,11 @@ class Command:
                 process.kill()
         self.check_clean(mark)
 
-    def on_terminal(self, *words: str, **environment: str) -> tuple[int, str]:
-        """Run a command whose three streams are one terminal of 200 columns; return its exit code and the screen."""
+    def on_terminal(self, *words: str, ends: str = "", **environment: str) -> tuple[int, str]:
+        """Run a command whose three streams are one terminal of 200 columns; return its exit code and the screen.
+
+        One that doesn't end by itself gets SIGTERM when its screen shows *ends*.
+        """
         inherited, _ = self.env()
         inherited.pop("NO_COLOR", None)
         master, slave = pty.openpty()
@@ -133,6 +136,10 @@ class Command:
 
         reader = threading.Thread(target=read)
         reader.start()
+        while ends and ends.encode() not in seen and reader.is_alive():
+            time.sleep(0.01)
+        if ends:
+            process.terminate()
         code = process.wait(60)
         reader.join(60)
         os.close(master)
@@ -162,11 +169,21 @@ class Command:
         assert not orphans, f"orphans: {orphans}"
 
 
+def entered(words: Sequence[str]) -> Done:
+    """Run the command's own entry in this process."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(list(words))
+    said = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
+    assert "Traceback" not in said[1], said[1]
+    return Done(code, *said)
+
+
 Here = Callable[..., Done]
 
 
 @pytest.fixture
-def here(cli: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Here:
+def here(cli: Command, monkeypatch: pytest.MonkeyPatch) -> Here:
     """Return what runs the command's own entry in this process: for what starts no worker and needs no signal."""
     monkeypatch.chdir(cli.root)
     (cli.root / "tmp").mkdir(exist_ok=True)
@@ -177,11 +194,9 @@ def here(cli: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
 
     def run(*words: str, bare: bool = False) -> Done:
-        code = main(list(words) if bare else cli.arguments(*words)[3:])
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err, said.err
+        done = entered(words if bare else cli.arguments(*words)[3:])
         assert not [path for path in (cli.root / "tmp").iterdir() if path.name.startswith("synapse-")]
-        return Done(code, said.out, said.err)
+        return done
 
     return run
 

@@ -81,8 +81,9 @@ def test_the_command_ends_while_a_huge_text_is_still_tokenised(cli: Command, mor
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("words", [("embed",), ("embed", "--out", "x.npy"), ("rerank",)], ids=" ".join)
-@pytest.mark.parametrize("source", ["-", "pipe"])
+@pytest.mark.parametrize(
+    ("words", "source"), [(("embed",), "-"), (("embed", "--out", "x.npy"), "pipe"), (("rerank",), "pipe")]
+)
 def test_it_counts_while_the_input_is_read(cli: Command, words: tuple[str, ...], source: str) -> None:
     """Nobody writes to stdin, or opens the pipe; what remains of it after the input is what the request gets."""
     os.mkfifo(cli.root / "pipe")

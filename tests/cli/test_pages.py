@@ -47,6 +47,12 @@ def test_the_table_of_lanes_fits(terminal: Any, capsys: pytest.CaptureFixture[st
     assert ("ENGINE" in lines[0], "MEMORY" in lines[0]) == (width > 45, width > 60)
 
 
+def test_a_lane_that_loads_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = {"stage": "load", "completed": 7, "running_s": 1.0}
+    lanes_page({"lanes": {"embed": {**LANE, "state": "loading", "progress": progress}}}, Console())
+    assert "load, 7 units done" in capsys.readouterr().out
+
+
 def test_off_a_terminal_nothing_is_folded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     lanes_page({"lanes": {"embed": LANE, "rerank": SHUT}}, Console())

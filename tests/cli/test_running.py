@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.cli.conftest import Command, Done
+from tests.cli.conftest import Command, Done, entered
 from tests.cli.test_serve import LIMIT_S, Running, running, until
 from tests.support.small_bundle import write_bundle
 
@@ -25,25 +24,18 @@ ALL = ("toy", "judge", "writer")
 
 
 @pytest.fixture
-def models(cli: Command, runtime_dir: Path) -> Command:
+def models(cli: Command, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     cli.environment["XDG_RUNTIME_DIR"] = str(runtime_dir)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime_dir))
+    monkeypatch.setenv("XDG_DATA_HOME", str(cli.root / "data"))
+    monkeypatch.chdir(cli.root)
     return cli.setup().bundle("toy", max_tokens=64).bundle("judge", task="rerank").bundle("writer", task="generate")
 
 
 @pytest.fixture
 def ask(models: Command) -> Ask:
-    """Run a command as the same user; workers that the server has are no orphans."""
-
-    def run(*words: str) -> Done:
-        environment, _ = models.env()
-        done = subprocess.run(
-            models.arguments(*words), env=environment, cwd=models.root, capture_output=True, text=True, timeout=LIMIT_S,
-            check=False,
-        )  # fmt: skip
-        assert "Traceback" not in done.stderr, done.stderr
-        return Done(done.returncode, done.stdout, done.stderr)
-
-    return run
+    """Run a command as the same user, by its own entry."""
+    return lambda *words: entered(models.arguments(*words)[3:])
 
 
 @pytest.fixture

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import select
 import signal
 import subprocess
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,7 +17,7 @@ import psutil
 import pytest
 
 from synapse_host.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, SynapseError, revive
-from tests.cli.conftest import Command, Done, Here
+from tests.cli.conftest import Command, Done, Here, entered
 
 pytestmark = pytest.mark.process
 
@@ -43,7 +40,11 @@ class Running:
         self.state: dict[str, Any] = {}
 
     def __call__(self, verb: str, *words: str) -> Done:
-        """Run a verb against this host; the fixture's orphan check would take its workers for orphans."""
+        """Run a verb against this host by the command's own entry: a process of its own takes a second."""
+        return entered(self.cli.arguments(verb, "--runtime-dir", str(self.directory), *words)[3:])
+
+    def command(self, verb: str, *words: str) -> Done:
+        """Run a verb as a process; the fixture's orphan check would take the host's workers for orphans."""
         environment, _ = self.cli.env()
         done = subprocess.run(
             self.cli.arguments(verb, "--runtime-dir", str(self.directory), *words),
@@ -118,7 +119,7 @@ def test_run_ps_ping_logs_load_unload(cli: Command, runtime_dir: Path) -> None:
         assert host.state["lanes"]["embed"]["models"] == ["toy"]
         assert host.socket().is_socket() and host.socket().stat().st_mode & 0o777 == 0o600
 
-        state = host("ps", "--json").document
+        state = host.command("ps", "--json").document
         assert set(state) == {"host", "lanes", "workers"}
         assert state["host"]["pid"] == host.process.pid and not state["host"]["stopping"]
         (worker,) = state["workers"]
@@ -126,75 +127,43 @@ def test_run_ps_ping_logs_load_unload(cli: Command, runtime_dir: Path) -> None:
         page = host("ps").out
         assert "LANE" in page and f"pid {worker['pid']} #1" in page and "idle" in page and "\x1b" not in page
 
-        ping = host("ping", "embed")
+        ping = host.command("ping", "embed")
         assert ping.code == 0 and f"pid {worker['pid']}" in ping.out and "answered in" in ping.out
         assert host("ping", "--json").document["pings"]["embed"]["round_trip_ms"] > 0
 
-        assert host("logs").out == "embed [stderr] hello from the worker\n"
+        assert host.command("logs").out == "embed [stderr] hello from the worker\n"
         assert host("logs", "toy", "--json").document["logs"] == {"embed": ["embed [stderr] hello from the worker"]}
 
-        unloaded = host("unload", "toy")
+        unloaded = host.command("unload", "toy")
         assert unloaded.code == 0 and unloaded.out == "toy is unloaded from lane embed\n"
         assert host("ps", "--json").document["lanes"]["embed"]["models"] == []
-        loaded = host("load", "toy")
+        loaded = host.command("load", "toy")
         assert loaded.code == 0 and f"pid {worker['pid']}" in loaded.out
         code, err = host.stop()
         assert (code, err) == (0, "")
 
 
-def test_nothing_is_loaded_unless_asked(cli: Command, runtime_dir: Path) -> None:
-    with running(cli, runtime_dir) as host:
+def test_nothing_is_loaded_unless_asked_and_an_idle_worker_ends(cli: Command, runtime_dir: Path) -> None:
+    with running(cli, runtime_dir, "--idle", "0.2") as host:
         assert host.state["workers"] == [] and workers_of(cli) == []
         quiet = host("ping")
         assert quiet.code == 0 and "no worker" in quiet.out
         named = host("ping", "embed")
         assert named.code == 1 and "synapse load toy" in named.out
         assert "not loaded" in host("ps").out
-
-
-def test_an_idle_worker_ends(cli: Command, runtime_dir: Path) -> None:
-    with running(cli, runtime_dir, "--load", "toy", "--idle", "0.2") as host:
-        until(lambda: not workers_of(cli))
         assert host("load", "toy").code == 0
+        until(lambda: not workers_of(cli))
 
 
 def test_a_broken_bundle_is_left_out_unless_it_is_named(cli: Command, runtime_dir: Path) -> None:
     broken = cli.root / "models" / "broken"
     broken.mkdir()
     (broken / "manifest.json").write_text("{}")
-    with running(cli, runtime_dir) as host:
-        assert list(host.state["lanes"]) == ["embed"]
-    done = cli("serve", "--port", "0", "--runtime-dir", str(runtime_dir), "--load", "broken")
-    assert done.code == 2 and "broken" in done.err
-
-
-def test_a_bundle_by_path(cli: Command, runtime_dir: Path) -> None:
     (cli.root / "models" / "toy").rename(cli.root / "elsewhere")
     with running(cli, runtime_dir, "--load", str(cli.root / "elsewhere")) as host:
-        assert host.state["lanes"]["embed"]["model"] == "elsewhere"
-
-
-def test_two_operators_at_once(cli: Command, runtime_dir: Path) -> None:
-    go = cli.root / "go"
-    cli.setup(
-        {"rules": [{"on": "LOAD", "do": [{"progress": {"completed": [7], "phase": "setup"}}, {"wait_for": str(go)}]}]}
-    )
-    with running(cli, runtime_dir) as host:
-        loading = host.start("load", "toy", "--json")
-        state = until(
-            lambda: (
-                (s := host("ps", "--json").document)
-                and (s["lanes"]["embed"].get("progress") or {}).get("completed")
-                and s
-            )
-        )
-        assert state["lanes"]["embed"]["state"] == "loading"
-        assert state["lanes"]["embed"]["progress"]["completed"] == 7
-        assert "load, 7 units done" in host("ps").out
-        go.touch()
-        out, err = loading.communicate(timeout=LIMIT_S)
-        assert (loading.returncode, err) == (0, "")
-        assert json.loads(out)["lanes"]["embed"]["models"] == ["toy"]
+        assert list(host.state["lanes"]) == ["embed"] and host.state["lanes"]["embed"]["model"] == "elsewhere"
+    done = cli("serve", "--port", "0", "--runtime-dir", str(runtime_dir), "--load", "broken")
+    assert done.code == 2 and "broken" in done.err
 
 
 def test_a_failure_there_is_the_same_failure_here(cli: Command, runtime_dir: Path) -> None:
@@ -222,7 +191,7 @@ def test_a_shut_legacy_lane_is_opened_by_a_probe_alone(cli: Command, runtime_dir
         assert shut.code == 3 and "Clear it: synapse probe embed" in shut.err
         failed = host("probe", "embed")
         assert failed.code == 3 and "SIGABRT" in failed.err, "it stays shut"
-        opened = host("probe", "toy")
+        opened = host.command("probe", "toy")
         assert opened.code == 0 and opened.out.startswith("embed is proven and open: pid ")
         assert set(host("probe", "embed", "--json").document) == {"host", "lanes", "workers"}
         assert host("load", "toy").code == 0
@@ -262,24 +231,6 @@ def test_a_second_host_is_refused_and_told_by_whom(cli: Command, runtime_dir: Pa
             f"(synapse, started {started}). Stop it or pass another --runtime-dir.\n"
         )
         assert host("ps").code == 0
-
-
-def test_a_killed_host_leaves_a_socket_that_the_next_one_replaces(cli: Command, runtime_dir: Path) -> None:
-    environment, _ = cli.env()
-    first = subprocess.Popen(
-        cli.arguments("serve", "--port", "0", "--runtime-dir", str(runtime_dir), "--json", "--load", "toy"),
-        env=environment, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    with first:
-        assert first.stdout is not None and json.loads(first.stdout.readline())["workers"]
-        first.kill()
-    path = runtime_dir / "synapse" / "control.sock"
-    assert path.is_socket()
-    until(lambda: not workers_of(cli))
-    done = cli("ps", "--runtime-dir", str(runtime_dir))
-    assert done.code == 2 and "no host runs" in done.err
-    with running(cli, runtime_dir) as host:
-        assert host("ps", "--json").document["host"]["pid"] == host.process.pid != first.pid
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
@@ -405,13 +356,8 @@ def test_logs_follow(cli: Command, runtime_dir: Path) -> None:
             _, err = follow.communicate(timeout=LIMIT_S)
         assert follow.returncode == 130 and err == "synapse: interrupted\n"
         assert host("logs", "-f", "--json").code == 2
-
-
-def test_following_ends_with_the_host(cli: Command, runtime_dir: Path) -> None:
-    cli.setup({"ready": [{"stderr": "up"}]})
-    with running(cli, runtime_dir, "--load", "toy") as host:
         follow = host.start("logs", "embed", "-f")
-        assert follow.stdout is not None and follow.stdout.readline() == "embed [stderr] up\n"
+        assert follow.stdout is not None and follow.stdout.readline()
         assert host.stop()[0] == 0
         _, err = follow.communicate(timeout=LIMIT_S)
         assert follow.returncode == 1 and "went away" in err
@@ -460,51 +406,20 @@ def test_without_the_extra_it_says_what_to_install(here: Here, monkeypatch: pyte
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else None,
 )
-def test_what_would_be_unsafe_is_refused(cli: Command, runtime_dir: Path, words: tuple[str, ...], said: str) -> None:
+def test_what_would_be_unsafe_is_refused(
+    cli: Command, here: Here, runtime_dir: Path, words: tuple[str, ...], said: str
+) -> None:
     (cli.root / "short").write_text("secret\n")
-    done = cli("serve", "--port", "0", "--runtime-dir", str(runtime_dir), *words)
+    done = here("serve", "--port", "0", "--runtime-dir", str(runtime_dir), *words)
     assert done.code == 2 and said in done.err and "secret" not in done.err
 
 
-# --- a person's terminal ---------------------------------------------------------------------------------------------
-
-
 def test_on_a_terminal_it_shows_what_is_up(cli: Command, runtime_dir: Path) -> None:
-    environment, mark = cli.env()
-    environment |= {"TERM": "xterm", "COLUMNS": "120"}
-    environment.pop("NO_COLOR", None)
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        cli.arguments("run", "--port", "0", "--runtime-dir", str(runtime_dir), "--load", "toy"),
-        env=environment, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-    )  # fmt: skip
-    os.close(slave)
-    seen = bytearray()
-    try:
-        deadline = time.monotonic() + LIMIT_S
-        while b"Stop: Ctrl-C" not in seen and time.monotonic() < deadline:
-            if select.select([master], [], [], 1)[0]:
-                seen += os.read(master, 65536)
-    finally:
-        process.terminate()
-        reader = threading.Thread(target=_drain, args=(master,))
-        reader.start()
-        process.wait(LIMIT_S)
-        reader.join(LIMIT_S)
-        os.close(master)
-    text = seen.decode()
-    assert process.returncode == 0
+    words = ("run", "--port", "0", "--runtime-dir", str(runtime_dir), "--load", "toy")
+    code, text = cli.on_terminal(*words, ends="Stop: Ctrl-C")
+    assert code == 0
     assert "loaded toy in" in text and "LANE" in text and "\x1b[" in text and str(runtime_dir) in text
-    cli.check_clean(mark)
-
-
-def _drain(descriptor: int) -> None:
-    try:
-        while os.read(descriptor, 65536):
-            pass
-    except OSError:
-        # The last holder of the terminal's other end has gone.
-        pass
+    assert not workers_of(cli)
 
 
 # --- the operator's end ----------------------------------------------------------------------------------------------

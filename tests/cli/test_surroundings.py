@@ -32,7 +32,7 @@ def shell(redirect: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "redirect"),
     [
-        *((EMBED, redirect) for redirect in ("<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-")),
+        *((EMBED, redirect) for redirect in (">&-", "2>&-", "<&- >&- 2>&-")),
         (EMBED[:-1], "<&- >&- 2>&-"),
         (["models"], ">&-"),
     ],
@@ -92,9 +92,7 @@ def test_a_current_folder_that_is_gone(cli: Command) -> None:
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "burst", [["SIGINT"], ["SIGTERM"], ["SIGHUP"], ["SIGINT"] * 9, ["SIGTERM", "SIGINT", "SIGHUP"]]
-)
+@pytest.mark.parametrize("burst", [["SIGTERM"], ["SIGHUP"], ["SIGINT"] * 9, ["SIGTERM", "SIGINT", "SIGHUP"]])
 def test_signals_leave_nothing_behind(cli: Command, burst: list[str]) -> None:
     with cli.held(*EMBED) as command:
         for name in burst:
@@ -106,8 +104,10 @@ def test_signals_leave_nothing_behind(cli: Command, burst: list[str]) -> None:
     assert command.returncode == 130 or (len(burst) > 1 and command.returncode < 0)
 
 
-@pytest.mark.parametrize("module", ["argparse", "synapse_host.cli.models", "engines.bundle.manifest"])
-@pytest.mark.parametrize("json_too", [False, True])
+@pytest.mark.parametrize(
+    ("module", "json_too"),
+    [("argparse", False), ("synapse_host.cli.models", True), ("engines.bundle.manifest", False)],
+)
 def test_an_interrupt_while_a_command_only_starts(cli: Command, module: str, json_too: bool) -> None:
     """It comes while that module is imported: by the command itself, for its verb, or for the verb's."""
     (cli.root / "sitecustomize.py").write_text(

@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,11 +36,8 @@ def load(client: WorkerClient, toy: ToyGguf, **config: object) -> str:
     return require_loaded(client.load(toy.path, toy.digest, **config)).model_ref
 
 
-def generate(
-    client: WorkerClient, ref: str, prompt: list[int], max_tokens: int = 4, grammar: str | None = None
-) -> Exchange:
-    keywords: dict[str, Any] = {} if grammar is None else {"grammar": grammar}
-    request = Generate(req_id=client.next_id(), model_ref=ref, max_tokens=max_tokens, **keywords)
+def generate(client: WorkerClient, ref: str, prompt: list[int], max_tokens: int = 4) -> Exchange:
+    request = Generate(req_id=client.next_id(), model_ref=ref, max_tokens=max_tokens)
     return client.call(request, ids_bytes([prompt]))
 
 
@@ -57,13 +53,6 @@ def test_every_refusal_leaves_the_same_process_answering(worker: WorkerClient, t
     refusals: dict[str, tuple[Callable[[], Exchange], str]] = {
         "600 tokens into 512 positions": (lambda: worker.embed(bert512, [[5] * 600]), "invalid_request"),
         "id beyond the vocabulary": (lambda: worker.embed(bert, [[5], [128]]), "invalid_request"),
-        "negative id": (lambda: worker.embed(bert, [[-1]]), "invalid_request"),
-        "empty item": (lambda: worker.embed(bert, [[5], []]), "invalid_request"),
-        "empty batch": (lambda: worker.embed(bert, []), "invalid_request"),
-        "counts that don't match": (lambda: worker.embed(bert, [[5, 6]], counts=[3]), "invalid_request"),
-        "not divisible by four": (lambda: worker.embed(bert, [[5]], raw=b"\0" * 5), "invalid_request"),
-        "257 items": (lambda: worker.embed(bert, [[5]] * 257), "invalid_request"),
-        "unknown ref": (lambda: worker.embed("llama:99", [[5]]), "model_not_loaded"),
         "rerank without a head": (lambda: worker.rerank(bert, [10], [[11]]), "operation_mismatch"),
         "rerank with the head lost": (lambda: worker.rerank(bare, [10], [[11]]), "operation_mismatch"),
         "rerank with token types lost": (lambda: worker.rerank(typeless, [10], [[11]]), "model_unsupported"),
@@ -77,11 +66,8 @@ def test_every_refusal_leaves_the_same_process_answering(worker: WorkerClient, t
         "generate on a reranker": (lambda: generate(worker, cross, [5]), "operation_mismatch"),
         "generate on a decoder that embeds": (lambda: generate(worker, qwen3, [5]), "operation_mismatch"),
         "a prompt over the context": (lambda: generate(worker, llama, [5] * 257, 0), "invalid_request"),
-        "negative prompt id": (lambda: generate(worker, llama, [-1]), "invalid_request"),
         "embed on a reranker": (lambda: worker.embed(cross, [[5]]), "operation_mismatch"),
         "generate on an encoder": (lambda: generate(worker, bert, [5]), "operation_mismatch"),
-        "grammar": (lambda: generate(worker, llama, [5], grammar="root ::= [a-z]"), "invalid_request"),
-        "blank grammar": (lambda: generate(worker, llama, [5], grammar=" \n"), "invalid_request"),
         "max_tokens over the ceiling": (lambda: generate(worker, llama, [5], max_tokens=513), "invalid_request"),
         "prompt and tokens over the context": (lambda: generate(worker, llama, [5] * 255, 2), "invalid_request"),
         "prompt id beyond the vocabulary": (lambda: generate(worker, llama, [320]), "invalid_request"),

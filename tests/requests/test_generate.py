@@ -95,7 +95,7 @@ def requests(host: Host) -> int:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("slice", [1, 3, 16, 4096])
+@pytest.mark.parametrize("slice", [1, 16, 4096])
 def test_every_size_of_slice_says_the_same(tell: Any, slice: int) -> None:
     async def work(host: Host) -> None:
         whole = await host.generate("w", "Erzähl!", max_tokens=None)
@@ -228,11 +228,12 @@ def test_the_context_is_the_limit_and_the_matrix_may_say_less(tell: Any) -> None
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("stop", [5, ["a", 1], "", ["x" * 300], ["a"] * 17, b"a", None])
-def test_what_is_no_stop_string_is_refused(tell: Any, stop: Any) -> None:
+def test_what_is_no_stop_string_is_refused(tell: Any) -> None:
     async def work(host: Host) -> None:
-        with pytest.raises(InvalidRequest, match="stop"):
-            await host.generate("w", "x", stop=stop)
+        stops: list[Any] = [5, ["a", 1], "", ["x" * 300], ["a"] * 17, b"a", None]
+        for stop in stops:
+            with pytest.raises(InvalidRequest, match="stop"):
+                await host.generate("w", "x", stop=stop)
         assert requests(host) == 0
 
     tell(work)

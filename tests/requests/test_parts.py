@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from synapse_host.errors import InvalidRequest
-from synapse_host.requests.parts import AHEAD, Part, collect, cut, whole
+from synapse_host.requests.parts import AHEAD, Part, collect, cut
 from synapse_host.text.rows import Rows
-
-LENGTHS = [3, 1, 2, 4, 1]
 
 
 def rows(lengths: list[int]) -> Rows:
@@ -21,12 +19,6 @@ def test_parts_hold_every_row_once_and_in_order() -> None:
     assert [part.rows for part in parts] == [range(256), range(256, 512), range(512, 600)]
     assert [len(part.lengths) for part in parts] == [256, 256, 88]
     assert np.concatenate([part.ids for part in parts]).tolist() == list(range(1200))
-
-
-def test_one_part_is_the_whole() -> None:
-    (part,) = cut(rows(LENGTHS), reply_row_bytes=4, max_frame=1 << 20, noun="text")
-    other = whole(rows(LENGTHS))
-    assert (part.rows, part.lengths, part.ids.tolist()) == (other.rows, other.lengths, other.ids.tolist())
 
 
 def test_a_row_that_fits_no_frame_is_named() -> None:

@@ -173,10 +173,6 @@ def test_bad_counts_and_bytes_are_invalid_requests(desk: Desk, name: str) -> Non
     assert desk.engine.calls == []
 
 
-def test_the_message_tells_which_id_is_negative(desk: Desk) -> None:
-    assert "token 2 has the negative id -7" in desk.refusal(embed([4]), ids(0, 1, -7, -8)).msg
-
-
 def test_a_reply_that_would_not_fit_is_refused_before_computing() -> None:
     assert Desk(max_frame=500).refusal(Generate("r", "toy:0", 600), ids(1)).code is ErrorCode.INVALID_REQUEST
     desk = Desk(ToyEngine(dims=100), max_frame=4096)

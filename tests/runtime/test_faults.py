@@ -160,7 +160,7 @@ def test_a_reset_while_reading_is_the_end_of_the_stream(fault: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FEWEST)
-@pytest.mark.parametrize("fault", ["ENOMEM", "EIO", "ENOBUFS", "EBADF"])
+@pytest.mark.parametrize("fault", ["ENOMEM", "EBADF"])
 def test_any_other_failure_ends_with_one_line(fault: str, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     for _, worker in every(fault, kind):
         lines = capfd.readouterr().err.splitlines()
@@ -173,7 +173,7 @@ def test_any_other_failure_ends_with_one_line(fault: str, kind: str, capfd: pyte
 
 
 @pytest.mark.parametrize("call", ["__init__", "connect"])
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOENT, errno.ECONNREFUSED, errno.EACCES])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOENT])
 def test_a_connect_that_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch, code: int, call: str) -> None:
     attempts = []
 

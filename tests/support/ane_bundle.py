@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,10 +45,11 @@ def write_bundle(
 
 
 def compiler(package: Path) -> Path:
-    """Stands in for Apple's: a copy under another name, somewhere else, as a temporary ``.mlmodelc``."""
-    target = Path(tempfile.mkdtemp()) / "anything.mlmodelc"
-    shutil.copytree(package, target)
-    return target
+    """Stands in for Apple's: a copy under another name, somewhere else, as a temporary ``.mlmodelc``.
+
+    The preparer moves it away, so nothing of it is left.
+    """
+    return Path(shutil.copytree(package, Path(tempfile.gettempdir(), f"{uuid.uuid4()}.mlmodelc")))
 
 
 class _Unread(ReferenceBackend):

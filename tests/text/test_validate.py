@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import tracemalloc
 from collections import deque
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 
 from engines.bundle.manifest import read
 from synapse_host.errors import InvalidRequest, SequenceTooLong
+from synapse_host.text import validate
 from synapse_host.text.rows import Rows
-from synapse_host.text.validate import id_rows, prompt_text
+from synapse_host.text.validate import absolute, id_rows, prompt_text
 from tests.support.small_bundle import write_bundle
 
 
@@ -70,20 +72,35 @@ def test_a_row_that_is_too_long_is_not_looked_at(row: Any) -> None:
     assert caught.value.details == {"index": 1, "tokens": len(row), "max_tokens": 512}
 
 
+def test_many_rows_are_joined_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy lets no other thread run while it joins arrays."""
+    joined: list[int] = []
+    concatenate = np.concatenate
+
+    def noted(arrays: Any) -> Any:
+        joined.append(len(arrays))
+        return concatenate(arrays)
+
+    monkeypatch.setattr(validate, "BLOCK", 4)
+    monkeypatch.setattr(np, "concatenate", noted)
+    assert checked([[n] for n in range(10)]).ids.tolist() == list(range(10))
+    assert joined == [4, 4, 4], "two blocks, then both and the two rows behind them"
+
+
+@pytest.mark.parametrize("deadline", ["5", b"5", [], float("nan"), 10**400], ids=str)
+async def test_a_deadline_is_a_number_of_seconds(deadline: Any) -> None:
+    with pytest.raises(InvalidRequest, match="deadline is not a number of seconds"):
+        absolute(deadline)
+    assert absolute(None) is None and absolute(5) - asyncio.get_running_loop().time() == pytest.approx(5, abs=1)
+
+
 @pytest.mark.parametrize(
     ("default", "name", "expected"),
     [
-        (None, None, ""),
-        (None, "query", "query: "),
-        ("doc", None, "passage: "),
-        ("doc", "none", ""),
-        ("doc", "bare", ""),
-        ("doc", "doc", "passage: "),
-        ("doc", "Doc", None),
-        (None, "", None),
-        (None, 7, None),
+        (None, None, ""), (None, "query", "query: "), ("doc", None, "passage: "), ("doc", "none", ""),
+        ("doc", "bare", ""), ("doc", "Doc", None), (None, "", None), (None, 7, None),
     ],
-)
+)  # fmt: skip
 def test_a_prompt_is_the_callers_the_models_own_or_none(
     tmp_path: Path, default: str | None, name: Any, expected: str | None
 ) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -51,7 +52,8 @@ def save(
     if path.exists():
         raise FileExistsError(f"{path} exists; remove it or choose another output folder")
     system = ct.target.macOS14 if target == "macos14" else ct.target.macOS15
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+    scratch_of = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
+    with scratch_of as scratch, _temporary_files_in(scratch):
         out, parts = Path(scratch, f"out{SUFFIX}"), Path(scratch, "parts")
         parts.mkdir()
         descriptor = MultiFunctionDescriptor()
@@ -80,6 +82,20 @@ def save(
         save_multifunction(descriptor, str(out))
         _finish(out, metadata)
         out.rename(path)
+
+
+@contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    """Let coremltools put its copies of a package into *folder*, which goes with the build.
+
+    It keeps a copy of every model that it converts in the system's place for temporary files until the process ends,
+    and a process that is killed never removes them.
+    """
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def _finish(package: Path, metadata: Mapping[str, str]) -> None:
