@@ -120,6 +120,7 @@ def _show(args: argparse.Namespace, console: Console) -> int:
             "score": known.score,
             "prompts": known.prompts,
             "default_prompt": known.default_prompt,
+            "truncate_dim": known.truncate_dim,
             "dense": UNSET if known.dense is UNSET else msgspec.to_builtins(known.dense.layers),
             "source": known.source,
             "license": known.license,

@@ -90,13 +90,14 @@ def prompt_text(manifest: Manifest, name: str | None) -> str:
 
 
 def width(manifest: Manifest, dimensions: Any) -> int:
-    """Return how many numbers a vector has where a caller asks for *dimensions*; None is all that the model gives.
+    """Return how many numbers a vector has where a caller asks for *dimensions*; None is what the model gives itself.
 
     InvalidRequest for anything but a whole number from 1 to the model's own.
     """
-    whole = isinstance(dimensions, int) and not isinstance(dimensions, bool)
-    if dimensions is None or (whole and 1 <= dimensions <= manifest.dims):
-        return manifest.dims if dimensions is None else int(dimensions)
+    if dimensions is None:
+        return manifest.dims if manifest.truncate_dim is UNSET else manifest.truncate_dim
+    if isinstance(dimensions, int) and not isinstance(dimensions, bool) and 1 <= dimensions <= manifest.dims:
+        return int(dimensions)
     raise InvalidRequest(
         f"dimensions is {reprlib.repr(dimensions)}: {manifest.model_id} gives {manifest.dims} numbers, of which the "
         f"first 1 to {manifest.dims} may be asked for",
