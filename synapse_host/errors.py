@@ -105,8 +105,10 @@ class SynapseError(Exception):
 
     def located(self, where: str, prefix: str = "") -> SynapseError:
         """Return the same error said of a place of a file, ``file:line``; *prefix* of its message is left out."""
-        what = self._what.removeprefix(prefix)
-        error = type(self)(f"{where}: {what}", details={**self.details, "where": where}, advice=self._advice)
+        what = self._what
+        if not what.startswith(f"{where} "):  # a text at hand is called what the message calls it already
+            what = f"{where}: {what.removeprefix(prefix)}"
+        error = type(self)(what, details={**self.details, "where": where}, advice=self._advice)
         error.retry_after_ms, error.safe_to_retry = self.retry_after_ms, self.safe_to_retry
         return error
 

@@ -35,7 +35,7 @@ from synapse_host.results import EmbedResult, Generation, Piece, RerankResult
 from synapse_host.text import encoders
 from synapse_host.text.chat import Renderer
 from synapse_host.text.rows import Frame, Rows, special_frame
-from synapse_host.text.validate import absolute, check_rows, check_texts, prompt_text
+from synapse_host.text.validate import absolute, check_rows, check_texts, prompt_text, width
 from synapse_host.worker.listener import RuntimeDirectory
 
 if TYPE_CHECKING:
@@ -137,13 +137,16 @@ class Host:
         deadline: float | None = None,
         truncate: bool = False,
         prompt: str | None = None,
+        dimensions: int | None = None,
     ) -> FloatArray:
         """Return the texts' vectors, float32 (n, dims), in input order. *deadline*: seconds from now.
 
         *prompt*: the name of a prompt of the model, put before each text; by default the model's own choice, if it has
-        one; ``"none"`` for no prompt. InvalidRequest lists the names there are.
+        one; ``"none"`` for no prompt. InvalidRequest lists the names there are. *dimensions*: only the first so many
+        numbers of each vector, for models trained for it (Matryoshka); of length 1 again where the model normalises.
         """
         options: dict[str, Any] = {"lane": lane, "deadline": deadline, "truncate": truncate, "prompt": prompt}
+        options["dimensions"] = dimensions
         return (await self.embed_result(model, texts, **options)).vectors
 
     @memory.typed
@@ -156,10 +159,12 @@ class Host:
         deadline: float | None = None,
         truncate: bool = False,
         prompt: str | None = None,
+        dimensions: int | None = None,
     ) -> EmbedResult:
         """Return vectors with what was cut and who served. Raises SequenceTooLong by index unless *truncate*."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")
+        columns = width(assignment.bundle.manifest, dimensions)
         count = check_texts(texts, "texts")
         if count <= encoders.CHUNK:
             few = list(texts)
@@ -168,22 +173,12 @@ class Host:
             rows = await encoders.encoded(
                 few, until, lambda: tokenizer.rows(few, truncate=truncate, prompt=prompt), query=before
             )
-            vectors = await embedding.embed(self._lanes, assignment, rows, until)
+            vectors = await embedding.embed(self._lanes, assignment, rows, until, columns)
             return EmbedResult(vectors, rows.truncated, *assignment.served_by(), len(rows.ids))
-        import numpy as np
-
-        truncated = list[int]()
-        answer: FloatArray = np.empty((count, assignment.bundle.manifest.dims), np.float32)
-        done = tokens = 0
+        options: dict[str, Any] = {"lane": lane, "deadline": deadline, "truncate": truncate, "prompt": prompt}
         # A copy: the caller's list may change while it is embedded, and a row without an answer would hold old memory.
-        stream = self.embed_stream(model, list(texts), lane=lane, deadline=deadline, truncate=truncate, prompt=prompt)
-        async with aclosing(stream) as parts:
-            async for part in parts:
-                answer[done : done + len(part.vectors)] = part.vectors
-                truncated += part.truncated
-                done += len(part.vectors)
-                tokens += part.tokens
-        return EmbedResult(answer, truncated, *assignment.served_by(), tokens)
+        stream = self.embed_stream(model, list(texts), dimensions=columns, **options)
+        return await embedding.gathered(assignment, stream, (count, columns))
 
     @memory.typed_stream
     async def embed_stream(
@@ -195,6 +190,7 @@ class Host:
         deadline: float | None = None,
         truncate: bool = False,
         prompt: str | None = None,
+        dimensions: int | None = None,
         offset: int = 0,
     ) -> AsyncGenerator[EmbedResult, None]:
         """Yield results of consecutive chunks of at most 1,024 texts; memory stays bounded however many there are.
@@ -212,18 +208,24 @@ class Host:
         chunks = encoders.chunks(tokenizer, texts, until, truncate=truncate, offset=offset, prompt=prompt)
         async with aclosing(chunks):
             async for rows in chunks:
-                vectors = await embedding.embed(self._lanes, assignment, rows, until)
+                vectors = await embedding.embed(self._lanes, assignment, rows, until, dimensions)
                 yield EmbedResult(vectors, rows.truncated, *assignment.served_by(), len(rows.ids))
 
     @memory.typed
     async def embed_ids(
-        self, model: str, rows: Sequence[Any], *, lane: str | None = None, deadline: float | None = None
+        self,
+        model: str,
+        rows: Sequence[Any],
+        *,
+        lane: str | None = None,
+        deadline: float | None = None,
+        dimensions: int | None = None,
     ) -> FloatArray:
         """Return the vectors of rows of token ids (special tokens included), float32 (n, dims)."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")
         checked = await encoders.checked(rows, until, lambda: check_rows(rows, assignment))
-        return await embedding.embed(self._lanes, assignment, checked, until)
+        return await embedding.embed(self._lanes, assignment, checked, until, dimensions)
 
     @memory.typed
     async def embed_packed(

@@ -95,9 +95,14 @@ class SyncHost:
         deadline: float | None = None,
         truncate: bool = False,
         prompt: str | None = None,
+        dimensions: int | None = None,
     ) -> FloatArray:
         """As :meth:`Host.embed`."""
-        return self._run(self._host.embed(model, texts, lane=lane, deadline=deadline, truncate=truncate, prompt=prompt))
+        return self._run(
+            self._host.embed(
+                model, texts, lane=lane, deadline=deadline, truncate=truncate, prompt=prompt, dimensions=dimensions
+            )
+        )
 
     def embed_result(
         self,
@@ -108,17 +113,26 @@ class SyncHost:
         deadline: float | None = None,
         truncate: bool = False,
         prompt: str | None = None,
+        dimensions: int | None = None,
     ) -> EmbedResult:
         """As :meth:`Host.embed_result`."""
         return self._run(
-            self._host.embed_result(model, texts, lane=lane, deadline=deadline, truncate=truncate, prompt=prompt)
+            self._host.embed_result(
+                model, texts, lane=lane, deadline=deadline, truncate=truncate, prompt=prompt, dimensions=dimensions
+            )
         )
 
     def embed_ids(
-        self, model: str, rows: Sequence[Any], *, lane: str | None = None, deadline: float | None = None
+        self,
+        model: str,
+        rows: Sequence[Any],
+        *,
+        lane: str | None = None,
+        deadline: float | None = None,
+        dimensions: int | None = None,
     ) -> FloatArray:
         """As :meth:`Host.embed_ids`."""
-        return self._run(self._host.embed_ids(model, rows, lane=lane, deadline=deadline))
+        return self._run(self._host.embed_ids(model, rows, lane=lane, deadline=deadline, dimensions=dimensions))
 
     def embed_stream(
         self,
@@ -129,11 +143,19 @@ class SyncHost:
         deadline: float | None = None,
         truncate: bool = False,
         prompt: str | None = None,
+        dimensions: int | None = None,
         offset: int = 0,
     ) -> Iterator[EmbedResult]:
         """As :meth:`Host.embed_stream`; close the iterator when leaving it early."""
         stream = self._host.embed_stream(
-            model, texts, lane=lane, deadline=deadline, truncate=truncate, prompt=prompt, offset=offset
+            model,
+            texts,
+            lane=lane,
+            deadline=deadline,
+            truncate=truncate,
+            prompt=prompt,
+            dimensions=dimensions,
+            offset=offset,
         )
         return self._each(stream)
 

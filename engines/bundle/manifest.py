@@ -99,7 +99,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     was built from a checkpoint, llama.cpp's name of the architecture (``phi3``, ``gemma3``) where it holds somebody
     else's GGUF. ``prompts``: texts, by name, that the model was trained to see before others; ``default_prompt`` names
     the one that is used where a caller names none. ``dense``: layers between the pooling and the normalisation;
-    ``dims`` is the width behind them.
+    ``dims`` is the width behind them. ``truncate_dim``: how many of ``dims`` numbers the host gives of a vector where a
+    caller doesn't say.
     """
 
     manifest_version: Literal[1]
@@ -121,6 +122,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     chat_template: str | UnsetType = UNSET
     prompts: dict[str, str] | UnsetType = UNSET
     default_prompt: str | UnsetType = UNSET
+    truncate_dim: Positive | UnsetType = UNSET
     dense: DenseLayers | UnsetType = UNSET
     license: str | UnsetType = UNSET
     source: str | UnsetType = UNSET
@@ -277,6 +279,8 @@ def _validate(manifest: Manifest) -> None:
             refuse("dims", "a reranker has 1")
     if manifest.default_prompt is not UNSET and manifest.default_prompt not in (manifest.prompts or {}):
         refuse("default_prompt", f"{manifest.default_prompt!r} is none of prompts")
+    if manifest.truncate_dim is not UNSET and (manifest.task != "embed" or manifest.truncate_dim > manifest.dims):
+        refuse("truncate_dim", "only an embedder has it, and no more than its dims")
     if manifest.dense is not UNSET:
         widths = [width for layer in manifest.dense.layers for width in (layer.in_features, layer.out_features)]
         if manifest.task != "embed" or widths[1::2] != [*widths[2::2], manifest.dims]:

@@ -49,6 +49,8 @@ class Facts:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     """The name of the prompt that is put before every text where a caller names none."""
+    truncate_dim: int | None = None
+    """How many of ``dims`` numbers a vector has where a caller says nothing; None: all."""
     dense: tuple[Module, ...] = ()
     end_ids: tuple[int, ...] = ()
     """Every id that ends a generation."""
@@ -72,6 +74,9 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
         if module.layer.in_features != width:
             raise CheckpointError(f"{module.folder}: takes {module.layer.in_features} numbers, {width} are before it")
         width = module.layer.out_features
+    short = pipeline.read_dimensions(folder, width) if embed else None
+    if short is not None:
+        notes.append(f"vectors have the first {short} of {width} numbers by default; --dimensions N asks for others")
     limits = [known.positions, pipeline.read_limit(folder, tokenizer_lowers=lowers)]
     limits.append(None if generate else pipeline.tokenizer_limit(folder))
     return Facts(
@@ -87,6 +92,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
         score=pipeline.read_score(raw, folder / "config.json") if task == "rerank" else None,
         prompts=prompts,
         default_prompt=default,
+        truncate_dim=short,
         dense=dense,
         end_ids=tuple(pipeline.end_ids(folder, raw, config["vocab_size"])) if generate else (),
         notes=tuple(notes),

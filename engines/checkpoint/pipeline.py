@@ -30,13 +30,39 @@ _FLAGS: Final[dict[str, Pooling]] = {
 }
 _NAMES: Final[dict[str, Pooling]] = {"mean": Pooling.MEAN, "cls": Pooling.CLS, "lasttoken": Pooling.LAST}
 _POOLING_KEYS: Final = {"word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt"}
+_ARGUMENTS: Final = {
+    *("model_args", "tokenizer_args", "config_args", "model_kwargs", "processor_kwargs", "config_kwargs"),
+}
+"""What sentence-transformers hands to transformers when it loads the model; see :data:`_HARMLESS_ARGUMENTS`."""
+_HARMLESS_ARGUMENTS: Final = {
+    *("trust_remote_code", "torch_dtype", "dtype", "attn_implementation", "device_map", "use_safetensors", "use_fast"),
+    *("padding_side", "cache_dir", "revision", "token", "local_files_only", "low_cpu_mem_usage"),
+}
+_SENTENCE_HELD: Final[dict[str, tuple[Any, ...]]] = {
+    "transformer_task": (None, "feature-extraction", "sequence-classification", "text-generation"),
+    "module_output_name": (None, "token_embeddings", "scores", "causal_logits"),
+    # 'message' would put each text into the chat template.
+    "modality_config": (
+        None,
+        *({"text": {"method": "forward", "method_output_name": name}} for name in ("last_hidden_state", "logits")),
+    ),
+    "processing_kwargs": (None, {}),
+    "query_length": (None,),
+    "document_length": (None,),
+    "query_expansion": (None,),
+}
+"""Keys that version 6 of sentence-transformers writes, with the values that are what is done here."""
 _SENTENCE_KEYS: Final = {
-    *("max_seq_length", "do_lower_case", "model_args", "tokenizer_args", "config_args", "cache_dir", "backend"),
-    "transformer_task",
+    *("max_seq_length", "do_lower_case", "cache_dir", "backend", "unpad_inputs"),
+    *_ARGUMENTS,
+    *_SENTENCE_HELD,
 }
 _PROMPT_KEYS: Final = {
     *("__version__", "model_type", "prompts", "default_prompt_name", "similarity_fn_name", "activation_fn"),
+    *("truncate_dim", "keep_in_fp32_modules"),
 }
+_NORMALIZE_HELD: Final = dict.fromkeys(("module_input_name", "module_output_name"), (None, "sentence_embedding"))
+_MODULE_KEYS: Final = {"idx", "name", "path", "type", "kwargs"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +92,11 @@ def read_pipeline(folder: Path) -> Pipeline | None:
         kind, path = module.get("type"), module.get("path", "")
         if not isinstance(kind, str) or not isinstance(path, str):
             raise CheckpointError(f"{file}: module {number} has no type or path")
+        _only(file, set(module) - _MODULE_KEYS, "what a module does")
+        _held(file, module, {"kwargs": (None, [])})
         home = _inside(folder, path, file)
-        name = kind.rpartition(".")[2]
+        # Another package's Transformer or Pooling is another program.
+        name = kind.rpartition(".")[2] if kind.startswith("sentence_transformers.") else kind
         seen.append(name)
         if name == "Transformer" and number == 0:
             if home != folder:
@@ -80,11 +109,14 @@ def read_pipeline(folder: Path) -> Pipeline | None:
                     f"{home / 'config.json'}: include_prompt is false, so a prompt's tokens would have to be left out "
                     "of the pooling, which isn't done here. Without config_sentence_transformers.json there is none"
                 )
-        elif name == "Dense" and kind.startswith("sentence_transformers.") and pooling is not None and not normalize:
+        elif name == "Dense" and pooling is not None and not normalize:
             from engines.checkpoint.dense import read_module  # the host imports this module, and it needs no numpy
 
             dense.append(read_module(home))
         elif name == "Normalize" and pooling is not None and not normalize:
+            conf = read_optional(home / "config.json")
+            _only(home / "config.json", set(conf) - set(_NORMALIZE_HELD), "what is normalised")
+            _held(home / "config.json", conf, _NORMALIZE_HELD)
             normalize = True
         elif name == "LogitScore" and seen == ["Transformer", "LogitScore"]:
             score = home
@@ -121,6 +153,9 @@ def read_limit(folder: Path, *, tokenizer_lowers: bool | None) -> int | None:
     file = folder / "sentence_bert_config.json"
     conf = read_optional(file)
     _only(file, set(conf) - _SENTENCE_KEYS, "a vector or a limit")
+    _held(file, conf, _SENTENCE_HELD)
+    for key in _ARGUMENTS:
+        _only(file, set(conf.get(key) or {}) - _HARMLESS_ARGUMENTS, "a vector or a limit")
     if conf.get("do_lower_case") and not tokenizer_lowers:
         raise CheckpointError(
             f"{file}: do_lower_case is true, and the tokenizer keeps capitals: texts would have to be lowered before "
@@ -143,17 +178,38 @@ def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     return prompts, default
 
 
-def read_score(config: Mapping[str, Any], file: Path) -> str:
-    """Return ``sigmoid`` or ``identity``: what a cross-encoder's config.json makes of its logit.
+def read_dimensions(folder: Path, dims: int) -> int | None:
+    """Return ``truncate_dim``, the first how many of *dims* numbers a vector has by default; None for all of them."""
+    file = folder / "config_sentence_transformers.json"
+    said = read_optional(file).get("truncate_dim")
+    if said is not None and (type(said) is not int or said < 1):
+        raise CheckpointError(f"{file}: truncate_dim is {said!r}, must be a whole number from 1")
+    return None if said is None or said >= dims else said
 
-    Both spellings of sentence-transformers: ``sbert_ce_default_activation_function`` and, since version 4,
-    ``sentence_transformers.activation_fn``. Without one it is a sigmoid, as there.
+
+def read_score(config: Mapping[str, Any], file: Path) -> str:
+    """Return ``sigmoid`` or ``identity``: what a cross-encoder makes of its logit; *config* is its config.json.
+
+    The spellings of sentence-transformers: ``sbert_ce_default_activation_function``, since version 4
+    ``sentence_transformers.activation_fn``, and over both, since version 5.4, ``activation_fn`` of
+    config_sentence_transformers.json. Without one it is a sigmoid, as there.
     """
     nested = config.get("sentence_transformers")
     said = config.get("sbert_ce_default_activation_function")
     key = "sbert_ce_default_activation_function"
     if isinstance(nested, dict) and nested.get("activation_fn") is not None:
         said, key = nested["activation_fn"], "sentence_transformers.activation_fn"
+    beside = file.with_name("config_sentence_transformers.json")
+    own = read_optional(beside)
+    if own.get("model_type", "CrossEncoder") == "CrossEncoder":
+        prompts, default = read_prompts(file.parent)
+        if default is not None and prompts[default]:
+            raise CheckpointError(
+                f"{beside}: default_prompt_name is {default!r}: a prompt before every pair, which isn't done here. "
+                "Without that key none is"
+            )
+        if own.get("activation_fn") is not None:
+            said, key, file = own["activation_fn"], "activation_fn", beside
     if said is None:
         return "sigmoid"
     name = str(said).rpartition(".")[2]
@@ -375,6 +431,13 @@ def _inside(folder: Path, path: str, file: Path) -> Path:
 def _only(file: Path, unknown: set[str], what: str) -> None:
     if unknown:
         raise CheckpointError(f"{file}: {_quoted(unknown)} isn't known here and may change {what}")
+
+
+def _held(file: Path, conf: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse a key whose value isn't one of those that mean what is done here."""
+    for key, served in values.items():
+        if conf.get(key) not in served:
+            raise CheckpointError(f"{file}: {key} is {json.dumps(conf[key])[:200]}, which isn't served")
 
 
 def _quoted(keys: Any) -> str:

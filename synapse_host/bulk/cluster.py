@@ -37,6 +37,7 @@ from synapse_host.models import catalogue
 from synapse_host.placement.matrix import load as load_matrix
 from synapse_host.placement.select import lane_with
 from synapse_host.sync import SyncHost
+from synapse_host.text.validate import width
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,8 +55,8 @@ class Embedder:
     """Adds ``vector`` and ``truncated`` to batches with a column of texts; for ``ray.data.Dataset.map_batches``.
 
     *model*: a bundle's name, or its folder on a path that all machines share; a default model is installed where it
-    is missing. *column*: where the texts are. *truncate*: cut what is too long (else SequenceTooLong). *prompt*: as
-    :meth:`synapse_host.host.Host.embed`. Errors keep their codes. The host ends with the actor.
+    is missing. *column*: where the texts are. *truncate*: cut what is too long (else SequenceTooLong). *prompt* and
+    *dimensions*: as :meth:`synapse_host.host.Host.embed`. Errors keep their codes. The host ends with the actor.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Embedder:
         column: str = "text",
         truncate: bool = False,
         prompt: str | None = None,
+        dimensions: int | None = None,
         lane: str | None = None,
         engine: str | None = None,
         matrix: str | None = None,
@@ -74,6 +76,7 @@ class Embedder:
         self._column = column
         self._truncate = truncate
         self._prompt = prompt
+        self._dimensions = dimensions
         loaded = load_matrix(matrix)
         self.lane = lane if lane or not engine else lane_with(loaded, "embed", engine)
         folder = None if models_dir is None else Path(models_dir)
@@ -93,7 +96,7 @@ class Embedder:
 
         texts = [str(text) for text in batch[self._column]]
         options: dict[str, Any] = {"lane": self.lane, "truncate": self._truncate, "prompt": self._prompt}
-        result = self.host.embed_result(self.model, texts, **options)
+        result = self.host.embed_result(self.model, texts, dimensions=self._dimensions, **options)
         cut = np.zeros(len(texts), bool)
         cut[result.truncated] = True
         return {**batch, "vector": result.vectors, "truncated": cut}
@@ -106,7 +109,7 @@ class Embedder:
             "model": self.model,
             "manifest_digest": self.bundle.digest,
             "dtype": dtypes.get(spec.load.artifact_digest),
-            "dims": self.bundle.manifest.dims,
+            "dims": width(self.bundle.manifest, self._dimensions),
             "engine": spec.engine_id,
             "device": spec.device,
             "threads": int(spec.load.runtime_config.get("threads", "1")),
@@ -171,8 +174,6 @@ class PartWriter:
 
     async def _write(self, host: Host, file: parts.PartFile, block: Block, before: int) -> dict[str, Any]:
         """Embed a block into *file*; return what its part says of the rows."""
-        import numpy as np
-
         errors: list[Left] = []
         skip = self._policy.on_error == "skip"
 
@@ -184,7 +185,7 @@ class PartWriter:
         entries = self._policy.entries(texts, self._tokenizer, on_bad)
         rows = 0
         async for made in Job(host, self._embedder.model, self._embedder.lane, None, self._policy).blocks(entries):
-            file.write([text.id for text in made.kept], np.concatenate(made.vectors), made.truncated)
+            file.write([text.id for text in made.kept], made.joined(), made.truncated)
             errors += made.skipped
             rows += len(made.kept)
         return {"block": asdict(block), "rows": rows, "errors": to_builtins(errors)}
@@ -220,7 +221,7 @@ def embed_on_ray(
     if ours:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
-        arguments = {"model": model, "truncate": policy.truncate, **embedder}
+        arguments = {"model": model, "truncate": policy.truncate, "dimensions": policy.dimensions, **embedder}
         placed = _placement(ray, arguments)
         # As JSON has them: compared with what parts say.
         common = json.loads(json.dumps({"policy": policy.facts(), "column": column}))

@@ -52,6 +52,8 @@ class Text:
     where: str
     named: bool = False
     """The id is the file's own."""
+    blank: bool = False
+    """A blank line of a file with a text on each line: it is one only where every line is to have a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,11 @@ def read(file: Lines, name: str, column: str, on_bad: OnBad = None, *, before: i
         yield from _TABLES[suffix](file, name, column, on_bad)
         return
     kind = suffix if suffix in (".jsonl", ".txt") else ""
-    for number, line in lines(file, name, on_bad, before=before):
+    for number, line in lines(file, name, on_bad, before=before, blank=kind != ".jsonl"):
+        if not line.strip():
+            if kind != ".jsonl":
+                yield Text("", f"{name}:{number}", f"{name}:{number}", blank=True)
+            continue
         if not kind:
             kind = ".jsonl" if line.lstrip().startswith("{") or _is_json_string(line) else ".txt"
         where = f"{name}:{number}"
@@ -151,8 +157,13 @@ def read(file: Lines, name: str, column: str, on_bad: OnBad = None, *, before: i
             refuse(exc, on_bad, exc.__cause__)
 
 
-def lines(file: Lines, name: str, on_bad: OnBad = None, *, before: int = 0) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, line without its end); blank ones are left out. InvalidRequest: one isn't text."""
+def lines(
+    file: Lines, name: str, on_bad: OnBad = None, *, before: int = 0, blank: bool = False
+) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 1, line without its end), without *blank* only where it holds something.
+
+    InvalidRequest for a line that isn't text.
+    """
     number = before
     while line := file.readline(MAX_LINE + 1):
         number += 1
@@ -164,7 +175,7 @@ def lines(file: Lines, name: str, on_bad: OnBad = None, *, before: int = 0) -> I
         except UnicodeDecodeError as exc:
             refuse(_bad(name, number, "not UTF-8 text"), on_bad, exc)
             continue
-        if text.strip():
+        if blank or text.strip():
             yield number, text
 
 

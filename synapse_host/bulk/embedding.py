@@ -35,7 +35,7 @@ from synapse_host.bulk.output import Left
 from synapse_host.errors import InvalidRequest, SequenceTooLong, SynapseError
 from synapse_host.text.background import beside
 from synapse_host.text.tokenizer import TextTokenizer
-from synapse_host.text.validate import absolute, prompt_text
+from synapse_host.text.validate import absolute, prompt_text, width
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,7 +68,7 @@ class Display(Protocol):
 class Policy:
     """What becomes of each text: cut where too long, cut into chunks, left out where empty or bad, put behind a prompt.
 
-    ``prompt``: as :meth:`synapse_host.host.Host.embed`.
+    ``prompt`` and ``dimensions``: as :meth:`synapse_host.host.Host.embed`.
     """
 
     truncate: bool = False
@@ -76,6 +76,7 @@ class Policy:
     on_error: OnError = "stop"
     chunking: Chunking | None = None
     prompt: str | None = None
+    dimensions: int | None = None
 
     def tokenizer(self, bundle: Bundle, model: str) -> TextTokenizer | None:
         """Return what cuts chunks for a model, None where none are cut. InvalidRequest for one it can't follow."""
@@ -95,7 +96,9 @@ class Policy:
         """Return what of it shapes the rows, for records and for who reads the corpus again."""
         cut = self.chunking and [self.chunking.tokens, self.chunking.overlap]
         policy = {"truncate": self.truncate, "empty": self.empty, "on_error": self.on_error, "chunk": cut}
-        return policy | {"prompt": self.prompt}
+        # A key that older records don't have: without it a run still goes on from one of theirs.
+        short = {} if self.dimensions is None else {"dimensions": self.dimensions}
+        return policy | {"prompt": self.prompt} | short
 
 
 @dataclass(slots=True)
@@ -108,6 +111,12 @@ class Block:
     truncated: list[int] = field(default_factory=list)
     skipped: list[Left] = field(default_factory=list)
     tokens: int = 0
+
+    def joined(self) -> FloatArray:
+        """Return all its vectors in one array."""
+        import numpy as np
+
+        return np.concatenate(self.vectors)
 
 
 async def embed_file(
@@ -136,9 +145,7 @@ async def embed_file(
         if file.suffix == ".parquet":
             arrow_modules()
         count, digest, bad = await beside(reader.survey)
-        if not count:
-            raise InvalidRequest("there is no text to embed", details={"file": corpus.name})
-        shape = (count, assignment.bundle.manifest.dims)
+        shape = (count, width(assignment.bundle.manifest, policy.dimensions))
         key = {**output.key_of(assignment, digest, count), **policy.facts()}
         growing = Growing(file, key, shape, display.note if display else None)
         started, first = time.monotonic(), growing.done
@@ -223,7 +230,7 @@ class Job:
         self._lane = lane
         self._until = until
         self._policy = policy
-        self._dims = host.lane_of(model, lane).bundle.manifest.dims
+        self._dims = width(host.lane_of(model, lane).bundle.manifest, policy.dimensions)
 
     async def blocks(self, texts: Iterator[Text]) -> AsyncGenerator[Block, None]:
         """Yield the texts' results in their order; the next block is under way meanwhile."""
@@ -277,6 +284,7 @@ class Job:
                 deadline=left,
                 truncate=self._policy.truncate,
                 prompt=self._policy.prompt,
+                dimensions=self._policy.dimensions,
             )
             vectors[sent] = result.vectors
             block.truncated += [len(block.kept) + sent[index] for index in result.truncated]
@@ -345,8 +353,8 @@ class Growing:
     def finish(self, reader: Reader, facts: dict[str, Any], errors: list[Left]) -> None:
         """Write what belongs beside the rows and give the result its name. OSError."""
         file, partial = self._file, output.partial_path(self._file)
-        if self._array is None:  # an earlier run wrote the last row
-            self._array = output.rows_file(file, self._shape, resumed=True)
+        if self._array is None:  # an earlier run wrote the last row, or there is none to write
+            self._array = output.rows_file(file, self._shape, resumed=self.read > 0)
         skipped = {one.entry for one in self.skipped}
         kept = (text for number, text in enumerate(reader.read()) if number not in skipped)
         if file.suffix == ".parquet":

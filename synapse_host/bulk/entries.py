@@ -64,7 +64,7 @@ def entries(
         if not text.text.strip():
             if empty == "zero":
                 yield text
-            elif empty == "error":
+            elif empty == "error" and not text.blank:
                 error = InvalidRequest(
                     f"{text.where}: the text is empty.",
                     details={"where": text.where},

@@ -38,8 +38,10 @@ async def embed(trial: Trial, probes: Fixtures) -> EmbedInputs:
     rows = probes.rows()
     trial.tokens = [len(row) for row in rows]
 
+    dims = probes.arrays["vectors_q"].shape[1]  # all that the model computes, whatever its truncate_dim says
+
     async def ask(numbers: Sequence[int]) -> Any:
-        return await trial.host.embed_ids(trial.model, [rows[n] for n in numbers], lane=trial.lane)
+        return await trial.host.embed_ids(trial.model, [rows[n] for n in numbers], lane=trial.lane, dimensions=dims)
 
     bare = [row[1:-1] for row in rows if len(row) > 2] or rows
     await trial.edges(bare, lambda ids: trial.host.embed_ids(trial.model, [ids], lane=trial.lane))

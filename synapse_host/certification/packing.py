@@ -73,7 +73,8 @@ async def packing(host: Host, assignment: Assignment, source: Sequence[Any], wid
             rows = [np.resize(np.roll(ids, -start), n) for start, n in zip(starts, lengths, strict=True)]
             together = await _packed(host, assignment, rows, width)
             turned = (await _packed(host, assignment, rows[::-1], width))[::-1]
-            single = await host.embed_ids(assignment.model, rows, lane=assignment.lane)
+            dims = assignment.bundle.manifest.dims
+            single = await host.embed_ids(assignment.model, rows, lane=assignment.lane, dimensions=dims)
             apart = np.concatenate([await _packed(host, assignment, [row], width) for row in rows])
             cosine += [round(float(value), DIGITS) for value in cosines(together, single)]
             alone += _differences(together, apart)

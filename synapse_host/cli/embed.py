@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from synapse_host.cli.console import Console
-from synapse_host.cli.parser import Parser, UsageError
-from synapse_host.cli.session import OWN_HOST, left, model_name, reading, run_host, served_by, serving_options, watched
+from synapse_host.cli.parser import Parser, UsageError, count
+from synapse_host.cli.session import OWN_HOST, left, model_name, reading, run_host, serving_options, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from synapse_host.host import EmbedResult, Host
+    from synapse_host.bulk.embedding import Block, Policy
+    from synapse_host.host import Host
 
 NOTHING: Final = "nothing to embed: give texts or --file F. See: synapse embed --help"
 
@@ -61,6 +62,12 @@ def configure(parser: Parser) -> None:
         help="a prompt of the model, put before each text (default: the model's own choice; none: no prompt; which "
         "there are: synapse models show M)",
     )
+    parser.add_argument(
+        "--dimensions",
+        type=count,
+        metavar="N",
+        help="only the first N numbers of each vector, for a model trained for it (Matryoshka)",
+    )
     parser.add_argument("--chunk", metavar="N[:M]", help="cut texts into chunks of N tokens, M of them shared")
     parser.add_argument(
         "--empty",
@@ -90,54 +97,60 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return _to_file(args, console)
     if args.on_error != "stop" or args.chunk:
         raise UsageError("--chunk and --on-error need --out F.npy or F.parquet. See: synapse embed --help")
-    texts: list[str] = args.texts
-    ids: list[str] = []
-    if args.file:
-        from synapse_host.bulk import Corpus
-        from synapse_host.bulk.entries import entries
+    from synapse_host.bulk import Corpus
+    from synapse_host.bulk.embedding import Job
+    from synapse_host.bulk.output import maker
+    from synapse_host.text.validate import absolute
 
-        with reading(args):
-            found = list(entries(Corpus.of(args.file, column=args.column), empty=args.empty))
-        if not found:
-            raise UsageError(NOTHING if args.file == "-" else f"{args.file} holds no text")
-        texts = [text.text for text in found]
-        ids = [text.id for text in found] if any(text.named for text in found) else []
+    policy = _policy(args)
+    with reading(args):
+        found = list(policy.entries(Corpus.of(args.file or args.texts, column=args.column), None, None))
+    if not found:
+        raise UsageError(f"{args.file} holds no text" if args.file not in (None, "-") else NOTHING)
     model = model_name(args.model)
 
-    async def work(host: Host) -> EmbedResult:
-        options: dict[str, Any] = {"lane": args.lane, "truncate": args.truncate, "prompt": args.prompt}
-        return await watched(host, console, host.embed_result(model, texts, deadline=left(args), **options))
+    async def work(host: Host) -> tuple[dict[str, str], Block]:
+        job = Job(host, model, args.lane, absolute(left(args)), policy)
+        block = await watched(host, console, job.block(found))
+        return maker(host.lane_of(model, args.lane)), block
 
-    result = run_host(args, console, {model: args.model}, work)
-    n, dims = result.vectors.shape
+    made, block = run_host(args, console, {model: args.model}, work)
+    vectors = block.joined()
+    n, dims = vectors.shape
     if console.json:
-        size = {"n": n, "dims": dims, "truncated": result.truncated, **({"ids": ids} if ids else {})}
-        console.document({**served_by(result), **size, "vectors": result.vectors.tolist()})
+        ids = {"ids": [text.id for text in found]} if any(text.named for text in found) else {}
+        size = {"n": n, "dims": dims, "truncated": block.truncated, **ids}
+        console.document({**made, **size, "vectors": vectors.tolist()})
         return EXIT_OK
-    for row in result.vectors:
+    for row in vectors:
         # One line of numbers per text: what a pipe wants. A person sees the beginning.
         numbers = [f"{value:.6f}" for value in row.tolist()]
         if console.interactive and len(numbers) > 8:
             shown = max(1, min(6, (console.width() - 12) // 10))
             numbers = [*numbers[:shown], "…", numbers[-1]]
         console.line(" ".join(numbers))
-    _remarks(result.truncated, console, result.model)
-    console.note(f"{n} x {dims} from {result.model} on {result.engine} (lane {result.lane})")
+    _remarks(block.truncated, console, model)
+    console.note(f"{n} x {dims} from {model} on {made['engine']} (lane {made['lane']})")
     return EXIT_OK
 
 
-def _on_ray(args: argparse.Namespace, console: Console) -> int:
+def _policy(args: argparse.Namespace) -> Policy:
     from synapse_host.bulk import Chunking, Policy
+
+    chunking = Chunking.of(args.chunk) if args.chunk else None
+    return Policy(args.truncate, args.empty, args.on_error, chunking, args.prompt, args.dimensions)
+
+
+def _on_ray(args: argparse.Namespace, console: Console) -> int:
     from synapse_host.bulk.cluster import embed_on_ray
 
     if not args.file or args.file == "-" or args.out is None:
         raise UsageError("--ray needs --file (a file, folder, pattern or URI) and --out (a folder)")
-    chunking = Chunking.of(args.chunk) if args.chunk else None
     document = embed_on_ray(
         args.file,
         str(args.out),
         args.model,
-        policy=Policy(args.truncate, args.empty, args.on_error, chunking, args.prompt),
+        policy=_policy(args),
         column=args.column,
         address=None if args.ray == "local" else args.ray,
         display=console,
@@ -155,15 +168,14 @@ def _on_ray(args: argparse.Namespace, console: Console) -> int:
 
 
 def _to_file(args: argparse.Namespace, console: Console) -> int:
-    from synapse_host.bulk import Chunking, Corpus, Policy, embed_file
+    from synapse_host.bulk import Corpus, embed_file
     from synapse_host.bulk.output import place
 
-    chunking = Chunking.of(args.chunk) if args.chunk else None
+    policy = _policy(args)
     place(args.out, [args.file] if args.file else [])  # what can't be written is said before anything is read
     # Here and not on the host's loop: a pipe that nobody writes to ends with a signal, or with the deadline.
     with reading(args):
         corpus = Corpus.of(args.file or args.texts, column=args.column)
-    policy = Policy(args.truncate, args.empty, args.on_error, chunking, args.prompt)
     model = model_name(args.model)
 
     async def work(host: Host) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from synapse_host.models import builder, catalogue
 from synapse_host.models.bundles import read
 
 SHOWN: Final = (
-    *("family", "dims", "max_tokens", "pooling", "normalize", "score", "prompts", "default_prompt", "dense"),
-    *("source", "license"),
+    *("family", "dims", "max_tokens", "pooling", "normalize", "score", "prompts", "default_prompt", "truncate_dim"),
+    *("dense", "source", "license"),
 )
 """What ``show`` says of a manifest, where it is there."""
 SHOWN_OF_ARTIFACTS: Final = ("format", "dtype", "digest", "bytes")

@@ -74,7 +74,8 @@ async def _search(
     bundle = host.lane_of(model, args.lane).bundle
     index.check_model(bundle, model)
     prompt = args.prompt or ("query" if "query" in (bundle.manifest.prompts or {}) else None)
-    asked = await host.embed_result(model, args.queries, lane=args.lane, deadline=left(args), prompt=prompt)
+    options: dict[str, Any] = {"lane": args.lane, "prompt": prompt, "dimensions": index.dims}
+    asked = await host.embed_result(model, args.queries, deadline=left(args), **options)
     found = index.nearest(asked.vectors, 5 * args.top if args.rerank else args.top)
     texts: dict[int, str] = {}
     if args.rerank or args.text:

@@ -219,6 +219,7 @@ def _described(checkpoint: Checkpoint, known: facts.Facts) -> dict[str, Any]:
         "chat_template": known.chat_template,
         "prompts": known.prompts or None,
         "default_prompt": known.default_prompt,
+        "truncate_dim": known.truncate_dim,
         "config": plain_numbers(checkpoint.config),
     }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET
@@ -15,8 +16,10 @@ from synapse_host.errors import WORKER_ERRORS, BundleInvalid, InvalidRequest
 from synapse_host.requests.batching import Batch
 from synapse_host.requests.parts import Part, collect, cut, whole
 from synapse_host.residency.lane import RungedLane
+from synapse_host.results import EmbedResult
 from synapse_host.text.background import beside
 from synapse_host.text.encoders import checked
+from synapse_host.text.validate import width
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Manifest
@@ -33,11 +36,14 @@ def request(manifest: Manifest, part: Part) -> Batch:
     return Batch(part.lengths, part.ids, pooling, manifest.worker_normalizes, part.rows.start)
 
 
-async def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float | None) -> FloatArray:
-    """Return the rows' vectors, float32 (n, dims), in as many exchanges as they need."""
+async def embed(
+    lanes: Lanes, assignment: Assignment, rows: Rows, until: float | None, dimensions: int | None = None
+) -> FloatArray:
+    """Return the rows' vectors, float32 (n, dims), in as many exchanges as they need; see :func:`shortened`."""
     manifest = assignment.bundle.manifest
     dims = manifest.worker_dims
     limits = {"reply_row_bytes": ITEM_BYTES * dims, "max_frame": lanes.config.max_frame}
+    columns = width(manifest, dimensions)
     layers = await _layers(lanes, assignment)
     parts = await checked(rows.lengths, until, lambda: cut(rows, **limits, noun="text"))
     serving = lanes.serving(assignment)
@@ -50,9 +56,45 @@ async def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float |
                 f"bundle {assignment.model} says dims {dims}, its artifact gives {reply.dims}. Rebuild the bundle",
                 details={"expected": dims, "observed": reply.dims},
             )
-        return await _finished(assignment, layers, raw.reshape(len(part.rows), dims))
+        vectors = await _finished(assignment, layers, raw.reshape(len(part.rows), dims))
+        return shortened(vectors, columns, normalize=manifest.normalize is True)
 
-    return await collect(parts, send, manifest.dims)
+    return await collect(parts, send, columns)
+
+
+def shortened(vectors: FloatArray, columns: int, *, normalize: bool) -> FloatArray:
+    """Return the first *columns* numbers of each vector, for models trained so that these alone mean the same.
+
+    With *normalize* they get length 1 again, as OpenAI's and TEI's servers do, and sentence-transformers with
+    ``truncate_dim`` and ``normalize_embeddings=True``: a caller who compares by dot product would else compare lengths.
+    """
+    if columns == vectors.shape[1]:
+        return vectors
+    import numpy as np
+
+    short: FloatArray = np.ascontiguousarray(vectors[:, :columns])
+    if normalize:
+        lengths = np.linalg.norm(short, axis=1, keepdims=True)
+        short /= np.where(lengths > 0, lengths, 1)
+    return short
+
+
+async def gathered(
+    assignment: Assignment, stream: AsyncGenerator[EmbedResult, None], shape: tuple[int, int]
+) -> EmbedResult:
+    """Return the results of a *stream* as one, of this *shape*."""
+    import numpy as np
+
+    answer: FloatArray = np.empty(shape, np.float32)
+    truncated = list[int]()
+    done = tokens = 0
+    async with aclosing(stream) as parts:
+        async for part in parts:
+            answer[done : done + len(part.vectors)] = part.vectors
+            truncated += part.truncated
+            done += len(part.vectors)
+            tokens += part.tokens
+    return EmbedResult(answer, truncated, *assignment.served_by(), tokens)
 
 
 async def embed_packed(lanes: Lanes, assignment: Assignment, rows: Rows, width: int, until: float | None) -> FloatArray:

@@ -119,10 +119,11 @@ class Api:
     ) -> tuple[np.ndarray[Any, np.dtype[np.float32]], int]:
         """Return the vectors of what was given and how many token ids that is."""
         bundle = self._host.bundles.get(model)
-        if bundle is not None and body.dimensions not in (None, bundle.manifest.dims):
-            message = f"{model} has {bundle.manifest.dims} dimensions"
-            raise InvalidRequest(message, details={"param": "dimensions", "dims": bundle.manifest.dims})
-        deadline = deadline_of(request, body)
+        asked = {body.dimensions, getattr(body, "output_dimension", None)} - {None}
+        if len(asked) > 1:
+            message = "dimensions and output_dimension are two names of one number, and differ"
+            raise InvalidRequest(message, details={"param": "output_dimension"})
+        options: dict[str, Any] = {"deadline": deadline_of(request, body), "dimensions": next(iter(asked), None)}
         texts, rows = _inputs(given, name)
         field = "input_type" if isinstance(body, Embeddings) else "prompt_name"
         prompt: str | None = getattr(body, field)
@@ -136,8 +137,8 @@ class Api:
                     details = {**exc.details, "param": field}
                     raise InvalidRequest(f"{field}: {exc.message}", details=details) from exc
         if rows:
-            return await self._host.embed_ids(model, rows, deadline=deadline), sum(map(len, rows))
-        result = await self._host.embed_result(model, texts, deadline=deadline, truncate=truncate, prompt=prompt)
+            return await self._host.embed_ids(model, rows, **options), sum(map(len, rows))
+        result = await self._host.embed_result(model, texts, truncate=truncate, prompt=prompt, **options)
         return result.vectors, result.tokens
 
     # --- reranking ---------------------------------------------------------------------------------------------------

@@ -39,11 +39,15 @@ class Body(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Embeddings(Body, kw_only=True):
-    """``POST /v1/embeddings``; ``input_type`` names a prompt of the model, as Cohere's and Jina's clients send it."""
+    """``POST /v1/embeddings``; ``input_type`` names a prompt of the model, as Cohere's and Jina's clients send it.
+
+    ``output_dimension`` is what Cohere's and Voyage's call ``dimensions``.
+    """
 
     input: Input
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
+    output_dimension: int | None = None
     input_type: str | None = None
     user: Any = None
 
@@ -222,6 +226,7 @@ class EmbedCall(Load, kw_only=True):
     texts: Annotated[list[str], Meta(min_length=1, max_length=CHUNK)]
     truncate: bool = False
     prompt: str | None = None
+    dimensions: int | None = None
     offset: Annotated[int, Meta(ge=0)] = 0
 
 

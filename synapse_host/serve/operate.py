@@ -222,6 +222,7 @@ class Calls:
             deadline=deadline_of(request, body),
             truncate=body.truncate,
             prompt=body.prompt,
+            dimensions=body.dimensions,
             offset=body.offset,
         )
         async with aclosing(stream) as results:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import reprlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -74,6 +75,22 @@ def prompt_text(manifest: Manifest, name: str | None) -> str:
     known = [*sorted(prompts), NO_PROMPT]
     raise InvalidRequest(
         f"{manifest.model_id} has no prompt {name!r}; there are: {', '.join(known)}", details={"prompts": known}
+    )
+
+
+def width(manifest: Manifest, dimensions: Any) -> int:
+    """Return how many numbers a vector has where a caller asks for *dimensions*; None is what the model gives itself.
+
+    InvalidRequest for anything but a whole number from 1 to the model's own.
+    """
+    if dimensions is None:
+        return manifest.dims if manifest.truncate_dim is UNSET else manifest.truncate_dim
+    if isinstance(dimensions, int) and not isinstance(dimensions, bool) and 1 <= dimensions <= manifest.dims:
+        return int(dimensions)
+    raise InvalidRequest(
+        f"dimensions is {reprlib.repr(dimensions)}: {manifest.model_id} gives {manifest.dims} numbers, of which the "
+        f"first 1 to {manifest.dims} may be asked for",
+        details={"param": "dimensions", "dims": manifest.dims},
     )
 
 

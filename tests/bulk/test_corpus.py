@@ -22,7 +22,7 @@ from tests.support.small_bundle import write_bundle
     ("name", "content", "texts", "ids"),
     [
         ("a.jsonl", '"x"\n\n{"id": 7, "text": "y"}\n', ["x", "y"], ["a.jsonl:1", "7"]),
-        ("a.txt", '\ufeffone\r\n\n"two"\n', ["one", '"two"'], ["a.txt:1", "a.txt:3"]),
+        ("a.txt", '\ufeffone\r\n\n"two"\n', ["one", "", '"two"'], ["a.txt:1", "a.txt:2", "a.txt:3"]),
         ("a.md", "# head\n\nbody\n", ["# head\n\nbody\n"], ["a.md"]),
         ("a.csv", 'id,text\n1,"two\nlines"\n2,b\n', ["two\nlines", "b"], ["1", "2"]),
         ("a.log", '{"text": "x"}\n"y"\n', ["x", "y"], ["a.log:1", "a.log:2"]),

@@ -135,11 +135,44 @@ def test_a_bad_text_stops_a_run_by_its_place(
     assert not list(tmp_path.glob("x.npy*")), "nothing plausible is left"
 
 
-def test_empty_texts_may_have_zeros(tmp_path: Path) -> None:
-    out = tmp_path / "x.npy"
-    policy = Policy(empty="zero")
-    run(tmp_path, lambda host: embed_file(host, "toy", Corpus.of(["", "a", " "]), out, policy=policy))
-    assert np.load(out).tolist() == [[0.0] * 8, vector("a"), [0.0] * 8]
+@pytest.mark.parametrize(
+    ("empty", "rows"), [("zero", ["", "a", "", "b", ""]), ("skip", ["a", "b"]), ("error", ["a", "b"])]
+)
+def test_empty_texts_and_blank_lines_may_have_zeros(tmp_path: Path, empty: Any, rows: list[str]) -> None:
+    """A blank line of a .txt is an empty text only where each line is to have a row."""
+    source, out, text = tmp_path / "in.jsonl", tmp_path / "x.npy", tmp_path / "in.txt"
+    source.write_text("\n".join(map(json.dumps, rows if empty == "error" else ["", "a", " ", "b", ""])))
+    text.write_text("\na\n \nb\n\n")
+    for file in (source, text):
+        run(tmp_path, lambda host, file=file: embed_file(host, "toy", Corpus.of(file), out, policy=Policy(empty=empty)))
+        assert np.load(out).tolist() == [vector(row) if row else [0.0] * 8 for row in rows]
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.parquet"])
+@pytest.mark.parametrize("lines", ["", '"a"\n"query b"\n'])
+def test_a_corpus_of_any_size_with_short_vectors(tmp_path: Path, name: str, lines: str) -> None:
+    """Cut and of length 1 again, as toy normalises; a search's queries are cut to what the index has."""
+    if name == "x.parquet":
+        pytest.importorskip("pyarrow", reason="the extra parquet isn't installed")
+    source, out = tmp_path / "in.jsonl", tmp_path / name
+    source.write_text(lines)
+
+    async def work(host: Host) -> Any:
+        short = await host.embed("toy", ["a", "query b"][: lines.count("\n")], dimensions=3)
+        document = await embed_file(host, "toy", Corpus.of(source), out, policy=Policy(dimensions=3))
+        for wrong in (0, 9, True, 2.0):
+            with pytest.raises(InvalidRequest, match="dimensions is"):
+                await host.embed("toy", [], dimensions=wrong)  # type: ignore[arg-type]
+        return short, document["n"], document["dims"], await host.embed("toy", ["query b"], dimensions=3)
+
+    short, n, dims, query = run(tmp_path, work)
+    assert (n, dims) == short.shape == (lines.count("\n"), 3)
+    index = Index(out)
+    assert (index.rows, index.dims) == short.shape
+    [hits] = index.nearest(query, 1)
+    assert [(hit.row, round(hit.score, 5)) for hit in hits] == [(1, 1.0)] * bool(n)
+    if name == "x.npy":
+        assert np.load(out).tolist() == short.tolist()
 
 
 def test_a_stopped_run_goes_on_and_leaves_out_the_same(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ EMBEDDER, CROSS, GENERATOR = (
     toy_models.write_llama,
 )
 Write = Callable[..., Path]
+TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,11 @@ Write = Callable[..., Path]
         (EMBEDDER, "modules.json", [{**TRANSFORMER, "path": "0_Transformer"}, POOLING], "0_Transformer"),
         (EMBEDDER, "modules.json", [TRANSFORMER, {**POOLING, "path": "../other"}], "folder beside it"),
         (EMBEDDER, "modules.json", {"0": TRANSFORMER}, "list of objects"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, {**POOLING, "type": "mine.Pooling"}], "mine.Pooling"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, {**POOLING, "kwargs": ["task"]}], "kwargs"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, {**POOLING, "weight": 2}], "'weight'"),
+        (EMBEDDER, "2_Normalize/config.json", {"module_input_name": "token_embeddings"}, "module_input_name"),
+        (EMBEDDER, "2_Normalize/config.json", {"p": 1}, "'p'"),
         (EMBEDDER, "1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"),
         (EMBEDDER, "1_Pooling/config.json", {"pooling_mode_mean_sqrt_len_tokens": True}, "mean_sqrt_len"),
         (EMBEDDER, "1_Pooling/config.json", {"pooling_mode_cls_token": True}, "mean_tokens.*cls_token"),
@@ -63,6 +69,11 @@ Write = Callable[..., Path]
         (EMBEDDER, "1_Pooling/config.json", {"layer_weights": [1, 2]}, "layer_weights"),
         (toy_models.write_modernbert, "sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
         (EMBEDDER, "sentence_bert_config.json", {"truncate_dim": 32}, "truncate_dim"),
+        (EMBEDDER, "sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task"),
+        (EMBEDDER, "sentence_bert_config.json", {"module_output_name": "sentence_embedding"}, "module_output_name"),
+        (EMBEDDER, "sentence_bert_config.json", {"modality_config": {**TEXT, "message": TEXT["text"]}}, "message"),
+        (EMBEDDER, "sentence_bert_config.json", {"tokenizer_args": {"do_lower_case": True}}, "do_lower_case"),
+        (EMBEDDER, "sentence_bert_config.json", {"query_length": 32}, "query_length"),
         (
             EMBEDDER,
             "config_sentence_transformers.json",
@@ -70,13 +81,15 @@ Write = Callable[..., Path]
             "'passage' is none of the prompts 'query'",
         ),
         (EMBEDDER, "config_sentence_transformers.json", {"prompts": {"query": 7}}, "names to texts"),
-        (EMBEDDER, "config_sentence_transformers.json", {"truncate_dim": 32}, "truncate_dim"),
+        (EMBEDDER, "config_sentence_transformers.json", {"truncate_dim": 0}, "truncate_dim"),
         (EMBEDDER, "config.json", {"is_decoder": True}, "is_decoder"),
         (EMBEDDER, "config.json", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
         (EMBEDDER, "config.json", {"embedding_multiplier": 12.0}, "embedding_multiplier"),
         (EMBEDDER, "config.json", {"quantization_config": {"bits": 4}}, "quantization_config"),
         (EMBEDDER, "tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "do_lower_case": False}, "lower"),
         (CROSS, "config.json", {"sbert_ce_default_activation_function": "torch.nn.Softplus"}, "Softplus"),
+        (CROSS, "config_sentence_transformers.json", {"activation_fn": "torch.nn.Softplus"}, "Softplus"),
+        (CROSS, "config_sentence_transformers.json", {"prompts": {"q": "x"}, "default_prompt_name": "q"}, "prompt"),
         (GENERATOR, "config.json", {"rope_interleaved": True}, "rope_interleaved"),
         (GENERATOR, "config.json", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         (GENERATOR, "generation_config.json", {"suppress_tokens": [5]}, "suppress_tokens"),
@@ -117,6 +130,19 @@ def test_a_tokenizer_in_another_form_is_refused_with_the_way_to_convert_it(tmp_p
             {"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": "query"},
             {"prompts": {"query": "q: ", "document": ""}, "default_prompt": "query"},
         ),
+        (EMBEDDER, "config_sentence_transformers.json", {"truncate_dim": 16}, {"truncate_dim": 16, "dims": 64}),
+        (EMBEDDER, "config_sentence_transformers.json", {"truncate_dim": 64}, {"truncate_dim": None}),
+        (
+            EMBEDDER,
+            "sentence_bert_config.json",
+            {
+                "transformer_task": "feature-extraction",
+                "modality_config": TEXT,
+                "module_output_name": "token_embeddings",
+            }
+            | {"unpad_inputs": True, "tokenizer_args": {"trust_remote_code": True}},
+            {"max_tokens": 64},
+        ),
         (EMBEDDER, "tokenizer_config.json", {"model_max_length": 32}, {"max_tokens": 32}),
         (EMBEDDER, "tokenizer_config.json", {"model_max_length": 10**30}, {"max_tokens": 64}),
         (EMBEDDER, "config.json", {"transformers_version": "9", "use_cache": True, "torch_dtype": "float16"}, {}),
@@ -132,6 +158,12 @@ def test_a_tokenizer_in_another_form_is_refused_with_the_way_to_convert_it(tmp_p
             CROSS,
             "config.json",
             {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity", "version": "4.1.0"}},
+            {"score": "identity"},
+        ),
+        (
+            CROSS,
+            "config_sentence_transformers.json",
+            {"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.linear.Identity"},
             {"score": "identity"},
         ),
         (GENERATOR, "generation_config.json", {"eos_token_id": [3, 1]}, {"end_ids": (1, 2, 3)}),

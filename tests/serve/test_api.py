@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from synapse_host.serve import service as service_module
@@ -48,8 +49,16 @@ def test_vectors_are_the_host_s_to_the_bit(serve: Any) -> None:
         assert [row["embedding"] for row in answer["data"]] == expected
         assert [row["index"] for row in answer["data"]] == [0, 1, 2] and answer["model"] == "toy"
         assert answer["usage"] == {"prompt_tokens": 13, "total_tokens": 13}, "special tokens count"
-        short = (await up.call("/v1/embeddings", input=TEXTS[0], encoding_format="base64", dimensions=8)).json()
-        assert floats(short["data"][0]["embedding"]) == expected[0]
+        packed = (await up.call("/v1/embeddings", input=TEXTS[0], encoding_format="base64", dimensions=8)).json()
+        assert floats(packed["data"][0]["embedding"]) == expected[0]
+        short = (await up.host.embed("toy", TEXTS, dimensions=3)).tolist()
+        assert np.allclose(short, [np.array(row[:3]) / np.linalg.norm(row[:3]) for row in expected], atol=1e-6)
+        for name in ("dimensions", "output_dimension"):
+            answer = (await up.call("/v1/embeddings", input=TEXTS, **{name: 3})).json()
+            assert [row["embedding"] for row in answer["data"]] == short
+        assert (await up.call("/embed", inputs=TEXTS, dimensions=3)).json() == short
+        by_short = (await up.call("/v1/embeddings", input=ids, dimensions=3)).json()["data"]
+        assert [row["embedding"] for row in by_short] == (await up.host.embed_ids("toy", ids, dimensions=3)).tolist()
         rows = (await up.call("/v1/embeddings", model="toy", input=ids)).json()
         assert [row["embedding"] for row in rows["data"]] == by_ids and rows["usage"]["total_tokens"] == 7
         one = (await up.call("/v1/embeddings", model="toy", input=ids[1])).json()
@@ -138,7 +147,10 @@ REFUSED = [
     ("/v1/embeddings", {**EMBED, "model": "judge"}, 400, None),
     ("/v1/embeddings", {**EMBED, "model": "a" * 1025}, 400, "model"),
     ("/v1/embeddings", {"input": "a " * 100}, 422, None),
-    ("/v1/embeddings", {**EMBED, "dimensions": 4}, 400, "dimensions"),
+    ("/v1/embeddings", {**EMBED, "dimensions": 9}, 400, "dimensions"),
+    ("/v1/embeddings", {**EMBED, "dimensions": True}, 400, "dimensions"),
+    ("/v1/embeddings", {**EMBED, "dimensions": 4, "output_dimension": 5}, 400, "output_dimension"),
+    ("/embed", {"inputs": "a", "dimensions": 0}, 400, "dimensions"),
     ("/v1/embeddings", {**EMBED, "encoding_format": "int8"}, 400, "encoding_format"),
     ("/v1/embeddings", {**EMBED, "input_kind": "x"}, 400, "input_kind"),
     ("/v1/embeddings", {**EMBED, "timeout": 0}, 400, "timeout"),
