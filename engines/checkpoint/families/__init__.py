@@ -17,10 +17,12 @@ from engines.checkpoint.families.base import Config
 from engines.checkpoint.families.bert import Bert
 from engines.checkpoint.families.decoder import Llama, Mistral, Qwen2, Qwen3
 from engines.checkpoint.families.modernbert import ModernBert
+from engines.checkpoint.families.mpnet import Mpnet
 
 FAMILIES: Final[Mapping[Family, type[Config]]] = {
     "bert": Bert,
     "modernbert": ModernBert,
+    "mpnet": Mpnet,
     "qwen3": Qwen3,
     "qwen2": Qwen2,
     "llama": Llama,

@@ -67,17 +67,9 @@ def build(
 
     if dtype not in DTYPES:
         raise BundleError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    checkpoint.need_format("gguf")
     if dtype in QUANTS:
         return _quantized(checkpoint, out, dtype=dtype, name=name, pooling=pooling, progress=progress)
-    if checkpoint.family not in FAMILIES:
-        raise BundleError(
-            f"{checkpoint.family} is not converted to GGUF here; build it as safetensors-package or coreml"
-        )
-    if checkpoint.known.causal and checkpoint.task == "rerank":
-        raise BundleError(
-            f"a {checkpoint.family} reranker is not served from GGUF (its template isn't faithful there); use another "
-            "format"
-        )
     writer = gguf.GGUFWriter(None, _architecture(checkpoint), use_temp_file=False)
     writer.add_name(name or checkpoint.folder.name)
     _metadata(writer, checkpoint, pooling)

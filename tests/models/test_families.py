@@ -1,0 +1,80 @@
+"""Families with graphs of their own compute what transformers does (tests/goldens/families.npz), on every engine."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.ane.families import serves
+from engines.checkpoint.families.base import FORMATS
+from engines.checkpoint.read import Checkpoint
+from engines.cuda.graphs import families as graphs
+from engines.llama.build import convert
+from synapse_host.errors import BundleInvalid
+from synapse_host.host import Host
+from synapse_host.models import builder
+from tests.support import toy_families, toy_models
+
+pytestmark = pytest.mark.process
+GOLDENS = np.load(Path(__file__).parents[1] / "goldens" / "families.npz")
+# bf16 dots of llama.cpp; onnxruntime computes in float32.
+ENGINES = {"safetensors-package": ("onnx-cpu", 2e-6), "gguf": ("llama-cpu", 1e-3)}
+
+
+def rows(toy: str) -> list[list[int]]:
+    ids, cu = GOLDENS[f"{toy}.ids"], GOLDENS[f"{toy}.cu"]
+    return [ids[first:last].tolist() for first, last in pairwise(cu)]
+
+
+def serve(bundle: Path, work: Any) -> Any:
+    async def main() -> Any:
+        async with Host.open(None, {"toy": bundle}) as host:
+            return await work(host)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.llama
+@pytest.mark.parametrize("format", sorted(ENGINES))
+@pytest.mark.parametrize("toy", [toy for toy in toy_families.TOYS if "rerank" not in toy])
+def test_vectors_are_those_of_transformers(tmp_path: Path, toy: str, format: str) -> None:
+    engine, error = ENGINES[format]
+    checkpoint = toy_families.TOYS[toy](tmp_path / "checkpoint")
+    options: dict[str, Any] = {"formats": [format], "dtypes": {format: ["f32"]}, "model_id": "toy"}
+    known = Checkpoint.open(checkpoint)
+    if format in known.known.unheld(known.task):
+        with pytest.raises(BundleInvalid, match=rf"can't be built as {format}: .*; build it as (?!.*{format})"):
+            builder.build(checkpoint, tmp_path / "b", **options)
+        return
+    bundle = builder.build(checkpoint, tmp_path / "b", **options)
+
+    async def work(host: Host) -> None:
+        assert host.lane_of("toy").require().engine_id == engine
+        assert np.abs(await host.embed_ids("toy", rows(toy)) - GOLDENS[f"{toy}.out"]).max() < error
+
+    serve(bundle.root, work)
+
+
+def test_an_mpnet_cross_encoder_scores_as_transformers_does(tmp_path: Path) -> None:
+    checkpoint = toy_families.TOYS["mpnet-rerank"](tmp_path / "checkpoint")
+    formats = ["safetensors-package"]
+    bundle = builder.build(checkpoint, tmp_path / "b", formats=formats, dtypes={}, model_id="toy")
+    # Every row of the golden file is <s> 5 6 7 </s></s> document </s>.
+    documents = [row[6:-1] for row in rows("mpnet-rerank")]
+    logits = serve(bundle.root, lambda host: host.rerank_ids("toy", [5, 6, 7], documents, raw=True))
+    assert np.abs(logits - GOLDENS["mpnet-rerank.out"][:, 0]).max() < 2e-5
+
+
+@pytest.mark.parametrize("write", [*toy_families.TOYS.values(), *toy_models.TOYS.values()])
+def test_a_format_is_refused_exactly_where_its_engine_lacks_the_family(tmp_path: Path, write: Any) -> None:
+    opened = Checkpoint.open(write(tmp_path / "c"))
+    family, task = opened.family, opened.task
+    lacking = {"coreml"} if not serves(family, task) else set()
+    lacking |= {"safetensors-package"} if task == "generate" or family not in graphs.FAMILIES else set()
+    lacking |= {"gguf"} if family not in convert.FAMILIES or (family, task) == ("qwen3", "rerank") else set()
+    assert set(opened.known.unheld(task)) == lacking < set(FORMATS)
