@@ -47,7 +47,6 @@ SHARD_INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 UNSERVED: Final[Mapping[str, str]] = {
     "nomic_bert": "rotary positions and gated layers in BERT's order, which no graph here computes",
-    "gemma3_text": "norms around each part of a layer and windows in most layers, which no graph here computes",
     "phi3": "joined projections and scaled rotary positions, which no graph here computes",
 }
 """What is missing to serve well-known models whose checkpoints aren't; llama.cpp serves each from its GGUF."""

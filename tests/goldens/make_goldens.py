@@ -54,6 +54,7 @@ TOY_LENGTHS = dict.fromkeys(("bert", "roberta", "distilbert"), SHORT) | {
     "modernbert": [1, 2, 9, 17, 64, 150, 256],
     "qwen3": [1, 2, 13, 80, 200],
     "mpnet": [1, 2, 9, 33, 64, 130, 192],
+    "gemma": [1, 2, 8, 9, 17, 40, 64, 200],
 }
 
 
@@ -203,6 +204,8 @@ def toy(name: str, folder: Path) -> dict[str, np.ndarray]:
             else:
                 states = model(ids).last_hidden_state[0]
                 pooled = {"modernbert": states[0], "qwen2": states[-1], "qwen3": states[-1]}.get(family, states.mean(0))
+                for module in sorted(folder.glob("*_Dense")):  # all of them the identity without a bias
+                    pooled = load_file(module / "model.safetensors")["linear.weight"].double() @ pooled
                 outputs.append((pooled / pooled.norm()).numpy())
     ids, cu = flat(rows)
     found = {"ids": ids, "cu": cu, "out": np.array(outputs, np.float32)}

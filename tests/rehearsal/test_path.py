@@ -18,7 +18,7 @@ from tests.support import toy_models
 OLDEST, USUAL = "7.5", "9.0"
 CAPABILITIES = (OLDEST, "8.0", "8.6", "8.9", USUAL, "12.0")
 EMBED, RERANK = ("bert-mean", "modernbert-mean", "qwen3-last"), ("bert-rerank", "modernbert-rerank", "qwen3-rerank")
-PLAIN = ("mpnet-mean",)
+PLAIN = ("mpnet-mean", "gemma-mean")
 """Of standard operators in float16 too: they write the attention scores out."""
 NAMES = (*EMBED, *RERANK, *PLAIN, "bert-cls", "modernbert-cls")
 OURS = {"cudaMemcpyAsync pinned to device", "cudaMemcpyAsync device to pinned", "cudaMemcpyAsync device to device"}

@@ -67,6 +67,8 @@ class Config(Struct, kw_only=True):
     """What stands before its tensors' names where a head is beside them."""
     causal: ClassVar[bool] = False
     """A decoder: it may generate, and its config.json names its special ids."""
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Keys of its own in config.json that change nothing of what is served."""
     spelling: ClassVar[Spelling] = Spelling()
     """How checkpoints spell this class."""
 
