@@ -35,6 +35,7 @@ class Family:
 FAMILIES: Final[Mapping[str, Family]] = {
     "bert": Family(token_types=True),
     "modernbert": Family(window=_half_window),
+    "mpnet": Family(),
     "qwen3": Family(tasks=frozenset({"embed"}), causal=True),  # a reranker's yes/no read-out is not part of this engine
 }
 

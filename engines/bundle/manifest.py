@@ -34,7 +34,9 @@ MAX_BYTES: Final = 4 * 1024 * 1024
 
 FILES: Final = ("tokenizer", "fixtures", "dense")
 """Keys of the files that a manifest names beside its artifacts."""
-Family: TypeAlias = Literal["bert", "modernbert", "qwen3", "qwen2", "llama", "mistral"]
+Family: TypeAlias = Literal[
+    "bert", "modernbert", "mpnet", "nomic_bert", "gemma3_text", "qwen3", "qwen2", "llama", "mistral"
+]
 FamilyName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Task: TypeAlias = Literal["embed", "rerank", "generate"]
 Score: TypeAlias = Literal["sigmoid", "identity"]

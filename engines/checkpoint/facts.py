@@ -63,7 +63,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
     config, known, task, folder = checkpoint.config, checkpoint.known, checkpoint.task, checkpoint.folder
     # A package has no folder of its own: its config stands in the manifest, checked when it was built.
     raw = read_optional(folder / "config.json") or config
-    pipeline.check_config(raw, folder / "config.json")
+    pipeline.check_config(raw, folder / "config.json", type(known))
     lowers = pipeline.check_tokenizer_files(folder)
     steps = pipeline.read_pipeline(folder)
     embed, generate = task == "embed", task == "generate"

@@ -49,10 +49,7 @@ def write_package(
 
     Raises BundleError for a task that no package is served for or a weight that f16 can't hold.
     """
-    if checkpoint.task == "generate":
-        raise CheckpointError("a safetensors-package serves embedding and reranking; build a generator as gguf")
-    if not checkpoint.known.packaged:
-        raise CheckpointError(f"no engine reads a safetensors-package of {checkpoint.family}; build it as gguf")
+    checkpoint.need_format("safetensors-package")
     dtype = dtype or checkpoint.stored_dtype
     if dtype not in (*DTYPES, INT8):
         raise CheckpointError(f"dtype {dtype!r}: a safetensors-package is f32, f16, bf16 or int8")

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.checkpoint.families import FAMILIES
 from engines.checkpoint.read import CheckpointError, read_bytes, read_json, read_json_list, read_optional
 from engines.protocol.messages import Pooling
 
 if TYPE_CHECKING:
     from engines.checkpoint.dense import Module
+    from engines.checkpoint.families.base import Config
 
 _FLAGS: Final[dict[str, Pooling]] = {
     "pooling_mode_mean_tokens": Pooling.MEAN,
@@ -225,7 +225,7 @@ _USED: Final = (
     "pad_token_id cls_token_id sep_token_id mask_token_id unk_token_id yes_token_id no_token_id num_labels id2label "
     "label2id sbert_ce_default_activation_function sentence_transformers dim hidden_dim n_layers n_heads activation"
 )
-"""Followed beside the fields of the families' classes."""
+"""Followed beside the fields of the family's class."""
 _TRAINING: Final = (
     "attention_probs_dropout_prob attention_dropout classifier_dropout embedding_dropout hidden_dropout_prob "
     "mlp_dropout initializer_range initializer_cutoff_factor gradient_checkpointing problem_type finetuning_task "
@@ -237,7 +237,8 @@ _RUNNING: Final = (
     "output_attentions output_hidden_states output_scores output_past chunk_size_feed_forward tokenizer_class prefix "
     "deterministic_flash_attn reference_compile _attn_implementation attn_implementation _attn_implementation_autoset "
     "pretraining_tp tf_legacy_loss task_specific_params transformers.js_config unsloth_version unsloth_fixed "
-    "max_window_layers sliding_window is_llama_config model_max_length"
+    "max_window_layers sliding_window is_llama_config model_max_length position_embedding_type layer_norm_eps "
+    "tie_word_embeddings"
 )
 _GENERATING: Final = (
     "bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample early_stopping "
@@ -250,9 +251,7 @@ _POOLER: Final = (
     "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type"
 )
 """Left over from the first BERT conversions; no class of transformers reads them."""
-_KNOWN: Final = frozenset(" ".join((_USED, _TRAINING, _RUNNING, _GENERATING, _POOLER)).split()).union(
-    *(kind.__struct_fields__ for kind in FAMILIES.values())
-)
+_KNOWN: Final = frozenset(" ".join((_USED, _TRAINING, _RUNNING, _GENERATING, _POOLER)).split())
 _ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "is_decoder": (False, None),
     "is_encoder_decoder": (False, None),
@@ -268,13 +267,14 @@ _ONLY: Final[dict[str, tuple[Any, ...]]] = {
 """Keys that may stand there with these values only; another one changes the forward pass."""
 
 
-def check_config(raw: Mapping[str, Any], file: Path) -> None:
-    """Refuse a key of config.json that isn't followed here and may change what the model computes."""
+def check_config(raw: Mapping[str, Any], file: Path, kind: type[Config]) -> None:
+    """Refuse a key of config.json that isn't followed here and may change what a model of *kind* computes."""
+    known = _KNOWN.union(kind.__struct_fields__, kind.ignored)
     for key, value in raw.items():
-        if key in _ONLY:
+        if key in _ONLY and key not in kind.__struct_fields__:
             if value not in _ONLY[key]:
                 raise CheckpointError(f"{file}: {key} is {value!r}, which isn't served: it changes the forward pass")
-        elif key not in _KNOWN:
+        elif key not in known:
             raise CheckpointError(
                 f"{file}: {key!r} isn't known here and may change what the model computes. If it doesn't, remove it "
                 "from the file"

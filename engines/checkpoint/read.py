@@ -15,14 +15,14 @@ special ids, limits) is read by ``pipeline`` and gathered in ``facts``. At build
 ``quantize`` makes its int8 form, ``dequantize`` recovers weights from a quantised ONNX file and ``reference`` computes
 fixtures with transformers; the workers use the reading half alone.
 
-A new family is one file in ``families`` and a row in its table; a model that computes what BERT computes under other
-names is a class and a row in ``families.relatives``, and nothing else.
+A new family is one file in ``families`` and a row in its table, its spelling included where checkpoints have other keys
+and names than its class; a model that computes what BERT computes is a class and a row in ``families.relatives``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -33,8 +33,8 @@ import msgspec
 from engines.bundle.manifest import Family, Task, read_plain, unique_keys
 from engines.checkpoint import families, layout
 from engines.checkpoint.families import FAMILIES
+from engines.checkpoint.families.base import FORMATS, Config, Spelling, need
 from engines.checkpoint.families.base import CheckpointError as CheckpointError
-from engines.checkpoint.families.base import Config, need
 from engines.checkpoint.families.relatives import RELATIVES
 from engines.checkpoint.safetensors import MappedTensors, SafetensorsFile
 
@@ -45,11 +45,8 @@ MAX_JSON: Final = 64 * 1024 * 1024
 FLOAT_DTYPES: Final = ("F32", "F16", "BF16")
 SHARD_INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-POSITIONS: Final = "embeddings.position_embeddings.weight"
-TOKEN_TYPES: Final = "embeddings.token_type_embeddings.weight"  # noqa: S105
 UNSERVED: Final[Mapping[str, str]] = {
     "nomic_bert": "rotary positions and gated layers in BERT's order, which no graph here computes",
-    "gemma3_text": "norms around each part of a layer and windows in most layers, which no graph here computes",
     "phi3": "joined projections and scaled rotary positions, which no graph here computes",
 }
 """What is missing to serve well-known models whose checkpoints aren't; llama.cpp serves each from its GGUF."""
@@ -80,24 +77,18 @@ class Checkpoint:
         file = folder / "config.json"
         raw = read_json(file)
         relative = RELATIVES.get(str(raw.get("model_type")))
-        if relative is None:
-            family = family_of(raw, file)
-            config = complete_config(raw, family, where=str(file))
-            task = task or guess_task(raw, family, folder)
-            return cls(folder, config, family, task, _select(_stored_tensors(folder), family, task, config))
-        task = task or guess_task(raw, "bert", folder)
+        family: Family = "bert" if relative is not None else family_of(raw, file)
+        spelling = relative or FAMILIES[family].spelling
+        task = task or guess_task(raw, family, folder)
         try:
-            relative.check(task, raw["model_type"])
-            translated, skipped = relative.config(raw), relative.skipped(raw)
+            spelling.check(task, str(raw.get("model_type")))
+            translated, skipped = spelling.config(raw), spelling.skipped(raw)
         except CheckpointError as exc:
             raise CheckpointError(f"{file}: {exc}") from exc
-        config = complete_config(translated, "bert", where=str(file))
-        # Positions without their first rows; zeros for token types that aren't there.
-        made = () if relative.token_types else (TOKEN_TYPES,)
-        rows = {POSITIONS: skipped}
+        config = complete_config(translated, family, where=str(file))
         stored = _stored_tensors(folder)
-        tensors = _select(stored, "bert", task, config, canonical=relative.canonical, skipped=rows, made=made)
-        return cls(folder, config, "bert", task, tensors)
+        tensors = _select(stored, family, task, config, spelling=spelling, skipped=skipped)
+        return cls(folder, config, family, task, tensors)
 
     @classmethod
     def from_package(
@@ -120,6 +111,15 @@ class Checkpoint:
         full = complete_config(config, family, where="manifest.json: config", from_manifest=True)
         stored = dict.fromkeys(package.header.tensors, package)
         return cls(Path(file).parent, full, family, task, _select(stored, family, task, full, int8=int8))
+
+    def need_format(self, format: str) -> None:
+        """Refuse to be built as what can't hold this model; the message names the reason and what can."""
+        unheld = self.known.unheld(self.task)
+        if format in unheld:
+            others = " or ".join(f"{name} ({engine})" for name, engine in FORMATS.items() if name not in unheld)
+            raise CheckpointError(
+                f"a {self.family} {self.task} model can't be built as {format}: {unheld[format]}; build it as {others}"
+            )
 
     @property
     def known(self) -> Config:
@@ -286,23 +286,22 @@ def _select(
     config: dict[str, Any],
     *,
     int8: bool = False,
-    canonical: Callable[[str], str] = layout.canonical,
+    spelling: Spelling = Spelling(),  # noqa: B008 - it has no state
     skipped: Mapping[str, int] = MappingProxyType({}),
-    made: Sequence[str] = (),
 ) -> MappedTensors:
-    """Pick the required tensors under their *canonical* names and check dtype and shape of each.
+    """Pick the required tensors under their canonical names, which *spelling* says, and check dtype and shape of each.
 
-    *skipped*: rows that a stored tensor has before the first one needed; *made*: tensors of zeros that aren't stored.
+    *skipped*: rows that a stored tensor has before the first one needed.
     """
     places: dict[str, tuple[SafetensorsFile, str]] = {}
     for name, file in stored.items():
-        key = layout.canonical(canonical(name))
+        key = layout.canonical(spelling.canonical(name))
         if key in places:
             raise CheckpointError(f"{file.path}: {places[key][1]!r} and {name!r} are the same tensor {key!r}")
         places[key] = (file, name)
     paths = sorted({str(file.path) for file in stored.values()})
     shapes = (layout.required_int8 if int8 else layout.required)(family, task, config)
-    zeros = {key: shapes.pop(key) for key in made}
+    zeros = {key: shapes.pop(key) for key in spelling.made}
     for key, shape in shapes.items():
         if key not in places:
             raise CheckpointError(f"{', '.join(paths)}: tensor {key!r} is missing (a {family} {task} model needs it)")

@@ -180,11 +180,7 @@ def _dtypes(text: str | None, formats: list[str]) -> dict[str, list[str]]:
 
 def _possible(checkpoint: Checkpoint) -> list[str]:
     """Return the formats that serve this checkpoint on machines without an accelerator."""
-    if checkpoint.task == "generate" or not checkpoint.known.packaged:
-        return ["gguf"]
-    if checkpoint.family == "modernbert" or (checkpoint.family == "qwen3" and checkpoint.task == "rerank"):
-        return ["safetensors-package"]
-    return ["gguf", "safetensors-package"]
+    return [name for name in ("gguf", "safetensors-package") if name not in checkpoint.known.unheld(checkpoint.task)]
 
 
 def _overrides(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support import toy_models
+from tests.support import toy_families, toy_models
 
 RECIPES: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "bert": (toy_models.write_bert, {}),
@@ -15,4 +15,5 @@ RECIPES: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "modernbert-rerank": (toy_models.write_modernbert, {"rerank": True}),
     "modernbert-rerank-cls": (toy_models.write_modernbert, {"rerank": True, "classifier_pooling": "cls"}),
     "qwen3": (toy_models.write_qwen3, {}),
+    "mpnet": (toy_families.write_mpnet, {}),
 }

@@ -29,7 +29,7 @@ Bundles = Callable[[str], Bundle]
 
 pytestmark = pytest.mark.numerics
 
-POOLING = {"bert": Pooling.MEAN, "modernbert": Pooling.CLS, "qwen3": Pooling.LAST}
+POOLING = {"bert": Pooling.MEAN, "modernbert": Pooling.CLS, "qwen3": Pooling.LAST, "mpnet": Pooling.MEAN}
 EMBEDDERS = list(POOLING)
 RERANKERS = ["cross", "modernbert-rerank", "modernbert-rerank-cls"]
 

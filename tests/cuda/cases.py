@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support import toy_models
+from tests.support import toy_families, toy_models
 
 LENGTHS = (1, 2, 3, 7, 8, 9, 16, 17, 18, 25, 31, 40, 57, 64)
 """Below, at and above ModernBERT's toy half window (8) and its multiples; the last one is BERT's toy maximum."""
@@ -59,6 +59,9 @@ CASES = (
     ),
     Case("qwen3-last", toy_models.write_qwen3, "embed", {"seed": 8}, 320, LONG),
     Case("qwen3-rerank", toy_models.write_qwen3, "rerank", {"seed": 9, "rerank": True}, 320, LONG),
+    Case("mpnet-mean", toy_families.write_mpnet, options={"seed": 10, "max_positions": 200}, lengths=LONG),
+    Case("gemma-mean", toy_families.write_gemma, "embed", {"seed": 12, "dense": False}, 320, LONG),
+    Case("mpnet-cls", toy_families.write_mpnet, options={"seed": 11, "pooling": "cls"}),
 )
 
 SERVED = {

@@ -86,7 +86,9 @@ def test_the_gpus_graphs_equal_transformers(name: str, bundles: Bundles, goldens
             judge(c, evaluate(graph, feed), goldens[name][chosen])
 
 
-@pytest.mark.parametrize("name", ["bert-mean", "modernbert-rerank", "qwen3-last", "qwen3-rerank"])
+@pytest.mark.parametrize(
+    "name", ["bert-mean", "modernbert-rerank", "qwen3-last", "qwen3-rerank", "mpnet-mean", "gemma-mean"]
+)
 def test_half_precision_storage_stays_within_the_gate(
     name: str, bundles: Bundles, goldens: dict[str, np.ndarray]
 ) -> None:

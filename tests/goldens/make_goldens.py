@@ -18,6 +18,8 @@ toys.npz
     per toy of `tests/support/toy_models.py` as its TOYS table has it: `<toy>.ids`, `<toy>.cu`,
     `<toy>.out`: embedders: L2-normalised vectors; rerankers: logits (bert: token type 1 from the middle of the row on,
     `<toy>.types`); generators: last-token logits, and `<toy>.greedy` int32 (rows, 8), the greedy continuation.
+families.npz
+    the same of the toys of `tests/support/toy_families.py`.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ SHORT = [1, 2, 7, 33, 64]
 TOY_LENGTHS = dict.fromkeys(("bert", "roberta", "distilbert"), SHORT) | {
     "modernbert": [1, 2, 9, 17, 64, 150, 256],
     "qwen3": [1, 2, 13, 80, 200],
+    "mpnet": [1, 2, 9, 33, 64, 130, 192],
+    "gemma": [1, 2, 8, 9, 17, 40, 64, 200],
 }
 
 
@@ -144,10 +148,10 @@ def ms_marco(models: Path) -> dict[str, np.ndarray]:
     }
 
 
-def toys(python: str) -> dict[str, np.ndarray]:
+def toys(python: str, module: str) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        subprocess.run([python, "-m", "tests.support.toy_models", scratch], check=True, cwd=HERE.parents[1])
+        subprocess.run([python, "-m", f"tests.support.{module}", scratch], check=True, cwd=HERE.parents[1])
         for folder in sorted(Path(scratch).iterdir()):
             found |= {f"{folder.name}.{key}": value for key, value in toy(folder.name, folder).items()}
     return found
@@ -171,7 +175,7 @@ def toy(name: str, folder: Path) -> dict[str, np.ndarray]:
     lengths = TOY_LENGTHS.get(family, TOY_LENGTHS["qwen3"])
     generator = np.random.default_rng(7)
     rows = [generator.integers(5, vocab, n).tolist() for n in lengths]
-    if name == "roberta-rerank":  # pairs, as its tokenizer composes them
+    if name in ("roberta-rerank", "mpnet-rerank"):  # pairs, as its tokenizer composes them
         rows = [[0, 5, 6, 7, 2, 2, *row[:56], 2] for row in rows]
     outputs, greedy, all_types = [], [], []
     answers = (0, 0)
@@ -200,6 +204,8 @@ def toy(name: str, folder: Path) -> dict[str, np.ndarray]:
             else:
                 states = model(ids).last_hidden_state[0]
                 pooled = {"modernbert": states[0], "qwen2": states[-1], "qwen3": states[-1]}.get(family, states.mean(0))
+                for module in sorted(folder.glob("*_Dense")):  # all of them the identity without a bias
+                    pooled = load_file(module / "model.safetensors")["linear.weight"].double() @ pooled
                 outputs.append((pooled / pooled.norm()).numpy())
     ids, cu = flat(rows)
     found = {"ids": ids, "cu": cu, "out": np.array(outputs, np.float32)}
@@ -213,7 +219,7 @@ def toy(name: str, folder: Path) -> dict[str, np.ndarray]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models-dir", type=Path, default=Path.home() / ".cache" / "synapse" / "models")
-    parser.add_argument("--only", choices=("minilm", "ms-marco", "toys"))
+    parser.add_argument("--only", choices=("minilm", "ms-marco", "toys", "families"))
     parser.add_argument(
         "--python", default=str(HERE.parents[1] / ".venv/bin/python"), help="has this project installed"
     )
@@ -222,7 +228,8 @@ def main() -> None:
     makers = {
         "minilm": lambda: minilm(args.models_dir),
         "ms-marco": lambda: ms_marco(args.models_dir),
-        "toys": lambda: toys(args.python),
+        "toys": lambda: toys(args.python, "toy_models"),
+        "families": lambda: toys(args.python, "toy_families"),
     }
     for name, make in makers.items():
         if args.only in (None, name):

@@ -126,6 +126,8 @@ def write_relative(folder: Path, kind: str, *, cross_encoder: bool = False, seed
     weights = random_weights(layout.required("bert", task, full), seed)
     if not like_roberta:
         weights.pop("embeddings.token_type_embeddings.weight")
+    if like_roberta and not cross_encoder:  # as published ones have it; it takes no part in an embedding
+        weights |= random_weights({"pooler.dense.weight": (hidden, hidden), "pooler.dense.bias": (hidden,)}, seed + 1)
     stored = {_name_of_relative(name, like_roberta, cross_encoder): array for name, array in weights.items()}
     safetensors.write(folder / "model.safetensors", stored, metadata={"format": "pt"}, dtype="F32")
     if not cross_encoder:
@@ -141,7 +143,7 @@ def write_relative(folder: Path, kind: str, *, cross_encoder: bool = False, seed
 def _name_of_relative(name: str, like_roberta: bool, cross_encoder: bool) -> str:
     """Return how transformers stores a tensor of BERT's name."""
     if like_roberta:
-        if name.startswith("pooler."):
+        if name.startswith("pooler.") and cross_encoder:
             return "classifier" + name.removeprefix("pooler")
         if name.startswith("classifier."):
             return "classifier.out_proj." + name.removeprefix("classifier.")

@@ -22,7 +22,6 @@ from engines.ane.build import graph, package
 from engines.ane.build.package import SUFFIX, Target
 from engines.ane.build.plan import plan
 from engines.ane.build.prepare import prepare
-from engines.ane.families import serves
 from engines.ane.signature import HIDDEN, SCORE, Key, check_signature
 from engines.bundle.digest import tree_digest
 from engines.checkpoint import program
@@ -45,8 +44,7 @@ def build(
     Raises ValueError for an impossible bucket or weight, BundleError for the checkpoint, EngineError when a gate fails:
     the signatures are checked on what was written, not on what was meant.
     """
-    if not serves(checkpoint.family, checkpoint.task):
-        raise ValueError(f"{checkpoint.family} for {checkpoint.task} can't be built for Core ML")
+    checkpoint.need_format("coreml")
     if target == "macos15" and out.suffix != SUFFIX:
         raise ValueError(f"{out.name}: a multi-function package must be named *{SUFFIX}")
     if len(set(keys)) != len(keys) or not any(key.kind == "shape" for key in keys):

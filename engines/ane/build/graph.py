@@ -127,7 +127,10 @@ class Graph:
         return self.mb.reshape(x=x, shape=[1, count, self.head_dim, self.width])
 
     def attend(self, query: Any, key: Any, value: Any, bias: Any) -> Any:
-        """Scaled queries, keys and values [1, heads, head_dim, S], *bias* (query, key) -> [1, C, 1, S]."""
+        """Scaled queries, keys and values [1, heads, head_dim, S], *bias* (query, key) -> [1, C, 1, S].
+
+        *bias* may be a list, of one for each head.
+        """
         mb = self.mb
         queries, keys, values = (
             mb.split(x=x, num_splits=count, axis=1) if count > 1 else (x,)
@@ -137,7 +140,7 @@ class Graph:
         outs = []
         for n, one in enumerate(queries):
             scores = mb.matmul(x=one, y=keys[n // group], transpose_x=True)
-            weights = mb.softmax(x=mb.add(x=scores, y=bias), axis=-1)
+            weights = mb.softmax(x=mb.add(x=scores, y=bias[n] if isinstance(bias, list) else bias), axis=-1)
             outs.append(mb.matmul(x=values[n // group], y=weights, transpose_y=True))
         joined = mb.concat(values=outs, axis=1) if len(outs) > 1 else outs[0]
         return mb.reshape(x=joined, shape=[1, self.query_heads * self.head_dim, 1, self.width])

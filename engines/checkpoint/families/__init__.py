@@ -16,11 +16,15 @@ from engines.bundle.manifest import Family
 from engines.checkpoint.families.base import Config
 from engines.checkpoint.families.bert import Bert
 from engines.checkpoint.families.decoder import Llama, Mistral, Qwen2, Qwen3
+from engines.checkpoint.families.gemma3_text import Gemma3Text
 from engines.checkpoint.families.modernbert import ModernBert
+from engines.checkpoint.families.mpnet import Mpnet
 
 FAMILIES: Final[Mapping[Family, type[Config]]] = {
     "bert": Bert,
     "modernbert": ModernBert,
+    "mpnet": Mpnet,
+    "gemma3_text": Gemma3Text,
     "qwen3": Qwen3,
     "qwen2": Qwen2,
     "llama": Llama,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -12,6 +13,8 @@ from engines.protocol.messages import Pooling
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Number: TypeAlias = Annotated[float, Meta(gt=0, lt=2.0**63)]
+FORMATS: Final = {"gguf": "llama.cpp", "safetensors-package": "onnxruntime on CPU and CUDA", "coreml": "Neural Engine"}
+"""What a model is built as, and which engine takes it."""
 Tensor: TypeAlias = tuple[str, tuple[int, ...]]
 """A canonical name and a shape; matrices are (out, in)."""
 
@@ -26,6 +29,35 @@ def need(ok: bool, key: str, why: str) -> None:
         raise CheckpointError(f"{key}: {why}")
 
 
+class Spelling:
+    """How a checkpoint spells what a family's class says: as the class itself, unless a method says otherwise."""
+
+    prefix: ClassVar[str] = ""
+    """What stored names begin with, beside ``model.``."""
+    renames: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Patterns of stored names without their prefix, and what the family has in their place; applied in order."""
+    made: ClassVar[tuple[str, ...]] = ()
+    """Tensors that the family needs and this spelling hasn't: zeros."""
+
+    def check(self, task: Task, kind: str) -> None:
+        """Refuse a task that can't be served. *kind*: config.json's model_type."""
+
+    def config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json in the words of the family's class. Raises CheckpointError naming the key."""
+        return dict(raw)
+
+    def skipped(self, raw: Mapping[str, Any]) -> dict[str, int]:
+        """Return how many rows of a stored tensor stand before the first one needed, by canonical name."""
+        return {}
+
+    def canonical(self, stored: str) -> str:
+        """Return the canonical name of a stored tensor."""
+        name = re.sub(rf"^(model\.)?({self.prefix}\.)?", "", stored) if self.prefix else stored
+        for pattern, replacement in self.renames:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+
 class Config(Struct, kw_only=True):
     """The keys of config.json that a forward pass reads in every family, and what they may be."""
 
@@ -35,8 +67,10 @@ class Config(Struct, kw_only=True):
     """What stands before its tensors' names where a head is beside them."""
     causal: ClassVar[bool] = False
     """A decoder: it may generate, and its config.json names its special ids."""
-    packaged: ClassVar[bool] = True
-    """Whether an engine reads its safetensors-package."""
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Keys of its own in config.json that change nothing of what is served."""
+    spelling: ClassVar[Spelling] = Spelling()
+    """How checkpoints spell this class."""
 
     vocab_size: Count
     hidden_size: Count
@@ -55,6 +89,11 @@ class Config(Struct, kw_only=True):
         """Fill in what depends on other keys, and refuse what isn't served. *config*: the keys as they were given."""
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         need(self.head_dim > 0, "head_dim", "must be positive: num_attention_heads exceeds hidden_size")
+
+    def unheld(self, task: Task) -> dict[str, str]:
+        """Return the formats of :data:`FORMATS` that can't hold a model for *task*, each with the reason."""
+        why = "that engine doesn't generate"
+        return {"safetensors-package": why, "coreml": why} if task == "generate" else {}
 
     def tensors(self, task: Task) -> Iterator[Tensor]:
         """Yield every tensor that the family needs for *task*, in a fixed order."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from engines.bundle.manifest import Task
 from engines.checkpoint.families.base import Count, Encoder, Number, Tensor, affine
 from engines.protocol.messages import Pooling
+
+POSITIONS: Final = "embeddings.position_embeddings.weight"
+TOKEN_TYPES: Final = "embeddings.token_type_embeddings.weight"  # noqa: S105
 
 
 class Bert(Encoder, kw_only=True):
@@ -35,8 +38,8 @@ class Bert(Encoder, kw_only=True):
         """Yield the embeddings, the layers, and a reranker's head."""
         hidden, ffn = self.hidden_size, self.intermediate_size
         yield "embeddings.word_embeddings.weight", (self.vocab_size, hidden)
-        yield "embeddings.position_embeddings.weight", (self.max_position_embeddings, hidden)
-        yield "embeddings.token_type_embeddings.weight", (self.type_vocab_size, hidden)
+        yield POSITIONS, (self.max_position_embeddings, hidden)
+        yield TOKEN_TYPES, (self.type_vocab_size, hidden)
         yield from affine("embeddings.LayerNorm", hidden)
         for n in range(self.num_hidden_layers):
             layer = f"encoder.layer.{n}"

@@ -20,7 +20,6 @@ class Llama(Config, kw_only=True):
 
     pooling: ClassVar[Pooling] = Pooling.LAST
     causal: ClassVar[bool] = True
-    packaged: ClassVar[bool] = False
     head_norms: ClassVar[bool] = False
     """Whether each head's query and key are normed."""
 
@@ -42,6 +41,10 @@ class Llama(Config, kw_only=True):
              "only full_attention is served")  # fmt: skip
         grouped = self.num_attention_heads % self.num_key_value_heads == 0
         need(grouped, "num_key_value_heads", "must divide num_attention_heads")
+
+    def unheld(self, task: Task) -> dict[str, str]:
+        """Only llama.cpp computes it; Qwen3 is an exception."""
+        return dict.fromkeys(("safetensors-package", "coreml"), "no graph of it is written")
 
     def tensors(self, task: Task) -> Iterator[Tensor]:
         """Yield the embedding, the layers, and the output matrix where it is one of its own."""
@@ -113,5 +116,9 @@ class Qwen2(Llama, kw_only=True):
 class Qwen3(Llama, kw_only=True):
     """``Qwen3Model`` and ``Qwen3ForCausalLM``; as a reranker it reads off the words yes and no."""
 
-    packaged: ClassVar[bool] = True
     head_norms: ClassVar[bool] = True
+
+    def unheld(self, task: Task) -> dict[str, str]:
+        """As every model; a reranker's words and template are onnxruntime's alone."""
+        why = "its answer is read off two words behind a template of its own, which that engine doesn't have"
+        return {"gguf": why, "coreml": why} if task == "rerank" else Config.unheld(self, task)

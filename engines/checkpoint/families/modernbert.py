@@ -46,6 +46,10 @@ class ModernBert(Encoder, kw_only=True):
             self.layer_types = ["sliding_attention" if n % every else "full_attention" for n in range(layers)]
         need(len(self.layer_types) == layers, "layer_types", "must name full_attention or sliding_attention each")
 
+    def unheld(self, task: Task) -> dict[str, str]:
+        """Its conversion to GGUF isn't written."""
+        return {"gguf": "its conversion isn't written"}
+
     @property
     def head(self) -> dict[str, Any]:
         """Dense, gelu and norm on the pooled states, then the classifier."""

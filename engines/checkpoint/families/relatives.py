@@ -10,12 +10,12 @@ classification head of dense, tanh and ``out_proj`` on the first token) and mode
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 from engines.bundle.manifest import Task
-from engines.checkpoint.families.base import CheckpointError, need
+from engines.checkpoint.families.base import CheckpointError, Spelling, need
+from engines.checkpoint.families.bert import POSITIONS, TOKEN_TYPES
 
 KEPT: Final = (
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -25,30 +25,30 @@ KEPT: Final = (
 """Keys of config.json that mean the same in BERT's."""
 
 
-class Relative:
+class Relative(Spelling):
     """One kind of model that is read as BERT."""
 
-    prefix: ClassVar[str]
-    """What stored names begin with, beside ``model.``."""
-    renames: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Patterns of stored names without their prefix, and what BERT has in their place; applied in order."""
+    family: ClassVar[str] = "bert"
     keys: ClassVar[Mapping[str, str]] = {}
     """Keys of config.json that BERT spells otherwise."""
+    kept: ClassVar[tuple[str, ...]] = KEPT
     rerank: ClassVar[bool] = True
-    token_types: ClassVar[bool] = True
-    """Whether there is a table of token types; BERT adds its first row to every token."""
 
-    def skipped(self, config: Mapping[str, Any]) -> int:
+    def first(self, raw: Mapping[str, Any]) -> int:
         """Return how many rows of the position table stand before the first position."""
         return 0
+
+    def skipped(self, raw: Mapping[str, Any]) -> dict[str, int]:
+        """Return the rows of the position table that no token has."""
+        return {POSITIONS: self.first(raw)}
 
     def config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return BERT's config.json. Raises CheckpointError naming the key."""
         found = {self.keys.get(key, key): value for key, value in raw.items() if value is not None}
-        config = {key: found[key] for key in KEPT if key in found} | {"model_type": "bert"}
+        config = {key: found[key] for key in self.kept if key in found} | {"model_type": self.family}
         rows = found.get("max_position_embeddings")
-        need(type(rows) is int and rows > self.skipped(raw), "max_position_embeddings", "must exceed what is skipped")
-        config["max_position_embeddings"] = int(rows or 0) - self.skipped(raw)
+        need(type(rows) is int and rows > self.first(raw), "max_position_embeddings", "must exceed what is skipped")
+        config["max_position_embeddings"] = int(rows or 0) - self.first(raw)
         return config
 
     def check(self, task: Task, kind: str) -> None:
@@ -59,29 +59,22 @@ class Relative:
                 f"{'embed and rerank' if self.rerank else 'embed'}"
             )
 
-    def canonical(self, stored: str) -> str:
-        """Return BERT's canonical name of a stored tensor."""
-        name = re.sub(rf"^(model\.)?({self.prefix}\.)?", "", stored)
-        for pattern, replacement in self.renames:
-            name = re.sub(pattern, replacement, name)
-        return name
-
 
 class Roberta(Relative):
     """``RobertaModel``, ``XLMRobertaModel``, ``CamembertModel`` and their ``ForSequenceClassification``."""
 
     prefix = "roberta"
     # The head's dense and tanh are what BERT calls its pooler; the pooler beside it, if any, takes no part.
-    renames = (
-        (r"^pooler\.", "unused_pooler."),
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+        (r"^pooler\.", "cls.pooler."),
         (r"^classifier\.dense\.", "pooler.dense."),
         (r"^classifier\.out_proj\.", "classifier."),
         (r"^lm_head\.", "cls."),
     )
 
-    def skipped(self, config: Mapping[str, Any]) -> int:
+    def first(self, raw: Mapping[str, Any]) -> int:
         """Rows up to that of the padding token: positions begin behind it."""
-        pad = config.get("pad_token_id", 1)
+        pad = raw.get("pad_token_id", 1)
         need(type(pad) is int and pad >= 0, "pad_token_id", "must be the index of the padding token")
         return int(pad) + 1
 
@@ -91,7 +84,7 @@ class DistilBert(Relative):
 
     prefix = "distilbert"
     rerank = False
-    token_types = False
+    made = (TOKEN_TYPES,)
     keys: ClassVar[Mapping[str, str]] = {
         "dim": "hidden_size",
         "hidden_dim": "intermediate_size",

@@ -26,15 +26,20 @@ class Inputs:
 
 def build(b: GraphBuilder) -> Graph:
     """Build a BERT graph: padded (``plain``, ``fused``) or end to end without padding (``packed``)."""
-    return encoder(b, embed=_embed, classify=_classify)
+    return encoder(b, embed=embed, classify=classify)
 
 
 def encoder(
-    b: GraphBuilder, *, embed: Callable[[GraphBuilder, Inputs], str], classify: Callable[[GraphBuilder, str], str]
+    b: GraphBuilder,
+    *,
+    embed: Callable[[GraphBuilder, Inputs], str],
+    classify: Callable[[GraphBuilder, str], str],
+    bias: Callable[[GraphBuilder, str], str] | None = None,
 ) -> Graph:
     """Build a graph of BERT's layers between a family's own first states (*embed*) and reranking head (*classify*).
 
-    *embed* returns (B, S, H) or packed (T, H); *classify* takes the first tokens' states, float32 (B, H).
+    *embed* returns (B, S, H) or packed (T, H); *classify* takes the first tokens' states, float32 (B, H). *bias*, of
+    the plain variant only, makes of positions (S,) what is added to the attention scores, (heads, S, S).
     """
     packed = b.variant.attention == "packed"
     if packed:
@@ -47,13 +52,17 @@ def encoder(
     states = embed(b, inputs)
     real = "" if packed else b.real_positions(inputs.positions, inputs.lens)
     mask = b.op("Unsqueeze", b.additive(real), b.ints(1, 2)) if b.variant.attention == "plain" else ""
+    mask = b.add(mask, bias(b, inputs.positions)) if bias is not None else mask
     pooling = "cls" if b.spec.task == "rerank" else b.spec.pooling
     layers = b.config["num_hidden_layers"]
     for layer in range(layers):
         prefix = f"encoder.layer.{layer}."
         if mask:
             # Where one row is read out, the last layer computes that row alone beyond its keys and values.
-            states = _layer(b, states, prefix, mask=mask, first=pooling == "cls" and layer == layers - 1)
+            first = pooling == "cls" and layer == layers - 1
+            if first and bias is not None:
+                mask = b.op("Slice", mask, b.ints(0), b.ints(1), b.ints(2))
+            states = _layer(b, states, prefix, mask=mask, first=first)
         else:
             states = _fused_layer(b, states, prefix, inputs)
     pooled = _pool_packed(b, states, inputs.cu, pooling) if packed else b.pool(states, real, inputs.lens, pooling)
@@ -78,7 +87,7 @@ def _pool_packed(b: GraphBuilder, states: str, cu: str, pooling: str) -> str:
     return b.pool(b.op("Gather", states, places, axis=0), b.real_positions(columns, lens), lens, pooling)
 
 
-def _embed(b: GraphBuilder, inputs: Inputs) -> str:
+def embed(b: GraphBuilder, inputs: Inputs) -> str:
     """Word + position + token type, then LayerNorm. Type 1 begins at ``type_starts``: after the first SEP."""
     table, kinds = "embeddings.position_embeddings.weight", "embeddings.token_type_embeddings.weight"
     word = b.op("Gather", b.weight("embeddings.word_embeddings.weight"), inputs.ids, axis=0)
@@ -160,6 +169,6 @@ def _fused_layer(b: GraphBuilder, states: str, prefix: str, inputs: Inputs) -> s
     return add_and_norm(wide, states, "output.dense", "output.LayerNorm")
 
 
-def _classify(b: GraphBuilder, first: str) -> str:
+def classify(b: GraphBuilder, first: str) -> str:
     """Pooler (dense, tanh) and classifier on the first token, float32 (B, 1)."""
     return b.dense(b.op("Tanh", b.dense(first, "pooler.dense", f32=True)), "classifier", f32=True)

@@ -285,10 +285,14 @@ class GraphBuilder:
         """Cast to float32 where the body computes in float16."""
         return x if self.variant.precision == "f32" else self.cast(x, "f32")
 
-    def cast(self, x: str, to: Literal["f32", "f64", "i32", "i64"]) -> str:
+    def narrow(self, x: str) -> str:
+        """Cast float32 to the dtype that the body computes in."""
+        return x if self.variant.precision == "f32" else self.cast(x, "f16")
+
+    def cast(self, x: str, to: Literal["f16", "f32", "f64", "i32", "i64"]) -> str:
         """Cast to a named dtype."""
         proto = self._proto
-        kinds = {"f32": proto.FLOAT, "f64": proto.DOUBLE, "i32": proto.INT32, "i64": proto.INT64}
+        kinds = {"f16": proto.FLOAT16, "f32": proto.FLOAT, "f64": proto.DOUBLE, "i32": proto.INT32, "i64": proto.INT64}
         return self.op("Cast", x, to=kinds[to])
 
     # -- masks -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from engines.cuda.graphs import bert, modernbert, qwen3
+from engines.cuda.graphs import bert, gemma3_text, modernbert, mpnet, qwen3
 from engines.cuda.graphs.builder import Graph, GraphBuilder, ModelSpec, Precision, Variant, WeightStore
 
 
@@ -21,18 +21,22 @@ from engines.cuda.graphs.builder import Graph, GraphBuilder, ModelSpec, Precisio
 class Family:
     """What a family can do beyond its plain and fused graphs.
 
-    ``packed``: rows end to end on the GPU. ``half_window``: how far local layers look to each side; 0 for a model
-    without any. Wider rows run in blocks of it. (engines.checkpoint.layout says which families have int8 packages.)
+    ``packed``: rows end to end on the GPU. ``fused``: there is a graph of fused operators. ``half_window``: how far
+    local layers look to each side; 0 for a model without any. Wider rows run in blocks of it.
+    (engines.checkpoint.layout says which families have int8 packages.)
     """
 
     build: Callable[[GraphBuilder], Graph]
     packed: bool = False
+    fused: bool = True
     half_window: Callable[[ModelSpec], int] = lambda spec: 0
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
     "bert": Family(bert.build, packed=True),
     "modernbert": Family(modernbert.build, half_window=modernbert.half_window),
+    "mpnet": Family(mpnet.build, fused=False),
+    "gemma3_text": Family(gemma3_text.build, fused=False),
     "qwen3": Family(qwen3.build),
 }
 UNLIMITED: Final = 2**31 - 1
@@ -61,7 +65,8 @@ def cuda_variants(spec: ModelSpec, precision: Precision) -> list[tuple[Variant, 
 
 def recorded_variants(spec: ModelSpec, precision: Precision) -> list[tuple[Variant, int]]:
     """Return the graphs whose launches are recorded for latency: padded rows, since a recording's shapes are fixed."""
-    return _by_width(spec, Variant(precision, "plain" if precision == "f32" else "fused"))
+    fused = precision == "f16" and FAMILIES[spec.family].fused
+    return _by_width(spec, Variant(precision, "fused" if fused else "plain"))
 
 
 def block(spec: ModelSpec) -> int:

@@ -27,7 +27,7 @@ from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import BundleError
 from engines.checkpoint import facts, program
 from engines.checkpoint.read import Checkpoint
-from engines.llama.build import bert, decoder
+from engines.llama.build import bert, decoder, gemma3_text
 from engines.llama.build.native import QUANTS, quantize
 from engines.llama.build.tensors import GgufTensor
 
@@ -40,10 +40,11 @@ DTYPES: Final = ("f32", "f16", "bf16", "q8_0", *QUANTS)
 END_KEY: Final = "synapse.end_token_ids"
 FAMILIES: Final[Mapping[str, Any]] = {
     "bert": bert,
+    "gemma3_text": gemma3_text,
     **dict.fromkeys(("qwen3", "qwen2", "llama", "mistral"), decoder),
 }
 """Family -> the module with its ``metadata`` and ``tensors``."""
-ARCHITECTURES: Final = {"mistral": "llama"}
+ARCHITECTURES: Final = {"mistral": "llama", "gemma3_text": "gemma-embedding"}
 """Families that are another one in llama.cpp."""
 _FILE_TYPES: Final = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 _POOLING_TYPES: Final = {"mean": 1, "cls": 2, "last": 3, "rank": 4}
@@ -67,17 +68,9 @@ def build(
 
     if dtype not in DTYPES:
         raise BundleError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    checkpoint.need_format("gguf")
     if dtype in QUANTS:
         return _quantized(checkpoint, out, dtype=dtype, name=name, pooling=pooling, progress=progress)
-    if checkpoint.family not in FAMILIES:
-        raise BundleError(
-            f"{checkpoint.family} is not converted to GGUF here; build it as safetensors-package or coreml"
-        )
-    if checkpoint.known.causal and checkpoint.task == "rerank":
-        raise BundleError(
-            f"a {checkpoint.family} reranker is not served from GGUF (its template isn't faithful there); use another "
-            "format"
-        )
     writer = gguf.GGUFWriter(None, _architecture(checkpoint), use_temp_file=False)
     writer.add_name(name or checkpoint.folder.name)
     _metadata(writer, checkpoint, pooling)

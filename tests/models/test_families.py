@@ -1,0 +1,134 @@
+"""Families with graphs of their own compute what transformers does (tests/goldens/families.npz), on every engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.ane.families import serves
+from engines.checkpoint import facts
+from engines.checkpoint.families.base import FORMATS
+from engines.checkpoint.read import Checkpoint, CheckpointError
+from engines.cuda.graphs import families as graphs
+from engines.llama.build import convert
+from synapse_host.errors import BundleInvalid
+from synapse_host.host import Host
+from synapse_host.models import builder
+from tests.support import toy_families, toy_models
+
+pytestmark = pytest.mark.process
+GOLDENS = np.load(Path(__file__).parents[1] / "goldens" / "families.npz")
+# bf16 dots of llama.cpp; onnxruntime computes in float32.
+ENGINES = {"safetensors-package": ("onnx-cpu", 2e-6), "gguf": ("llama-cpu", 1e-3)}
+
+
+def rows(toy: str) -> list[list[int]]:
+    ids, cu = GOLDENS[f"{toy}.ids"], GOLDENS[f"{toy}.cu"]
+    return [ids[first:last].tolist() for first, last in pairwise(cu)]
+
+
+def serve(bundle: Path, work: Any) -> Any:
+    async def main() -> Any:
+        async with Host.open(None, {"toy": bundle}) as host:
+            return await work(host)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.llama
+@pytest.mark.parametrize("format", sorted(ENGINES))
+@pytest.mark.parametrize("toy", [toy for toy in toy_families.TOYS if "rerank" not in toy])
+def test_vectors_are_those_of_transformers(tmp_path: Path, toy: str, format: str) -> None:
+    engine, error = ENGINES[format]
+    checkpoint = toy_families.TOYS[toy](tmp_path / "checkpoint")
+    options: dict[str, Any] = {"formats": [format], "dtypes": {format: ["f32"]}, "model_id": "toy"}
+    known = Checkpoint.open(checkpoint)
+    if format in known.known.unheld(known.task):
+        with pytest.raises(BundleInvalid, match=rf"can't be built as {format}: .*; build it as (?!.*{format})"):
+            builder.build(checkpoint, tmp_path / "b", **options)
+        return
+    bundle = builder.build(checkpoint, tmp_path / "b", **options)
+
+    async def work(host: Host) -> None:
+        assert host.lane_of("toy").require().engine_id == engine
+        assert np.abs(await host.embed_ids("toy", rows(toy)) - GOLDENS[f"{toy}.out"]).max() < error
+
+    serve(bundle.root, work)
+
+
+def test_an_mpnet_cross_encoder_scores_as_transformers_does(tmp_path: Path) -> None:
+    checkpoint = toy_families.TOYS["mpnet-rerank"](tmp_path / "checkpoint")
+    formats = ["safetensors-package"]
+    bundle = builder.build(checkpoint, tmp_path / "b", formats=formats, dtypes={}, model_id="toy")
+    # Every row of the golden file is <s> 5 6 7 </s></s> document </s>.
+    documents = [row[6:-1] for row in rows("mpnet-rerank")]
+    logits = serve(bundle.root, lambda host: host.rerank_ids("toy", [5, 6, 7], documents, raw=True))
+    assert np.abs(logits - GOLDENS["mpnet-rerank.out"][:, 0]).max() < 2e-5
+
+
+@pytest.mark.parametrize("write", [*toy_families.TOYS.values(), *toy_models.TOYS.values()])
+def test_a_format_is_refused_exactly_where_its_engine_lacks_the_family(tmp_path: Path, write: Any) -> None:
+    opened = Checkpoint.open(write(tmp_path / "c"))
+    family, task = opened.family, opened.task
+    lacking = {"coreml"} if not serves(family, task) else set()
+    lacking |= {"safetensors-package"} if task == "generate" or family not in graphs.FAMILIES else set()
+    lacking |= {"gguf"} if family not in convert.FAMILIES or (family, task) == ("qwen3", "rerank") else set()
+    assert set(opened.known.unheld(task)) == lacking < set(FORMATS)
+
+
+MPNET, GEMMA = toy_families.write_mpnet, toy_families.write_gemma
+
+
+@pytest.mark.parametrize(
+    ("write", "change", "says"),
+    [
+        (MPNET, {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets"),
+        (MPNET, {"hidden_act": "relu"}, "hidden_act"),
+        (MPNET, {"max_position_embeddings": 2}, "max_position_embeddings"),
+        (MPNET, {"architectures": ["MPNetForTokenClassification"], "is_decoder": True}, "is_decoder"),
+        (GEMMA, {"use_bidirectional_attention": False}, "use_bidirectional_attention: .*from its GGUF"),
+        (GEMMA, {"use_bidirectional_attention": None}, "use_bidirectional_attention"),
+        (GEMMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (GEMMA, {"attention_bias": True}, "attention_bias"),
+        (GEMMA, {"hidden_activation": "gelu"}, "hidden_activation"),
+        (GEMMA, {"layer_types": ["full_attention"]}, "layer_types"),
+        (GEMMA, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_type"),
+        (GEMMA, {"architectures": ["Gemma3ForSequenceClassification"]}, "gemma3_text reranker"),
+    ],
+)
+def test_a_key_that_changes_the_forward_pass_is_refused_by_name(
+    tmp_path: Path, write: Any, change: dict[str, Any], says: str
+) -> None:
+    folder = write(tmp_path / "c")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(CheckpointError, match=says):
+        facts.of_checkpoint(Checkpoint.open(folder))
+
+
+def test_gemma_s_layers_are_known_by_their_number_where_no_list_names_them(tmp_path: Path) -> None:
+    folder = GEMMA(tmp_path / "c")
+    config = json.loads((folder / "config.json").read_text())
+    for pattern, kinds in ((2, ["sliding", "full", "sliding"]), (6, ["sliding"] * 3)):
+        (folder / "config.json").write_text(
+            json.dumps({**config, "layer_types": None, "sliding_window_pattern": pattern})
+        )
+        assert Checkpoint.open(folder).config["layer_types"] == [f"{kind}_attention" for kind in kinds]
+
+
+def test_a_prompt_and_two_dense_modules_are_embedding_gemma_s(tmp_path: Path) -> None:
+    bundle = builder.build(GEMMA(tmp_path / "c"), tmp_path / "b", formats=["gguf"], dtypes={}, model_id="toy")
+    assert (bundle.manifest.dims, bundle.manifest.worker_dims, bundle.manifest.max_tokens) == (48, 64, 200)
+
+    async def work(host: Host) -> None:
+        prompted = await host.embed("toy", ["cat"], prompt="query")
+        assert np.allclose(prompted, await host.embed("toy", ["task: search result | query: cat"]), atol=1e-6)
+        assert not np.allclose(prompted, await host.embed("toy", ["cat"]), atol=1e-2)
+
+    serve(bundle.root, work)

@@ -1,0 +1,169 @@
+"""Small random checkpoints of the families beyond :mod:`tests.support.toy_models`, as `transformers` stores them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engines.bundle.manifest import Family, Task
+from engines.checkpoint import layout, safetensors
+from engines.checkpoint.read import complete_config
+from tests.support import toy_models
+
+ROBERTA_SPECIALS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4}
+
+
+def write_mpnet(
+    folder: Path,
+    *,
+    seed: int = 0,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    ffn: int = 128,
+    vocab: int = 128,
+    max_positions: int = 192,
+    cross_encoder: bool = False,
+    pooling: str = "mean",
+) -> Path:
+    """Write an MPNet embedder, or a cross-encoder with one logit; more positions than distances that differ."""
+    head = "ForSequenceClassification" if cross_encoder else "Model"
+    shape = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+        "max_position_embeddings": max_positions + 2,
+        "layer_norm_eps": 1e-5,
+    }
+    own = {"relative_attention_num_buckets": 32, "hidden_act": "gelu", "hidden_dropout_prob": 0.0}
+    ids = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+    task: Task = "rerank" if cross_encoder else "embed"
+    config: dict[str, Any] = {"architectures": [f"MPNet{head}"], "model_type": "mpnet", **shape, **own, **ids}
+    weights = _weights("mpnet", task, {**shape, "type_vocab_size": 1}, seed)
+    weights.pop("embeddings.token_type_embeddings.weight")
+    names = {
+        ".attention.self.query.": ".attention.attn.q.",
+        ".attention.self.key.": ".attention.attn.k.",
+        ".attention.self.value.": ".attention.attn.v.",
+        ".attention.output.dense.": ".attention.attn.o.",
+        ".attention.output.LayerNorm.": ".attention.LayerNorm.",
+    }
+    if cross_encoder:
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        names |= {"classifier.": "classifier.out_proj.", "pooler.": "classifier."}
+    _write(folder, config, weights, names, prefix="mpnet." if cross_encoder else "", apart=("classifier.",))
+    if not cross_encoder:
+        toy_models._sentence_files(folder, hidden, pooling, True, max_positions)
+    toy_models.write_unigram_tokenizer(folder, vocab, ROBERTA_SPECIALS)
+    return folder
+
+
+def write_gemma(
+    folder: Path,
+    *,
+    seed: int = 0,
+    layers: int = 3,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    ffn: int = 96,
+    vocab: int = 320,
+    max_positions: int = 200,
+    window: int = 16,
+    dense: bool = True,
+) -> Path:
+    """Write an EmbeddingGemma: mean pooling, with *dense* two Dense modules, prompts. Every second layer is local."""
+    config: dict[str, Any] = {
+        "architectures": ["Gemma3TextModel"],
+        "model_type": "gemma3_text",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": ffn,
+        "max_position_embeddings": max_positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "sliding_window": window,
+        "_sliding_window_pattern": 2,
+        "layer_types": ["full_attention" if n % 2 else "sliding_attention" for n in range(layers)],
+        "use_bidirectional_attention": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    weights = _weights("gemma3_text", "embed", config, seed)
+    # A norm multiplies by one more than its weight.
+    _write(folder, config, {name: array - 1 if "norm" in name else array for name, array in weights.items()}, {})
+    toy_models._sentence_files(folder, hidden, "mean", not dense, max_positions)
+    if dense:
+        modules = json.loads((folder / "modules.json").read_text())
+        for number, inner, outer in ((2, hidden, 96), (3, 96, 48)):
+            where = folder / f"{number}_Dense"
+            toy_models.write_dense(where, inner, outer, "Identity", seed=seed + number, bias=False)
+        for number, kind in ((2, "Dense"), (3, "Dense"), (4, "Normalize")):
+            modules.append({"idx": number, "path": f"{number}_{kind}", "type": f"sentence_transformers.models.{kind}"})
+        (folder / "modules.json").write_text(json.dumps(modules))
+    prompts = {"query": "task: search result | query: ", "document": "title: none | text: "}
+    toy_models._json(folder / "config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": None})
+    specials = {"<pad>": 0, "<eos>": 1, "<bos>": 2}
+    toy_models.write_bytelevel_tokenizer(folder, vocab, specials, template=("<bos>", "<eos>"))
+    roles = {f"{role}_token": f"<{role}>" for role in ("bos", "eos", "pad")}
+    toy_models._json(folder / "tokenizer_config.json", {"tokenizer_class": "GemmaTokenizer", **roles})
+    return folder
+
+
+def _weights(family: Family, task: Task, config: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Return random weights under canonical names."""
+    full = complete_config(dict(config), family, where="toy")
+    return toy_models.random_weights(layout.required(family, task, full), seed)
+
+
+def _write(
+    folder: Path,
+    config: dict[str, Any],
+    weights: Mapping[str, Any],
+    names: Mapping[str, str],
+    *,
+    prefix: str = "",
+    apart: tuple[str, ...] = (),
+) -> None:
+    """Write config.json and the weights: each name with *names* replaced, the first that occurs, behind *prefix*."""
+    folder.mkdir(parents=True, exist_ok=True)
+    toy_models._json(folder / "config.json", config)
+    stored = {}
+    for name, array in weights.items():
+        for ours, theirs in names.items():
+            if ours in name:
+                name = name.replace(ours, theirs)
+                break
+        stored[name if name.startswith(apart) else prefix + name] = array
+    safetensors.write(folder / "model.safetensors", stored, metadata={"format": "pt"}, dtype="F32")
+
+
+TOYS: dict[str, Callable[[Path], Path]] = {
+    "mpnet": write_mpnet,
+    "mpnet-rerank": lambda folder: write_mpnet(folder, cross_encoder=True),
+    "gemma": write_gemma,
+}
+"""The toys that tests/goldens/families.npz holds reference outputs for."""
+
+
+if __name__ == "__main__":
+    for toy_name, write_toy in TOYS.items():
+        write_toy(Path(sys.argv[1]) / toy_name)
