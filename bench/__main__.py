@@ -1,6 +1,6 @@
 """The benchmark suite: one run, rivals in the same rounds, a table, a JSON document and a picture.
 
-    synapse bench [--quick] [--only wire,models,lifecycle] [--out DIR]        or: python -m bench
+    synapse bench [--quick] [--only wire,lifecycle,scale,models] [--out DIR]        or: python -m bench
 
 Exit 0 when the run is complete, whether or not targets were reached: a figure is a finding, not a test. Ctrl-C ends it
 in order, with 130; --guarded does so when stdin ends.
@@ -23,12 +23,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench import lifecycle, machine, models, picture, wire
+from bench import lifecycle, machine, models, picture, scale, wire
 from bench.plan import Plan
 from bench.rounds import Row
 from synapse_host.errors import EXIT_INTERRUPTED
 
-GROUPS = {"wire": wire.rows, "lifecycle": lifecycle.rows, "models": models.rows}
+GROUPS = {"wire": wire.rows, "lifecycle": lifecycle.rows, "scale": scale.rows, "models": models.rows}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,7 +128,7 @@ def text(document: dict[str, Any]) -> str:
             against = "" if row["status"] == "measured" else f"{row['rival_name']}: {row['status']}"
         mark = {True: "reached", False: "NOT reached", None: ""}[row["reached"]]
         target = "" if row["target"] is None else f"target {row['target']:g} {mark}"
-        lines.append(f"  {row['name']:<58} {ours:>15}  {against:<62} {target}".rstrip())
+        lines.append(f"  {row['name']:<58} {ours:>15}  {against:<62} {target:<22} load {row['load']}")
     load = document["load"]
     lines += ["", f"{document['machine']['cpu']}, {document['machine']['cores']} cores, Python "
               f"{document['machine']['python']}; load {load['before']} before, {load['after']} after; "

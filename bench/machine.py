@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def describe() -> dict[str, Any]:
     """Return what the report says about where it was made."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "cores": cores,
         "memory_gb": _memory(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -124,7 +125,9 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _cpu() -> str:
+@cache
+def cpu() -> str:
+    """Return the processor's name, family and instruction sets."""
     with suppress(OSError):
         facts: dict[str, str] = {}
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -14,7 +14,7 @@ import numpy as np
 
 from bench import texts
 from bench.rivals import SETTLE_S, Missing, Rival
-from bench.rounds import Row, interleaved, row
+from bench.rounds import Row, Spread, interleaved, row
 from bench.vocabulary import with_vocabulary
 from synapse_host import Host, HostConfig
 from synapse_host.models import catalogue
@@ -57,7 +57,7 @@ async def host(plan: Plan, model: str, task: str, engine: str, *, threads: int |
 async def rows(plan: Plan) -> list[Row]:
     """Return every row of this group."""
     found: list[Row] = []
-    for part in (embed, rerank, generate, overhead, shared, lanes):
+    for part in (padding, embed, rerank, generate, overhead, shared, lanes):
         found += await part(plan)
     return found
 
@@ -120,6 +120,30 @@ EMBED_ROWS = (
     ("mix", "llama-cpu", "xllamacpp", 3.5),
     ("mix", "llama-cpu", "one 2-thread context", 1.15),
 )
+
+
+async def padding(plan: Plan) -> list[Row]:
+    """Real tokens a computed one on onnx-cpu, of every set of texts below: a count, the same on every machine."""
+    from engines.cuda import assembly, buckets
+
+    sets = {
+        "256 mixed texts": texts.mixed_lengths(256),
+        "200 mixed texts": texts.mixed_lengths(200),
+        "64 mixed texts": texts.mixed_lengths(64),
+        "32 texts of 64 tokens": [64] * 32,
+        "50 pairs of 128 tokens": [128] * 50,
+    }
+
+    def share(lengths: list[int], tokens: int) -> float:
+        made = buckets.plan(np.array(lengths, np.int32), buckets.Policy(tokens, ladder=(), rows=256)).buckets
+        return sum(lengths) / sum(bucket.rows * bucket.width for bucket in made)
+
+    return [
+        Row("models", f"onnx-cpu: real tokens a computed one, {name}", "", "higher",
+            ours=Spread.of([share(lengths, assembly.CPU_CALL_TOKENS)]), target=0.97, absolute=True, rounds=1,
+            note=f"int8: {share(lengths, assembly.CPU_CALL_TOKENS_INT8):.3f}")
+        for name, lengths in sets.items()
+    ]  # fmt: skip
 
 
 async def embed(plan: Plan) -> list[Row]:

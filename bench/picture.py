@@ -101,7 +101,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"<tr><td>{_text(row['name'])}<td class=n>{number(row['ours'])}<td>{_text(row['unit'])}"
             f"<td>{_text(row['rival_name'])}<td class=n>{number(row['rival'])}<td class=n>{number(row['ratio'])}"
             f"<td>{spread}<td class=n>{target}<td>{verdict or _text(row['status'])}"
-            f"<tr><td class=note colspan=9>{_text(row['note'])}"
+            f"<tr><td class=note colspan=9>{_text(row['note'])} (load {row['load']})"
         )
     return "<table>" + "\n".join(lines) + "</table>"
 

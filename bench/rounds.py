@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from bench import machine
+
 Sample: TypeAlias = Callable[[], float | Awaitable[float]]
 """One contestant's turn: returns its figure (seconds, or a rate; all contestants of a row the same kind)."""
 
@@ -40,7 +42,7 @@ class Row:
 
     ``ratio`` says how many times better we are than the rival (above 1: faster, or less), except where ``absolute``
     is set: then ``ours`` itself is held against the target. ``better`` is ``lower`` or ``higher``, for ours and rival.
-    ``status``: ``measured``, ``not installed`` (the rival), or ``failed``.
+    ``status``: ``measured``, ``not installed`` (the rival), or ``failed``. ``load``: the machine's, when it was made.
     """
 
     group: str
@@ -57,6 +59,7 @@ class Row:
     note: str = ""
     rounds: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
+    load: float | None = field(default_factory=machine.load)
 
     @property
     def reached(self) -> bool | None:
@@ -89,6 +92,8 @@ class Row:
             "status": self.status,
             "rounds": self.rounds,
             "note": self.note,
+            "machine": machine.cpu(),
+            "load": self.load,
             **({"extra": self.extra} if self.extra else {}),
         }
 

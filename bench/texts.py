@@ -27,9 +27,14 @@ def equal(tokenizer: Path, count: int, tokens: int) -> list[str]:
     return [text(rng, vocabulary, tokens) for _ in range(count)]
 
 
+def mixed_lengths(count: int) -> list[int]:
+    """Return *count* log-normal lengths, median 40, from 6 to 256 tokens."""
+    rng = random.Random(SEED)
+    return [min(256, max(6, round(rng.lognormvariate(3.69, 0.85)))) for _ in range(count)]
+
+
 def mix(tokenizer: Path, count: int) -> list[str]:
-    """Return *count* texts of log-normal lengths, median 40, from 6 to 256 tokens."""
+    """Return *count* texts of :func:`mixed_lengths`."""
     rng = random.Random(SEED)
     vocabulary = words(tokenizer)
-    lengths = [min(256, max(6, round(rng.lognormvariate(3.69, 0.85)))) for _ in range(count)]
-    return [text(rng, vocabulary, length) for length in lengths]
+    return [text(rng, vocabulary, length) for length in mixed_lengths(count)]

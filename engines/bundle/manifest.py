@@ -21,7 +21,7 @@ import hashlib
 import json
 import os
 import stat
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final, Literal, TypeAlias
 
 import msgspec
@@ -158,12 +158,12 @@ class Bundle(Struct, frozen=True):
 
 def canonical_bytes(obj: Any) -> bytes:
     """Return the canonical JSON bytes of a plain manifest object (protocol-v3, 2), without a final newline."""
-    return json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    return _CANONICAL.encode(obj).encode()
 
 
 def manifest_digest(data: bytes) -> str:
     """Return the lowercase hex SHA-256 of a manifest file's canonical form; BundleError if it isn't one JSON object."""
-    return hashlib.sha256(canonical_bytes(parse_strict(data))).hexdigest()
+    return hashlib.sha256(_parsed(data)[1]).hexdigest()
 
 
 def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -178,33 +178,39 @@ def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def parse_strict(data: bytes) -> dict[str, Any]:
     """Parse one JSON object; duplicate keys, floats, NaN and other types are refused with a BundleError."""
+    return _parsed(data)[0]
 
-    def whole(text: str) -> int:
-        # What reads a config or a head makes floats and array elements of it, which hold no more.
-        if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**64:
-            raise BundleError(f"{FILE_NAME}: {text[:40]} has more than 64 bits")
-        return value
 
-    def number(text: str) -> Any:
-        raise BundleError(f"{FILE_NAME}: {text[:40]} is not an integer; write non-integers as strings")
-
+def _parsed(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the object and its canonical bytes."""
     if len(data) > MAX_BYTES:
         raise BundleError(f"{FILE_NAME} has more bytes than may be: at most {MAX_BYTES}")
     try:
-        # Decoded here: left to itself, json would guess UTF-16 and UTF-32 as well.
-        obj = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=unique_keys,
-            parse_int=whole,
-            parse_float=number,
-            parse_constant=number,
-        )
-        canonical_bytes(obj)  # half a surrogate pair has no UTF-8 form, so no digest either
+        obj = _STRICT.decode(data.decode("utf-8"))
+        canonical = canonical_bytes(obj)  # half a surrogate pair has no UTF-8 form, so no digest either
     except (ValueError, RecursionError) as exc:
         raise BundleError(f"{FILE_NAME} is not valid JSON: {exc}") from exc
     if not isinstance(obj, dict):
         raise BundleError(f"{FILE_NAME} must hold one JSON object")
-    return obj
+    return obj, canonical
+
+
+def _whole(text: str) -> int:
+    # What reads a config or a head makes floats and array elements of it, which hold no more.
+    if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**64:
+        raise BundleError(f"{FILE_NAME}: {text[:40]} has more than 64 bits")
+    return value
+
+
+def _number(text: str) -> Any:
+    raise BundleError(f"{FILE_NAME}: {text[:40]} is not an integer; write non-integers as strings")
+
+
+# Made once: `synapse models` reads a manifest a model, and there may be thousands.
+_STRICT: Final = json.JSONDecoder(
+    object_pairs_hook=unique_keys, parse_int=_whole, parse_float=_number, parse_constant=_number
+)
+_CANONICAL: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -220,7 +226,9 @@ def open_plain(path: Path) -> BinaryIO:
 def read_plain(path: Path, limit: int) -> bytes:
     """Return a plain file's bytes. OSError as :func:`open_plain` raises it, ValueError for more than *limit* bytes."""
     with open_plain(path) as file:
-        data = file.read(limit + 1)
+        data = file.read(min(limit + 1, 65536))  # a read of the limit would get memory for all of it first
+        if len(data) == 65536:
+            data += file.read(limit + 1 - len(data))
     if len(data) > limit:
         raise ValueError(f"more than {limit} bytes")
     return data
@@ -236,16 +244,21 @@ def read(root: Path | str) -> Bundle:
         root = root.parent
     file = root / FILE_NAME
     try:
-        with open_plain(file) as stream:
-            data = stream.read(MAX_BYTES + 1)
+        data = read_plain(file, MAX_BYTES)
+    except ValueError as exc:
+        raise BundleError(f"{FILE_NAME} has {exc}") from exc
     except OSError as exc:
         raise BundleError(f"{root} is not a model bundle: {file.name}: {exc.strerror or exc}") from exc
-    return Bundle(root.absolute(), parse(data), manifest_digest(data))
+    obj, canonical = _parsed(data)
+    return Bundle(root.absolute(), _converted(obj), hashlib.sha256(canonical).hexdigest())
 
 
 def parse(data: bytes) -> Manifest:
     """Decode and validate manifest bytes; BundleError names the key."""
-    obj = parse_strict(data)
+    return _converted(parse_strict(data))
+
+
+def _converted(obj: dict[str, Any]) -> Manifest:
     try:
         manifest = msgspec.convert(obj, Manifest)
     except msgspec.ValidationError as exc:
@@ -290,8 +303,7 @@ def _validate(manifest: Manifest) -> None:
     refs = [(f"artifacts[{i}].path", a.path) for i, a in enumerate(manifest.artifacts)]
     refs += [(key, ref.path) for key in FILES if (ref := getattr(manifest, key)) is not UNSET]
     for key, text in refs:
-        pure = PurePosixPath(text)
-        if not text or pure.is_absolute() or ".." in pure.parts or "\\" in text or "\0" in text or ":" in text:
+        if text[:1] in ("", "/") or ".." in text.split("/") or "\\" in text or "\0" in text or ":" in text:
             refuse(key, f"{text!r} must be a relative path inside the bundle")
     seen: set[tuple[str, str]] = set()
     for i, artifact in enumerate(manifest.artifacts):

@@ -82,7 +82,7 @@ def _list(args: argparse.Namespace, console: Console) -> int:
         except BundleError as exc:
             broken.append({"name": name, "path": str(path), "error": str(exc)})
     missing = [name for name in catalogue.DEFAULTS if name not in installed]
-    models = [describe(name, bundle) for name, bundle in found]
+    models = [describe(name, bundle) for name, bundle in found] if console.json else []
     console.document({"models": models, **({"broken": broken} if broken else {}), "available": missing})
     console.line(f"models in {catalogue.models_dir(args.models_dir)}")
     for name, bundle in found:

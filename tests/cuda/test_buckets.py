@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.cuda.buckets import LADDER, Policy, ladder_up_to, plan
+from bench.texts import mixed_lengths
+from engines.cuda.buckets import LADDER, LAUNCH_CELLS, Policy, ladder_up_to, plan
 
 EXAMPLE = np.array([5, 400, 9, 28, 131, 70, 64, 130], np.int32)
 
@@ -43,6 +47,28 @@ def test_a_row_longer_than_the_budget_runs_alone() -> None:
 def test_exact_widths_in_blocks_above_the_free_ones() -> None:
     policy = Policy(tokens=64, ladder=(), block=8)
     assert policy.widths(np.array([1, 8, 9, 10, 16, 17], np.int32)).tolist() == [1, 8, 9, 16, 16, 24]
+
+
+@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=8), block=st.sampled_from([1, 8]))
+def test_no_other_cut_of_the_longest_first_costs_less_on_the_cpu(lengths: list[int], block: int) -> None:
+    policy = Policy(tokens=128, ladder=(), block=block, rows=5)
+    falling = sorted(lengths, reverse=True)
+    widths = policy.widths(np.array(falling, np.int32)).tolist()
+    inner = [cut for pieces in range(len(widths)) for cut in combinations(range(1, len(widths)), pieces)]
+    cuts = [list(pairwise((0, *cut, len(widths)))) for cut in inner]
+    allowed = [cut for cut in cuts if all(stop - start <= policy.max_rows(widths[start]) for start, stop in cut)]
+    costs = [sum((stop - start) * widths[start] + LAUNCH_CELLS for start, stop in cut) for cut in allowed]
+    made = plan(np.array(lengths, np.int32), policy)
+    assert [lengths[row] for row in made.order] == falling
+    assert sum(bucket.rows * bucket.width + LAUNCH_CELLS for bucket in made.buckets) == min(costs)
+
+
+@pytest.mark.parametrize("tokens", [128, 256])
+@pytest.mark.parametrize("count", [48, 64, 128, 200, 256])
+def test_at_most_three_of_a_hundred_computed_tokens_of_mixed_texts_are_padding(count: int, tokens: int) -> None:
+    lengths = np.array(mixed_lengths(count), np.int32)
+    made = plan(lengths, Policy(tokens=tokens, ladder=(), rows=256))
+    assert lengths.sum() >= 0.97 * sum(bucket.rows * bucket.width for bucket in made.buckets)
 
 
 def test_ladder_of_a_model_ends_at_its_maximum_and_keeps_whole_blocks() -> None:

@@ -105,7 +105,7 @@ def test_the_next_bucket_is_prepared_while_one_is_in_flight() -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_progress_of_the_worked_example(frozen: bool) -> None:
     """100 rows, first submission 60: the switch says 60 whatever the clock says, finished buckets 120 and 160 (8.4)."""
-    _, frames = run(Recorder(), [1] * 60 + [2] * 40, tokens=80, clock=(lambda: 0.0) if frozen else None)
+    _, frames = run(Recorder(), [1] * 40 + [2] * 60, tokens=120, clock=(lambda: 0.0) if frozen else None)
     assert frames == [(count, Phase.INFERENCE) for count in ([60] if frozen else [60, 120, 160])]
 
 
