@@ -28,7 +28,8 @@ class LlamaConfig(Struct, frozen=True):
         microllm_max_tokens: ceiling of GENERATE.max_tokens; by default the context is the limit.
         pooling_implementation: pooling is ours, in float32: llama.cpp's own is silently wrong for causal models and
             mixed lengths (U5, U6).
-        encode_chunk_tokens: most tokens of rows computed in one native call; cut further for a large vocabulary.
+        encode_chunk_tokens: most tokens of rows computed in one native call; cut further for a narrow model and for a
+            large vocabulary.
         contexts: 0 means auto: as many as threads for a model below :data:`~engines.llama.model.SMALL_MODEL`
             parameters, else one.
     """

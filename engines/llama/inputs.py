@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -45,24 +46,33 @@ class Chunk:
     tokens: int
 
 
-def plan_chunks(lengths: Sequence[int], *, cap: int, by_length: bool) -> list[Chunk]:
-    """Cut rows into chunks of at most *cap* tokens and :data:`MAX_SEQUENCES` rows; a longer row stands alone.
+def plan_chunks(lengths: Sequence[int], *, cap: int, slots: int) -> list[Chunk]:
+    """Spread rows over chunks of at most *cap* tokens and :data:`MAX_SEQUENCES` rows; a longer row is its own chunk.
 
-    The cut depends on the request alone, never on timing, so that a repeated request gives the same bytes.
-    *by_length* sorts the rows first (stable), for models whose attention cost grows with mixed lengths.
+    The chunks are a multiple of *slots*, as far as there are rows, and their token sums differ as little as the rows
+    allow, so that slots which compute side by side finish together: each row, the longest first, goes to the chunk
+    with the fewest tokens. The cut depends on the request alone, never on timing, so that a repeated request gives the
+    same bytes.
     """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__) if by_length else list(range(len(lengths)))
-    chunks: list[Chunk] = []
-    rows: list[int] = []
-    tokens = 0
-    for row in order:
-        if rows and (tokens + lengths[row] > cap or len(rows) == MAX_SEQUENCES):
-            chunks.append(Chunk(tuple(rows), tokens))
-            rows, tokens = [], 0
-        rows.append(row)
-        tokens += lengths[row]
-    if rows:
-        chunks.append(Chunk(tuple(rows), tokens))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    chunks = [Chunk((row,), lengths[row]) for row in order if lengths[row] > cap]
+    usual = order[len(chunks) :]
+    fewest = max(-(-sum(lengths[row] for row in usual) // cap), -(-len(usual) // MAX_SEQUENCES))
+    filled: list[list[int]] = [[] for _ in range(min(len(usual), -(-fewest // slots) * slots))]
+    open_chunks = [(0, number) for number in range(len(filled))]  # a heap of (tokens, chunk)
+    for row in usual:
+        tokens, number = open_chunks[0] if open_chunks else (cap, 0)
+        if tokens + lengths[row] > cap:
+            for _ in range(slots):
+                heappush(open_chunks, (0, len(filled)))
+                filled.append([])
+            tokens, number = open_chunks[0]
+        filled[number].append(row)
+        if len(filled[number]) < MAX_SEQUENCES:
+            heapreplace(open_chunks, (tokens + lengths[row], number))
+        else:
+            heappop(open_chunks)
+    chunks += [Chunk(tuple(sorted(rows)), sum(lengths[row] for row in rows)) for rows in filled if rows]
     return chunks
 
 

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 
 SMALL_MODEL: Final = 200_000_000
 """Parameters below which several one-thread contexts beat one context with several threads (4.3)."""
+NARROW: Final = 512
+"""Width up to which chunks are cut to :data:`NARROW_CHUNK_TOKENS`: the attention of a chunk scans the mask of all its
+pairs of tokens, which costs a narrow model's processor more than reading the weights once more."""
+NARROW_CHUNK_TOKENS: Final = 256
 SLOW_CALL_S: Final = 5.0
 """A call predicted to take longer also reports each finished layer (4.5)."""
 FLOPS_PER_THREAD: Final = 20e9
@@ -74,6 +78,8 @@ class LlamaModel(Model):
         self._pool: ThreadPoolExecutor | None = None
         fits = LOGITS_BUDGET_BYTES // max(1, logits_bytes(header)) // GRANULE * GRANULE
         self._chunk_tokens = min(config.encode_chunk_tokens, max(GRANULE, fits))
+        if native.n_embd <= NARROW and not config.gpu_layers:
+            self._chunk_tokens = min(self._chunk_tokens, NARROW_CHUNK_TOKENS)
         self._qwen3 = "qwen3" in header.architecture.lower()
         self._reranks = header.has_rank_head and not self._qwen3
         self._ends = header.end_ids
@@ -119,8 +125,7 @@ class LlamaModel(Model):
             states = context.states(len(rows.input_ids))
             vectors[list(chunk.rows)] = inputs.pool(states, rows.cu_seqlens, pooling)
 
-        chunks = inputs.plan_chunks(batch.lengths.tolist(), cap=self._chunk_tokens, by_length=self.has_memory)
-        self._run(chunks, compute, native_pooling=POOLING_NONE, progress=progress)
+        self._run(batch, compute, native_pooling=POOLING_NONE, progress=progress)
         return inputs.normalize_rows(vectors) if normalize else vectors
 
     def rerank(self, pairs: RerankPairs, *, progress: ProgressReporter) -> FloatArray:
@@ -160,9 +165,7 @@ class LlamaModel(Model):
             context.run_rows(rows.input_ids, rows.cu_seqlens)
             scores[list(chunk.rows)] = context.pooled(len(rows), 1)[:, 0]
 
-        # By length, so that which pairs meet in a call depends on the request alone and rows of a call are alike.
-        chunks = inputs.plan_chunks(batch.lengths.tolist(), cap=self._chunk_tokens, by_length=True)
-        self._run(chunks, compute, native_pooling=POOLING_RANK, progress=progress)
+        self._run(batch, compute, native_pooling=POOLING_RANK, progress=progress)
         return scores
 
     def generate(self, input_ids: IntArray, *, max_tokens: int, progress: ProgressReporter) -> Generation:
@@ -243,11 +246,10 @@ class LlamaModel(Model):
 
     # --- running chunks ----------------------------------------------------------------------------------------------
 
-    def _run(
-        self, chunks: Sequence[Chunk], compute: Compute, *, native_pooling: int, progress: ProgressReporter
-    ) -> None:
-        """Compute every chunk: usual ones side by side where that is faster, long ones one by one."""
+    def _run(self, batch: TokenBatch, compute: Compute, *, native_pooling: int, progress: ProgressReporter) -> None:
+        """Compute every row: usual chunks side by side where that is faster, long rows one by one."""
         cap = self._chunk_tokens
+        chunks = inputs.plan_chunks(batch.lengths.tolist(), cap=cap, slots=self._slots())
         usual = [chunk for chunk in chunks if chunk.tokens <= cap]
         shape = self._row_shape(_round_up(cap, GRANULE), native_pooling)
         slots = min(self._slots(), len(usual))

@@ -99,21 +99,33 @@ def test_pairs_that_cannot_be_built(
 @given(
     lengths=st.lists(st.integers(1, 700), min_size=1, max_size=256),
     cap=st.integers(1, 600),
-    by_length=st.booleans(),
+    slots=st.integers(1, 9),
 )
-def test_chunks_cover_every_row_once_within_their_bounds(lengths: list[int], cap: int, by_length: bool) -> None:
-    chunks = inputs.plan_chunks(lengths, cap=cap, by_length=by_length)
-    order = [row for chunk in chunks for row in chunk.rows]
-    assert sorted(order) == list(range(len(lengths)))
-    if not by_length:
-        assert order == sorted(order)
-    else:
-        assert [lengths[row] for row in order] == sorted(lengths)
+def test_chunks_cover_every_row_once_within_their_bounds(lengths: list[int], cap: int, slots: int) -> None:
+    chunks = inputs.plan_chunks(lengths, cap=cap, slots=slots)
+    assert sorted(row for chunk in chunks for row in chunk.rows) == list(range(len(lengths)))
     for chunk in chunks:
         assert chunk.tokens == sum(lengths[row] for row in chunk.rows)
         assert len(chunk.rows) <= inputs.MAX_SEQUENCES
         assert chunk.tokens <= cap or len(chunk.rows) == 1
-    assert chunks == inputs.plan_chunks(list(lengths), cap=cap, by_length=by_length)
+    assert chunks == inputs.plan_chunks(list(lengths), cap=cap, slots=slots)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cap", "slots", "tokens"),
+    [
+        ([100] * 12, 512, 2, [300] * 4),  # not 500, 500 and 200, of which the second slot would compute 500
+        ([100] * 12, 512, 1, [400] * 3),
+        ([16] * 2, 512, 2, [16] * 2),
+        ([64], 512, 4, [64]),
+        ([5, 400, 9, 28, 131, 70, 64, 130], 512, 2, [414, 423]),
+        ([5, 400, 9, 28, 131, 70, 64, 130], 256, 2, [214, 223, 400]),
+        ([300] * 4, 512, 2, [300] * 4),  # no two fit together
+        ([1] * 129, 512, 1, [43] * 3),
+    ],
+)
+def test_chunks_give_every_slot_as_many_tokens(lengths: list[int], cap: int, slots: int, tokens: list[int]) -> None:
+    assert sorted(chunk.tokens for chunk in inputs.plan_chunks(lengths, cap=cap, slots=slots)) == tokens
 
 
 def test_gather_takes_neighbours_as_a_view_and_others_as_a_copy() -> None:
