@@ -52,9 +52,13 @@ def configure(parser: Parser) -> None:
     serving_options(parser, "embed")
     parser.add_argument(
         "--out",
-        type=Path,
         metavar="F",
         help="write float32 (n, dims) to F.npy, or ids and vectors to F.parquet; resumes after a stop",
+    )
+    parser.add_argument(
+        "--require-certificate",
+        action="store_true",
+        help="only on an engine that is certified for the model on this machine; with --ray on every machine",
     )
     parser.add_argument(
         "--ray",
@@ -88,6 +92,7 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
+    args.local = args.local or args.require_certificate  # a running server has its own rule
     if args.texts and args.file:
         raise UsageError("give texts or --file, not both. See: synapse embed --help")
     if not args.texts and not args.file:
@@ -143,20 +148,22 @@ def _on_ray(args: argparse.Namespace, console: Console) -> int:
     if not args.file or args.file == "-" or args.out is None:
         raise UsageError("--ray needs --file (a file, folder, pattern or URI) and --out (a folder)")
     chunking = Chunking.of(args.chunk) if args.chunk else None
-    document = embed_on_ray(
-        args.file,
-        str(args.out),
-        args.model,
-        policy=Policy(args.truncate, args.empty, args.on_error, chunking, args.prompt),
-        column=args.column,
-        address=None if args.ray == "local" else args.ray,
-        display=console,
-        interactive=console.bars,
-        lane=args.lane,
-        engine=args.engine,
-        matrix=None if args.matrix is None else str(args.matrix),
-        models_dir=None if args.models_dir is None else str(args.models_dir),
-    )
+    with limited(left(args), "the corpus was embedded", of=args.deadline):
+        document = embed_on_ray(
+            args.file,
+            args.out,
+            args.model,
+            policy=Policy(args.truncate, args.empty, args.on_error, chunking, args.prompt),
+            column=args.column,
+            address=None if args.ray == "local" else args.ray,
+            display=console,
+            interactive=console.bars,
+            lane=args.lane,
+            engine=args.engine,
+            matrix=None if args.matrix is None else str(args.matrix),
+            models_dir=None if args.models_dir is None else str(args.models_dir),
+            require_certificate=args.require_certificate,
+        )
     console.document(document)
     if document["skipped"]:
         console.note(f"{document['skipped']} left out: {args.out}/errors.jsonl says which and why")
@@ -169,7 +176,8 @@ def _to_file(args: argparse.Namespace, console: Console) -> int:
     from synapse_host.bulk.output import place
 
     chunking = Chunking.of(args.chunk) if args.chunk else None
-    place(args.out, [args.file] if args.file else [])  # what can't be written is said before anything is read
+    out = Path(args.out)
+    place(out, [args.file] if args.file else [])  # what can't be written is said before anything is read
     # Here and not on the host's loop: a pipe that nobody writes to ends with a signal, or with the deadline.
     with limited(left(args), READING, of=args.deadline):
         corpus = Corpus.of(args.file or args.texts, column=args.column)
@@ -178,7 +186,7 @@ def _to_file(args: argparse.Namespace, console: Console) -> int:
 
     async def work(host: Host) -> dict[str, Any]:
         return await embed_file(
-            host, model, corpus, args.out, policy=policy, lane=args.lane, deadline=left(args), display=console
+            host, model, corpus, out, policy=policy, lane=args.lane, deadline=left(args), display=console
         )
 
     document = run_host(args, console, {model: args.model}, work)
