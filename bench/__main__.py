@@ -23,19 +23,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench import lifecycle, machine, models, picture, scale, wire
+from bench import lifecycle, machine, models, on_ray, picture, scale, wire
 from bench.plan import Plan
 from bench.rounds import Row
 from synapse_host.errors import EXIT_INTERRUPTED
 
-GROUPS = {"wire": wire.rows, "lifecycle": lifecycle.rows, "scale": scale.rows, "models": models.rows}
+GROUPS = {
+    "wire": wire.rows,
+    "lifecycle": lifecycle.rows,
+    "scale": scale.rows,
+    "models": models.rows,
+    "ray": on_ray.rows,
+}
+USUAL = ("wire", "lifecycle", "scale", "models")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the suite."""
     parser = argparse.ArgumentParser(prog="synapse bench", description=__doc__, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="under 3 minutes: fewer rounds, smaller batches")
-    parser.add_argument("--only", default=",".join(GROUPS), metavar="GROUP,…", help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--only", default=",".join(USUAL), metavar="GROUP,…", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write bench.json and bench.html here")
     parser.add_argument("--models-dir", type=Path, metavar="DIR")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of every contestant (default: usable cores)")

@@ -141,6 +141,42 @@ class SentenceTransformers(Rival):
         return self.model.encode(texts, batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False)
 
 
+class SentenceTransformersOnRay(Rival):
+    """The same in an actor of Ray Data, as its documentation shows: read_json, map_batches, write_parquet."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        import ray.data
+        import sentence_transformers
+
+        self.checkpoint()
+        self.what = f"sentence-transformers {sentence_transformers.__version__} under Ray Data {ray.__version__}"
+
+    def embed_file(self, source: str, out: str, pieces: int, piece: int) -> Any:
+        """Embed a file into a folder of parquet; return a vector."""
+        import ray
+
+        options = self.options
+
+        class Model:
+            def __init__(self) -> None:
+                self.rival = SentenceTransformers(options)
+
+            def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+                return {**batch, "vector": self.rival.embed(list(batch["text"]))}
+
+        # One core more than the model's threads: reading and writing are tasks of their own.
+        ray.init(num_cpus=self.threads + 1, include_dashboard=False, log_to_driver=False)
+        try:
+            data = ray.data.read_json(source, override_num_blocks=pieces).map_batches(
+                Model, batch_size=piece, num_cpus=self.threads, compute=ray.data.ActorPoolStrategy(size=1)
+            )
+            data.write_parquet(out)
+        finally:
+            ray.shutdown()
+        return [[0.0]]
+
+
 class CrossEncoder(Rival):
     """CrossEncoder.predict, batches of 32."""
 
@@ -442,6 +478,7 @@ class Grpc(Rival):
 
 KINDS: dict[str, type[Rival]] = {
     "sentence-transformers": SentenceTransformers,
+    "sentence-transformers on ray": SentenceTransformersOnRay,
     "cross-encoder": CrossEncoder,
     "fastembed": Fastembed,
     "infinity": Infinity,

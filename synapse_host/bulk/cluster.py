@@ -5,8 +5,9 @@ and where it runs; with that the blocks have their keys (:mod:`synapse_host.bulk
 already are left out. Ray hands the others to its actors, restarts dead ones and runs their block again: nothing of that
 is done here. An actor holds one host (:class:`~synapse_host.sync.SyncHost`), which supervises its worker on that
 machine; a block that runs twice writes the same part twice. In the end every block's part is looked for, and
-``manifest.json`` and ``errors.jsonl`` are written from what the parts say. A run refuses to add to the parts of another
-model, precision or policy, and an actor on a machine that would compute other numbers refuses its work.
+``manifest.json`` and ``errors.jsonl`` are written from what the parts say. A run refuses a folder with parts that it
+wouldn't make itself (of another model, precision, policy or corpus), and an actor on a machine that would compute other
+numbers refuses its work.
 
 For those who have a Ray program already, :class:`Embedder` is a callable class for ``map_batches``::
 
@@ -17,178 +18,31 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import posixpath
+import re
+import socket
+import threading
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-from msgspec import to_builtins
+from typing import Any, Final
 
 from synapse_host.bulk import parts
-from synapse_host.bulk.embedding import Display, Job, Policy, described
-from synapse_host.bulk.output import Left
+from synapse_host.bulk.actors import AGAIN, Embedder, PartWriter, check_same
+from synapse_host.bulk.embedding import Display, Policy
 from synapse_host.bulk.parts import Block
-from synapse_host.config import HostConfig
-from synapse_host.errors import BackendMissing, EngineCrashed, InvalidRequest, QueueFull, SynapseError, revive
-from synapse_host.models import catalogue
-from synapse_host.placement.matrix import load as load_matrix
-from synapse_host.placement.select import lane_with
-from synapse_host.sync import SyncHost
-from synapse_host.text.validate import width
+from synapse_host.errors import BackendMissing, EngineCrashed, InvalidRequest, SynapseError, revive
+from synapse_host.placement import places
 
-if TYPE_CHECKING:
-    import numpy as np
+__all__ = ["Embedder", "embed_on_ray"]
 
-    from synapse_host.host import Host
-
-SAME: Final = ("manifest_digest", "dtype", "policy", "column")
-"""What all parts of one result agree in."""
-AGAIN: Final = (EngineCrashed, QueueFull)
-"""Errors of a block that may be embedded again."""
 LINE_EVERY_S: Final = 60.0
-
-
-class Embedder:
-    """Adds ``vector`` and ``truncated`` to batches with a column of texts; for ``ray.data.Dataset.map_batches``.
-
-    *model*: a bundle's name, or its folder on a path that all machines share; a default model is installed where it
-    is missing. *column*: where the texts are. *truncate*: cut what is too long (else SequenceTooLong). *prompt* and
-    *dimensions*: as :meth:`synapse_host.host.Host.embed`. Errors keep their codes. The host ends with the actor.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        *,
-        column: str = "text",
-        truncate: bool = False,
-        prompt: str | None = None,
-        dimensions: int | None = None,
-        lane: str | None = None,
-        engine: str | None = None,
-        matrix: str | None = None,
-        models_dir: str | None = None,
-        require_certificate: bool = False,
-    ) -> None:
-        self._column = column
-        self._truncate = truncate
-        self._prompt = prompt
-        self._dimensions = dimensions
-        loaded = load_matrix(matrix)
-        self.lane = lane if lane or not engine else lane_with(loaded, "embed", engine)
-        folder = None if models_dir is None else Path(models_dir)
-        self.bundle = catalogue.obtain(model, folder)
-        self.model = Path(model).name
-        config = HostConfig(
-            models_dir=folder,
-            require_certificate=require_certificate,
-            engines={self.lane or "embed": engine} if engine else {},
-        )
-        self._open = ExitStack()
-        self.host = self._open.enter_context(SyncHost.open(loaded, {self.model: self.bundle.root}, config))
-
-    def __call__(self, batch: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
-        """Embed one batch: columns as arrays in, the same ones with ``vector`` float32 (n, dims) out."""
-        import numpy as np
-
-        texts = [str(text) for text in batch[self._column]]
-        options: dict[str, Any] = {"lane": self.lane, "truncate": self._truncate, "prompt": self._prompt}
-        result = self.host.embed_result(self.model, texts, dimensions=self._dimensions, **options)
-        cut = np.zeros(len(texts), bool)
-        cut[result.truncated] = True
-        return {**batch, "vector": result.vectors, "truncated": cut}
-
-    def facts(self) -> dict[str, Any]:
-        """Return what makes the vectors: model, digest, precision, engine; and the CPU threads that its lane takes."""
-        spec = self.host.lane_of(self.model, self.lane).require()
-        dtypes = {item.digest: item.dtype for item in self.bundle.manifest.artifacts}
-        return {
-            "model": self.model,
-            "manifest_digest": self.bundle.digest,
-            "dtype": dtypes.get(spec.load.artifact_digest),
-            "dims": width(self.bundle.manifest, self._dimensions),
-            "engine": spec.engine_id,
-            "device": spec.device,
-            "threads": int(spec.load.runtime_config.get("threads", "1")),
-        }
-
-    def kernel_revision(self) -> str | None:
-        """Return what the worker says of its kernels once it runs."""
-        lanes: dict[str, Any] = self.host.health()["lanes"]
-        revision: str | None = lanes[self.host.lane_of(self.model, self.lane).lane_id].get("kernel_revision")
-        return revision
-
-    def close(self) -> None:
-        """End the host and its worker."""
-        self._open.close()
-
-
-class PartWriter:
-    """What an actor of the command does: reads a block, embeds it and writes its part."""
-
-    def __init__(self, source: str, out: str, common: dict[str, Any], policy: Policy, embedder: dict[str, Any]) -> None:
-        self._embedder = Embedder(**embedder)
-        self._facts = {**common, **self._embedder.facts()}
-        _check_same(common, self._facts, "this machine's engine")
-        self._common = common
-        self._policy = policy
-        self._source, _ = parts.filesystem(parts.base_of(source))
-        self._files, self._out = parts.filesystem(out)
-        self._tokenizer = policy.tokenizer(self._embedder.bundle, self._embedder.model)
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Make the parts of a batch of blocks (``block``: JSON texts); return how many rows each has.
-
-        An error of ours is returned in ``error``, as JSON: Ray would only keep its text. Raised are those after which
-        Ray runs the block again: a worker died under it. A second death in a row shuts the lane, and ends the job.
-        """
-        rows, errors = [], []
-        for text in batch["block"]:
-            error = None
-            try:
-                rows.append(self._part(**json.loads(str(text))))
-            except SynapseError as exc:
-                if isinstance(exc, AGAIN) and not exc.details.get("quarantined"):
-                    raise
-                rows.append(0)
-                error = exc.to_dict()
-            errors.append(json.dumps(error))
-        return {"rows": rows, "error": errors}
-
-    def _part(self, block: dict[str, Any], before: int) -> int:
-        piece = Block(**block)
-        path = parts.part_path(self._out, piece, self._common)
-        if (made := parts.part_facts(self._files, path)) is not None:
-            return int(made["rows"])
-        file = parts.PartFile(self._files, path, self._facts["dims"])
-        try:
-            facts = self._embedder.host.call(lambda host: self._write(host, file, piece, before))
-            file.end({**self._facts, **facts, "kernel_revision": self._embedder.kernel_revision()})
-        except BaseException:
-            file.drop()
-            raise
-        return int(facts["rows"])
-
-    async def _write(self, host: Host, file: parts.PartFile, block: Block, before: int) -> dict[str, Any]:
-        """Embed a block into *file*; return what its part says of the rows."""
-        errors: list[Left] = []
-        skip = self._policy.on_error == "skip"
-
-        def note(error: SynapseError) -> None:
-            errors.append(described(error))
-
-        on_bad = note if skip else None
-        texts = parts.block_texts(self._source, block, self._common["column"], before, on_bad)
-        entries = self._policy.entries(texts, self._tokenizer, on_bad)
-        rows = 0
-        async for made in Job(host, self._embedder.model, self._embedder.lane, None, self._policy).blocks(entries):
-            file.write([text.id for text in made.kept], made.joined(), made.truncated)
-            errors += made.skipped
-            rows += len(made.kept)
-        return {"block": asdict(block), "rows": rows, "errors": to_builtins(errors)}
+REACH_S: Final = 10.0
+READERS: Final = 16
+"""Parts whose facts are read at a time: in a bucket each one takes a round trip or two."""
 
 
 def embed_on_ray(
@@ -211,35 +65,35 @@ def embed_on_ray(
     corpus, model and policy goes on where the last one stopped. Returns the command's document. Raises BackendMissing
     without Ray, InvalidRequest where *out* holds the parts of another result, and the first error that stops an actor.
     """
-    ray = _ray()
-    policy = policy or Policy()
-    blocks = parts.find_blocks(source, block_bytes=block_bytes)
+    ray, policy = _ray(), policy or Policy()
+    # An actor's working directory is another one.
+    source, out = _absolute(source), _absolute(out)
+    embedder |= {name: _absolute(embedder[name]) for name in ("matrix", "models_dir") if embedder.get(name)}
+    embedder["model"] = _absolute(model) if os.sep in model else model
+    arguments = {"truncate": policy.truncate, "dimensions": policy.dimensions, **embedder}
     target, folder = parts.filesystem(out)
+    blocks = parts.find_blocks(source, block_bytes=block_bytes, leave=folder)
     found = parts.list_parts(target, folder)
     started = time.monotonic()
-    ours = not ray.is_initialized()
-    if ours:
-        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        arguments = {"model": model, "truncate": policy.truncate, "dimensions": policy.dimensions, **embedder}
+    with _connected(ray, address):
         placed = _placement(ray, arguments)
+        # A part without a bad row is the same whatever becomes of bad rows: a run that one stopped goes on with skip.
+        shaping = {name: value for name, value in policy.facts().items() if name != "on_error"}
         # As JSON has them: compared with what parts say.
-        common = json.loads(json.dumps({"policy": policy.facts(), "column": column}))
+        common = json.loads(json.dumps({"policy": shaping, "column": column}))
         common |= {name: placed[name] for name in ("manifest_digest", "dtype")}
-        for path in found:
-            _check_same(common, parts.part_facts(target, path) or {}, path)
         names = {posixpath.basename(path) for path in found}
-        todo = [block for block in blocks if posixpath.basename(parts.part_path(folder, block, common)) not in names]
+        mine = {posixpath.basename(parts.part_path(folder, block, common)): block for block in blocks}
+        for path in sorted(names - set(mine)):
+            _refuse(target, posixpath.join(folder, path), common)
+        todo = [block for name, block in mine.items() if name not in names]
         if len(todo) < len(blocks):
             display.note(f"going on: {len(blocks) - len(todo)} of {len(blocks)} parts are there")
         if todo:
             described_blocks = _with_lines(ray, source, blocks, todo)
             writer = (source, out, common, policy, arguments)
             _run(ray, placed, described_blocks, writer, None if interactive else display)
-    finally:
-        if ours:
-            ray.shutdown()
-    document = _finish(target, folder, blocks, common)
+    document = _finish(target, folder, blocks, common, placed)
     elapsed = max(time.monotonic() - started, 1e-9)
     return {
         "model": placed["model"],
@@ -253,6 +107,11 @@ def embed_on_ray(
     }
 
 
+def _absolute(where: str) -> str:
+    # Not Path.absolute: that keeps "..".
+    return where if "://" in where else os.path.abspath(places.expanded(where))  # noqa: PTH100
+
+
 def _ray() -> Any:
     try:
         import ray
@@ -261,8 +120,32 @@ def _ray() -> Any:
         raise BackendMissing(
             "Ray is missing. Install it: pip install 'synapse-workers[ray]'", details={"missing": "ray"}
         ) from exc
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     return ray
+
+
+@contextmanager
+def _connected(ray: Any, address: str | None) -> Iterator[None]:
+    """Have Ray for the block: the program's own, or the one at *address*, or one on this machine that ends with it."""
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        if address is not None and (found := re.fullmatch(r"\[?([^/\]]+)\]?:(\d{1,5})", address)):
+            # Ray itself tries for a quarter of an hour.
+            socket.create_connection((found[1], int(found[2])), REACH_S).close()
+        # "local": without it Ray looks for one that runs here, of whomever.
+        options = {"include_dashboard": False} if address is None else {}
+        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **options)
+    except (OSError, OverflowError, RuntimeError, ValueError) as exc:
+        reason = str(exc).strip().splitlines()[:1] or [type(exc).__name__]
+        raise InvalidRequest(
+            f"Ray can't be reached at {address or 'this machine'}: {reason[0]}", details={"address": address}
+        ) from exc
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def _placement(ray: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -280,7 +163,9 @@ def _placement(ray: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         finally:
             embedder.close()
 
-    facts = dict(ray.get(ray.remote(ask).options(num_cpus=1).remote()))
+    # Where there are GPUs the machine that has one is asked: the head of such a cluster has none.
+    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0
+    facts = dict(ray.get(ray.remote(ask).options(num_cpus=1, num_gpus=gpus).remote()))
     if "error" in facts:
         raise revive(facts["error"])
     return facts
@@ -312,30 +197,36 @@ def _run(ray: Any, placed: dict[str, Any], blocks: list[str], writer: tuple[Any,
 
     Ray restarts actors and runs their blocks again by itself. *display* gets a line a minute; None: Ray shows its bar.
     """
-    context = ray.data.DataContext.get_current()
+    context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = display is None
     # A worker's death under an actor is not one of the actor, and the host doesn't retry: the block is asked for again.
     context.actor_task_retry_on_errors = list(AGAIN)
     gpus = 1 if placed["device"].startswith("cuda") else 0
-    cpus = max(1, placed["threads"])
-    most = max(1, int(ray.cluster_resources().get("GPU" if gpus else "CPU", 1)) // (gpus or cpus))
-    data = ray.data.from_items([{"block": block} for block in blocks], override_num_blocks=len(blocks)).map_batches(
-        PartWriter,
-        fn_constructor_args=writer,
-        batch_size=1,
-        num_cpus=cpus,
-        num_gpus=gpus,
-        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=min(most, len(blocks))),
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    # No more than a machine has: such an actor would be waited for without end.
+    cpus = min(max(1, placed["threads"]), max(int(machine.get("CPU", 1)) for machine in machines))
+    most = sum(int(machine.get("GPU", 0) if gpus else machine.get("CPU", 0) // cpus) for machine in machines)
+    done = rows = 0
+    telling = (
+        nullcontext()
+        if display is None
+        else _each_minute(lambda: display.note(f"{done} of {len(blocks)} parts, {rows} texts"))
     )
-    said, rows = time.monotonic(), 0
     try:
-        for done, row in enumerate(data.iter_rows(), 1):
-            rows += row["rows"]
-            if (error := json.loads(row["error"])) is not None:
-                raise revive(error)
-            if display is not None and time.monotonic() - said > LINE_EVERY_S:
-                said = time.monotonic()
-                display.note(f"{done} of {len(blocks)} parts, {rows} texts")
+        with ray.data.DataContext.current(context), telling:
+            items = [{"block": block} for block in blocks]
+            data = ray.data.from_items(items, override_num_blocks=len(blocks)).map_batches(
+                PartWriter,
+                fn_constructor_args=writer,
+                batch_size=1,
+                num_cpus=cpus,
+                num_gpus=gpus,
+                compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max(1, min(most, len(blocks)))),
+            )
+            for row in data.iter_rows():
+                done, rows = done + 1, rows + row["rows"]
+                if (error := json.loads(row["error"])) is not None:
+                    raise revive(error)
     except ray.exceptions.RayError as exc:
         message = str(exc).strip().splitlines()
         raise EngineCrashed(
@@ -343,32 +234,55 @@ def _run(ray: Any, placed: dict[str, Any], blocks: list[str], writer: tuple[Any,
         ) from exc
 
 
-def _check_same(common: dict[str, Any], facts: dict[str, Any], what: str) -> None:
-    """Raise InvalidRequest where *facts*, of a part or a machine, are of another result than *common*."""
-    other = [name for name in SAME if facts.get(name) != common.get(name)]
-    if other:
-        said = "; ".join(f"{name} {facts.get(name)}, not {common.get(name)}" for name in other)
-        raise InvalidRequest(
-            f"{what} would be mixed with another result ({said}). Take another folder, or remove what is there",
-            details={"what": what, "differs": other},
-        )
+@contextmanager
+def _each_minute(tell: Callable[[], None]) -> Iterator[None]:
+    """Call *tell* every LINE_EVERY_S seconds while the block runs."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(LINE_EVERY_S):
+            tell()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
-def _finish(files: Any, folder: str, blocks: Iterable[Block], common: dict[str, Any]) -> dict[str, Any]:
+def _refuse(files: Any, path: str, common: dict[str, Any]) -> None:
+    """Raise InvalidRequest for a part in the folder that this run wouldn't make."""
+    facts = parts.part_facts(files, path) or {}
+    check_same(common, facts, path)
+    of = facts.get("block", {}).get("file", "?")
+    raise InvalidRequest(
+        f"{path} is of {of} as it was, or of another corpus: who reads the folder would have its rows too. "
+        "Take another folder, or remove what is there",
+        details={"what": path, "differs": ["corpus"]},
+    )
+
+
+def _finish(
+    files: Any, folder: str, blocks: list[Block], common: dict[str, Any], placed: dict[str, Any]
+) -> dict[str, Any]:
     """Check that every block has its part, and write the manifest and the list of errors from what the parts say."""
     made: list[dict[str, Any]] = []
     errors: list[dict[str, Any]] = []
-    for block in blocks:
-        path = parts.part_path(folder, block, common)
-        facts = parts.part_facts(files, path)
-        if facts is None:
-            raise InvalidRequest(f"{path}: the part of {block.file} is gone. Run it again")
-        _check_same(common, facts, path)
-        errors += facts["errors"]
-        kept = {name: facts.get(name) for name in ("rows", "engine", "kernel_revision")}
-        made.append({"part": posixpath.basename(path), "file": block.file, **kept})
+    paths = [parts.part_path(folder, block, common) for block in blocks]
+    with ThreadPoolExecutor(READERS) as pool:
+        said = pool.map(lambda path: parts.part_facts(files, path), paths)
+        for block, path, facts in zip(blocks, paths, said, strict=True):
+            if facts is None:
+                raise InvalidRequest(f"{path}: the part of {block.file} is gone. Run it again")
+            check_same(common, facts, path)
+            errors += facts["errors"]
+            kept = {name: facts.get(name) for name in ("rows", "engine", "kernel_revision")}
+            made.append({"part": posixpath.basename(path), "file": block.file, **kept})
     parts.sweep(files, folder)
-    document = {**common, "n": sum(part["rows"] for part in made), "skipped": len(errors), "parts": made}
+    counts = {"n": sum(part["rows"] for part in made), "skipped": len(errors)}
+    document = {"model": placed["model"], "dims": placed["dims"], **common, **counts, "parts": made}
     parts.write_text(files, posixpath.join(folder, parts.MANIFEST), json.dumps(document, indent=1))
     if errors:
         lines = (json.dumps({name: entry[name] for name in ("where", "code", "message")}) + "\n" for entry in errors)

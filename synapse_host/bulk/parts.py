@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from synapse_host.bulk.corpus import (
     SUFFIXES,
+    WRITTEN,
     OnBad,
     Text,
     arrow_modules,
@@ -88,10 +89,10 @@ def base_of(source: str) -> str:
     return source or "."
 
 
-def find_blocks(source: str, *, block_bytes: int = BLOCK_BYTES) -> list[Block]:
+def find_blocks(source: str, *, block_bytes: int = BLOCK_BYTES, leave: str | None = None) -> list[Block]:
     """Return the blocks of *source*, in order: of a file, a folder, or a pattern (``*.jsonl``).
 
-    InvalidRequest where there is no file that could be read.
+    What lies in the folder *leave* is none of it. InvalidRequest where there is no file that could be read.
     """
     from pyarrow import fs
 
@@ -104,6 +105,7 @@ def find_blocks(source: str, *, block_bytes: int = BLOCK_BYTES) -> list[Block]:
         if found.type == fs.FileType.Directory:
             inside = files.get_file_info(fs.FileSelector(folder, recursive=True))
             plain = [info for info in inside if info.type == fs.FileType.File]
+            plain = [info for info in plain if leave is None or not info.path.startswith(f"{leave}/")]
             found = [info for info in plain if _wanted(info.path.removeprefix(folder).lstrip("/"), pattern)]
         else:
             found = [found] if found.type == fs.FileType.File else []
@@ -117,7 +119,7 @@ def find_blocks(source: str, *, block_bytes: int = BLOCK_BYTES) -> list[Block]:
 def _wanted(path: str, pattern: str) -> bool:
     """True for a path below the folder that the pattern, relative to it, matches; without one, for files of texts."""
     if not pattern:
-        return path.endswith(SUFFIXES)
+        return path.endswith(SUFFIXES) and not path.endswith(WRITTEN)
     _, deep, tail = pattern.rpartition("**/")
     return PurePosixPath(path).match(tail) and (bool(deep) or path.count("/") == tail.count("/"))
 

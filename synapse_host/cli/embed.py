@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError, count
-from synapse_host.cli.session import OWN_HOST, left, model_name, reading, run_host, serving_options, watched
+from synapse_host.cli.session import OWN_HOST, left, limited, model_name, reading, run_host, serving_options, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -43,9 +43,13 @@ def configure(parser: Parser) -> None:
     serving_options(parser, "embed")
     parser.add_argument(
         "--out",
-        type=Path,
         metavar="F",
         help="write float32 (n, dims) to F.npy, or ids and vectors to F.parquet; resumes after a stop",
+    )
+    parser.add_argument(
+        "--require-certificate",
+        action="store_true",
+        help="only on an engine that is certified for the model on this machine; with --ray on every machine",
     )
     parser.add_argument(
         "--ray",
@@ -55,6 +59,11 @@ def configure(parser: Parser) -> None:
         help="run on Ray: on this machine, or on the cluster at ADDRESS (auto: the one that runs here); --file may be "
         "a pattern or a URI (s3://…), --out is a folder of parquet parts",
     )
+    _policy_options(parser)
+
+
+def _policy_options(parser: Parser) -> None:
+    """Add what :func:`_policy` reads."""
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long; what was cut is listed")
     parser.add_argument(
         "--prompt",
@@ -85,6 +94,7 @@ def configure(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
+    args.local = args.local or args.require_certificate  # a running server has its own rule
     if args.texts and args.file:
         raise UsageError("give texts or --file, not both. See: synapse embed --help")
     if not args.texts and not args.file:
@@ -146,20 +156,22 @@ def _on_ray(args: argparse.Namespace, console: Console) -> int:
 
     if not args.file or args.file == "-" or args.out is None:
         raise UsageError("--ray needs --file (a file, folder, pattern or URI) and --out (a folder)")
-    document = embed_on_ray(
-        args.file,
-        str(args.out),
-        args.model,
-        policy=_policy(args),
-        column=args.column,
-        address=None if args.ray == "local" else args.ray,
-        display=console,
-        interactive=console.bars,
-        lane=args.lane,
-        engine=args.engine,
-        matrix=None if args.matrix is None else str(args.matrix),
-        models_dir=None if args.models_dir is None else str(args.models_dir),
-    )
+    with limited(left(args), "the corpus was embedded", of=args.deadline):
+        document = embed_on_ray(
+            args.file,
+            args.out,
+            args.model,
+            policy=_policy(args),
+            column=args.column,
+            address=None if args.ray == "local" else args.ray,
+            display=console,
+            interactive=console.bars,
+            lane=args.lane,
+            engine=args.engine,
+            matrix=None if args.matrix is None else str(args.matrix),
+            models_dir=None if args.models_dir is None else str(args.models_dir),
+            require_certificate=args.require_certificate,
+        )
     console.document(document)
     if document["skipped"]:
         console.note(f"{document['skipped']} left out: {args.out}/errors.jsonl says which and why")
@@ -171,8 +183,8 @@ def _to_file(args: argparse.Namespace, console: Console) -> int:
     from synapse_host.bulk import Corpus, embed_file
     from synapse_host.bulk.output import place
 
-    policy = _policy(args)
-    place(args.out, [args.file] if args.file else [])  # what can't be written is said before anything is read
+    policy, out = _policy(args), Path(args.out)
+    place(out, [args.file] if args.file else [])  # what can't be written is said before anything is read
     # Here and not on the host's loop: a pipe that nobody writes to ends with a signal, or with the deadline.
     with reading(args):
         corpus = Corpus.of(args.file or args.texts, column=args.column)
@@ -180,7 +192,7 @@ def _to_file(args: argparse.Namespace, console: Console) -> int:
 
     async def work(host: Host) -> dict[str, Any]:
         return await embed_file(
-            host, model, corpus, args.out, policy=policy, lane=args.lane, deadline=left(args), display=console
+            host, model, corpus, out, policy=policy, lane=args.lane, deadline=left(args), display=console
         )
 
     document = run_host(args, console, {model: args.model}, work)

@@ -66,7 +66,8 @@ def served_by(result: EmbedResult | RerankResult | Generation) -> dict[str, Any]
 
 def config_of(args: argparse.Namespace) -> HostConfig:
     """Return the host's configuration; without --runtime-dir the directory is private and removed at the end."""
-    return HostConfig(runtime_dir=args.runtime_dir, models_dir=args.models_dir)
+    strict = getattr(args, "require_certificate", False)
+    return HostConfig(runtime_dir=args.runtime_dir, models_dir=args.models_dir, require_certificate=strict)
 
 
 def with_engine(config: HostConfig, args: argparse.Namespace, matrix: HardwareMatrix) -> HostConfig:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
 from synapse_host.bulk import Policy
-from synapse_host.bulk.cluster import Embedder, embed_on_ray
-from synapse_host.cli.console import Console
+from synapse_host.bulk.cluster import Embedder
 from synapse_host.errors import InvalidRequest, SequenceTooLong
-from tests.support.scripted import expected_vector
-from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle, write_matrix
+from tests.support.on_ray import SLOW, Place, kill_an_actor, run_killed, vector
 
 pytestmark = [
     pytest.mark.process,
@@ -26,7 +20,6 @@ pytestmark = [
     pytest.mark.leaks_allowed("threads", "children", "descriptors"),
     pytest.mark.filterwarnings("ignore"),  # Ray's own, about itself
 ]
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,46 +28,6 @@ def session() -> Iterator[None]:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
-
-
-def vector(text: str) -> list[float]:
-    ids = [CLS, *(WORDS.index(word) for word in text.split()), SEP]
-    return [float(np.float32(value)) for value in expected_vector(ids)]
-
-
-class Place:
-    """A corpus of letters with ids, a toy bundle and a matrix of one thread."""
-
-    def __init__(self, root: Path, script: dict[str, Any] | None = None) -> None:
-        self.root = root
-        self.matrix = write_matrix(root, script)
-        self.bundle = write_bundle(root / "toy")
-        self.words = [WORDS[4 + number % 6] for number in range(3000)]
-        self.source = root / "corpus" / "in.jsonl"
-        self.source.parent.mkdir()
-        lines = (json.dumps({"id": f"n{number}", "text": word}) for number, word in enumerate(self.words))
-        self.source.write_text("\n".join(lines) + "\n")
-        self.out = root / "vectors"
-
-    def run(self, **options: Any) -> dict[str, Any]:
-        given = {"matrix": str(self.matrix), "block_bytes": 8192, "display": QUIET, **options}
-        return embed_on_ray(str(self.source), str(self.out), str(self.bundle), **given)
-
-    def rows(self) -> dict[str, list[float]]:
-        """Return every row of every part; no id may be there twice."""
-        from pyarrow import parquet
-
-        found: dict[str, list[float]] = {}
-        for part in sorted(self.out.glob("part-*.parquet")):
-            table = parquet.read_table(part).to_pydict()
-            for id, row in zip(table["id"], table["vector"], strict=True):
-                assert id not in found
-                found[id] = row
-        return found
-
-    def check(self) -> None:
-        assert self.rows() == {f"n{number}": vector(word) for number, word in enumerate(self.words)}
-        assert not list(self.out.glob("*.tmp"))
 
 
 def test_vectors_are_those_of_the_host_and_a_second_run_has_nothing_to_do(tmp_path: Path) -> None:
@@ -110,34 +63,18 @@ def test_bad_rows_are_listed_by_their_line(tmp_path: Path) -> None:
 
 @pytest.mark.fault
 def test_actors_and_workers_that_are_killed_lose_and_double_nothing(tmp_path: Path) -> None:
-    """Slow workers, so that the kills meet them at work: an actor twice, its worker three times."""
-    place = Place(tmp_path, {"rules": [{"on": "EMBED_BATCH", "do": [{"sleep": 0.1}]}]})
-    killed: list[str] = []
-    ended = threading.Event()
+    """Slow workers, so that the kills meet them at work: a worker three times, its actor twice."""
+    place = Place(tmp_path, SLOW)
 
-    def kill() -> None:
-        while not ended.wait(1.0) and len(killed) < 5:
-            for process in psutil.Process().children(recursive=True):
-                try:
-                    line = " ".join(process.cmdline())
-                    wanted = "--socket" in line if len(killed) % 2 == 0 else "PartWriter" in line
-                    if wanted and str(place.out) and len(list(place.out.glob("part-*"))) > len(killed):
-                        process.kill()
-                        killed.append(line[:40])
-                        break
-                except psutil.Error:
-                    continue
+    def kill_a_worker() -> bool:
+        for process in psutil.Process().children(recursive=True):
+            if "--socket" in process.cmdline():
+                process.kill()
+                return True
+        return False
 
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        began = time.monotonic()
-        done = place.run()
-    finally:
-        ended.set()
-        thread.join()
-    assert done["n"] == 3000, time.monotonic() - began
-    assert len(killed) >= 2, killed
+    document, killed = run_killed(place, [kill_a_worker, kill_an_actor] * 2 + [kill_a_worker])
+    assert document["n"] == 3000 and killed == 5
     place.check()
 
 

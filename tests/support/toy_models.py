@@ -127,6 +127,7 @@ def write_relative(folder: Path, kind: str, *, cross_encoder: bool = False, seed
     if not like_roberta:
         weights.pop("embeddings.token_type_embeddings.weight")
     if like_roberta and not cross_encoder:  # as published ones have it; it takes no part in an embedding
+        hidden = sizes["hidden_size"]
         weights |= random_weights({"pooler.dense.weight": (hidden, hidden), "pooler.dense.bias": (hidden,)}, seed + 1)
     stored = {_name_of_relative(name, like_roberta, cross_encoder): array for name, array in weights.items()}
     safetensors.write(folder / "model.safetensors", stored, metadata={"format": "pt"}, dtype="F32")
