@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from engines.ane.inputs import Feeds
     from engines.ane.signature import FunctionSpec
 
-UNITS: Final = ("cpu_and_ne", "cpu_only")
-"""Compute units a model may be opened with. Never ALL: with it a large model is placed on the GPU entirely, and loads
-quickly precisely because nothing is on the Neural Engine (ane.md 1.3)."""
 HINTS: Final = "reshapeFrequency=infrequent"
 """Every shape is fixed, so Core ML may spend its time on the first load."""
 

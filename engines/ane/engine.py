@@ -145,7 +145,7 @@ class AneEngine(Engine):
         self._backend.require()
         os_build = self._backend.os_build()
         artifact, folder, record = files.find(
-            request, artifacts, os_build=os_build, allow_cold=settings.allow_cold, progress=progress
+            request, artifacts, os_build=os_build, allow_cold=settings.prepare == "allow_cold", progress=progress
         )
         rules, hidden, layers = _rules(described, artifact)
         keys = _keys(artifact)

@@ -135,7 +135,7 @@ class AneModel(Model):
         program: Program | None = None
         try:
             with StderrScan() as scan:
-                program = self._backend.open(source, units=self._settings.units)
+                program = self._backend.open(source, units=self._settings.compute_units)
                 self._progress.advance()
                 check_signature(name, program.signature(), spec)
                 self._smoke(key, name, program)
@@ -145,7 +145,7 @@ class AneModel(Model):
             # The framework has opened the path by now, perhaps more than once: what lay there must be what was hashed.
             self._recheck()
             # Behind the block: only there has everything been read.
-            scan.check(f"function {name}", placement=self._settings.placement)
+            scan.check(f"function {name}", placement=self._settings.placement == "on")
         except BaseException:
             if program is not None:
                 program.close()
@@ -162,7 +162,7 @@ class AneModel(Model):
             "bundle": self._bundle_digest,
             "function": name,
             "os_build": self._backend.os_build(),
-            "units": self._settings.units,
+            "units": self._settings.compute_units,
             "hints": HINTS,
         }
 
@@ -193,7 +193,7 @@ class AneModel(Model):
 
     def _placement(self, name: str, source: Source, program: Program) -> tuple[float | None, tuple[str, ...]]:
         """Return share and CPU stages, from the cache where this function was planned before."""
-        if not self._settings.placement:
+        if self._settings.placement == "off":
             return None, ()
         known = self._plans.get(tuple(self._identity(name).values()))
         if known is not None:
@@ -201,7 +201,7 @@ class AneModel(Model):
         plan = program.plan()
         wanted = source.function if source.multi else None
         # On the CPU alone everything is off the allow-list by construction; that mode measures speed-up only.
-        checked = plan is not None and self._settings.units == "cpu_and_ne"
+        checked = plan is not None and self._settings.compute_units == "cpu_and_ne"
         stages = tuple(compute_plan.cpu_stages(plan, wanted)) if checked and plan is not None else ()
         return compute_plan.share(plan, wanted), stages
 

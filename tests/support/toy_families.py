@@ -58,7 +58,9 @@ def write_mpnet(
         names |= {"classifier.": "classifier.out_proj.", "pooler.": "classifier."}
     _write(folder, config, weights, names, prefix="mpnet." if cross_encoder else "", apart=("classifier.",))
     if not cross_encoder:
-        toy_models._sentence_files(folder, hidden, pooling, True, max_positions)
+        toy_models.sentence_files(
+            folder, {"hidden_size": hidden, "max_position_embeddings": max_positions}, pooling, True
+        )
     toy_models.write_unigram_tokenizer(folder, vocab, ROBERTA_SPECIALS)
     return folder
 
@@ -110,7 +112,8 @@ def write_gemma(
     weights = _weights("gemma3_text", "embed", config, seed)
     # A norm multiplies by one more than its weight.
     _write(folder, config, {name: array - 1 if "norm" in name else array for name, array in weights.items()}, {})
-    toy_models._sentence_files(folder, hidden, "mean", not dense, max_positions)
+    sizes = {"hidden_size": hidden, "max_position_embeddings": max_positions}
+    toy_models.sentence_files(folder, sizes, "mean", not dense)
     if dense:
         modules = json.loads((folder / "modules.json").read_text())
         for number, inner, outer in ((2, hidden, 96), (3, 96, 48)):

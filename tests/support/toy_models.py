@@ -64,7 +64,7 @@ def write_bert(
     prefix = (lambda name: name if name.startswith("classifier") else "bert." + name) if cross_encoder else None
     _finish(folder, "bert", task, config, prefix=prefix, **stored)
     if not cross_encoder:
-        _sentence_files(folder, config, pooling, normalize)
+        sentence_files(folder, config, pooling, normalize)
     write_wordpiece_tokenizer(folder, config["vocab_size"])
     return folder
 
@@ -132,7 +132,7 @@ def write_relative(folder: Path, kind: str, *, cross_encoder: bool = False, seed
     stored = {_name_of_relative(name, like_roberta, cross_encoder): array for name, array in weights.items()}
     safetensors.write(folder / "model.safetensors", stored, metadata={"format": "pt"}, dtype="F32")
     if not cross_encoder:
-        _sentence_files(folder, {**sizes, "max_position_embeddings": positions}, "mean", True)
+        sentence_files(folder, {**sizes, "max_position_embeddings": positions}, "mean", True)
     if like_roberta:
         specials = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4}
         write_unigram_tokenizer(folder, sizes["vocab_size"], specials)
@@ -218,7 +218,7 @@ def write_modernbert(
     prefix = (lambda name: name if name.startswith(own) else "model." + name) if rerank else None
     _finish(folder, "modernbert", task, config, prefix=prefix, **stored)
     if not rerank:
-        _sentence_files(folder, config, pooling, normalize)
+        sentence_files(folder, config, pooling, normalize)
     write_bytelevel_tokenizer(folder, config["vocab_size"], BERT_SPECIALS, frame=BERT_FRAME)
     return folder
 
@@ -267,7 +267,7 @@ def write_qwen3(
     if rerank:
         _json(folder / "1_LogitScore" / "config.json", {"true_token_id": ids["yes"], "false_token_id": ids["no"]})
     if task == "embed":
-        _sentence_files(folder, config, "lasttoken", normalize)
+        sentence_files(folder, config, "lasttoken", normalize)
     return folder
 
 
@@ -391,7 +391,7 @@ def _save(
     _json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **config})
 
 
-def _sentence_files(folder: Path, config: Mapping[str, Any], pooling: str, normalize: bool) -> None:
+def sentence_files(folder: Path, config: Mapping[str, Any], pooling: str, normalize: bool) -> None:
     """Write what sentence-transformers keeps beside a model: pooling, normalisation, the length limit."""
     kind = "sentence_transformers.models."
     modules = [{"idx": 0, "name": "0", "path": "", "type": kind + "Transformer"}]
