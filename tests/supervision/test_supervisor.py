@@ -663,18 +663,6 @@ async def test_a_quarantine_outlasts_idleness(make):
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-async def test_an_idle_worker_is_asked_to_leave(make, tmp_path):
-    bye = tmp_path / "bye"
-    lane = make({"shutdown": [{"touch": str(bye)}]})
-    await lane.load()
-    pid = lane.health()["worker_pid"]
-    await lane.aclose()
-    assert bye.exists() and not Path(f"/proc/{pid}").exists()
-    assert lane.health()["state"] == "stopped" and lane.health()["strikes"] == 0
-    with pytest.raises(QueueFull, match="stopping"):
-        await serve(lane)
-
-
 @pytest.mark.parametrize("first", [0.0, 600.0])
 async def test_a_drain_that_is_over_or_hurried_ends_the_running_request(make, first):
     lane = make(poison({"sleep": 600}))
