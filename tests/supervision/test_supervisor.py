@@ -602,7 +602,7 @@ async def test_a_deadline_holds_while_a_worker_is_being_ended(make, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(process_module, "REAP_LIMIT", 600)
         patch.setattr(WorkerProcess, "kill", lambda self: None)
-        request = asyncio.create_task(serve(lane, POISON, deadline=soon(3.0)))
+        request = asyncio.create_task(serve(lane, POISON, deadline=soon(1.5)))
         await until(lambda: lane.health()["state"] == "serving")
         closing = asyncio.create_task(lane.aclose() if end == "close" else asyncio.sleep(0))
         # The window ends first, or the host closes; then nothing moves until the deadline.
