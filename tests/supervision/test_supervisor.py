@@ -123,6 +123,20 @@ async def test_a_closed_connection_of_a_living_worker_is_eof(make):
     assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
 
 
+async def test_an_answer_before_the_whole_request_was_read_is_out_of_turn(make, tmp_path):
+    go = tmp_path / "go"
+    early = {"type": "ERR", "req_id": "1-2", "code": "oom", "msg": ""}
+    answers = {"thread": [{"wait_for": str(go)}, {"frame": early}]}
+    lane = make({"rules": [on("LOAD", {"reply": {}}, answers, {"sleep": 600})]})
+    await lane.load()
+    request = asyncio.create_task(lane.submit(embed([1] * 2**20), stage=EMBED))
+    await until(lambda: lane.health()["state"] == "serving")
+    go.touch()
+    with pytest.raises(EngineCrashed):
+        await request
+    assert lane.health()["last_fault"]["cause"] == "protocol" and lane.counters.rejected == {"out_of_turn": 1}
+
+
 async def test_a_request_at_the_moment_of_an_idle_death_has_one_outcome(make):
     lane = make()
     for _ in range(5):
