@@ -188,13 +188,6 @@ BAD = embed_inputs(cosine=[0.9, *[0.99999] * (N - 1)])
 FAILED = {"verdict": "uncertified"}
 
 
-def claimed(**document: Any) -> dict[str, Any]:
-    """A run that failed, as somebody would edit it who wants it to have passed."""
-    judged = verdict.judge(msgspec.structs.replace(evidence(), **document))
-    passed = [{**msgspec.to_builtins(gate), "passed": True} for gate in judged.gates]
-    return {"gates": passed, "reasons": [], "verdict": "certified", "reported": judged.reported}
-
-
 def relabelled(case: Case) -> None:
     """Call a Neural Engine's run one of the CPU, and leave out where it ran."""
 
@@ -253,7 +246,6 @@ EDITS: dict[str, tuple[Act, str]] = {
     "edge lengths expected to fail": (excused, "limits.max.expected"),
     "thresholds of its own": (own_thresholds, "thresholds.min_cosine"),
     "operators of its own on the CPU": (allowed_on_the_cpu, "placement.cpu_allowed"),
-    "signed by hand": (lambda case: case.edit(lambda p: p.update(claimed(inputs=BAD))), "gates."),
     "a failed run's document put there": (lambda case: documents.write(
         case.path, verdict.judge(msgspec.structs.replace(case.evidence, inputs=BAD))), "don't pass: min_cosine"),
     "an older certificate": (lambda case: case.path.write_text(json.dumps(OLDER)), "no evidence document"),

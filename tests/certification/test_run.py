@@ -10,7 +10,6 @@ import asyncio
 import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,15 @@ from synapse_host.certificates.document import Evidence
 from synapse_host.certification.run import Order, certify
 from synapse_host.errors import BackendMissing, BundleInvalid, InvalidRequest
 from synapse_host.placement.matrix import HardwareMatrix, load
-from tests.support import foreign, owned_bundle
+from tests.support import owned_bundle
 from tests.support.evidence import N, failed, failed_groups, function
 from tests.support.sabotage import (
     BUNDLES,
+    DIMS,
     SABOTAGES,
+    SCRIPTS,
     Sabotage,
+    bent,
     embed_arrays,
     give_fixtures,
     id_rows,
@@ -147,7 +149,7 @@ def test_each_bent_bundle_fails_its_own_gates_only(kind: str, toys: dict[str, Pa
 def scripted_bundle(folder: Path, task: str, *, dtype: str = "f16", kind: str = "good") -> Path:
     """A bundle whose reference is what the scripted worker answers, or has one fault."""
     formats = {"gguf": dtype}
-    write_bundle(folder, task=task, dims=foreign.DIMS, max_tokens=32, tokenizer=False, formats=formats)
+    write_bundle(folder, task=task, dims=DIMS, max_tokens=32, tokenizer=False, formats=formats)
     if task == "embed":
         rewrite(folder, normalize=False)
     reference(folder, task, kind)
@@ -171,17 +173,11 @@ def foreign_matrix(folder: Path, worker: list[str], **engine: Any) -> HardwareMa
     return load(path)
 
 
-def foreign_command(mode: str) -> list[str]:
-    # The worker's working directory is the matrix's folder, so the module's path is put in by hand.
-    code = f"import sys,runpy; sys.path.insert(0,{str(ROOT)!r}); sys.argv.insert(1,{mode!r}); "
-    code += "runpy.run_module('tests.support.foreign', run_name='__main__')"
-    return [sys.executable, "-c", code]
-
-
 def foreign_run(tmp_path: Path, sabotage: Sabotage) -> Evidence:
     bundle = scripted_bundle(tmp_path / "toy", sabotage.task, dtype=sabotage.dtype, kind=sabotage.kind)
-    matrix = foreign_matrix(tmp_path, foreign_command(sabotage.worker), dtype=[sabotage.dtype])
-    return run(bundle, sabotage.task, matrix)
+    worker = command({"dims": DIMS, **SCRIPTS.get(sabotage.worker, {})})
+    with bent(sabotage.worker):
+        return run(bundle, sabotage.task, foreign_matrix(tmp_path, worker, dtype=[sabotage.dtype]))
 
 
 @pytest.mark.parametrize(
@@ -210,14 +206,14 @@ def test_a_bundle_without_fixtures_ends_uncertified(tmp_path: Path) -> None:
 
 def test_stale_texts_are_counted(tmp_path: Path) -> None:
     """Texts that the bundle's tokenizer now turns into other ids."""
-    bundle = write_bundle(tmp_path / "toy", dims=foreign.DIMS, normalize=False)
+    bundle = write_bundle(tmp_path / "toy", dims=DIMS, normalize=False)
     texts = [" ".join("abcdef"[(n >> k) % 6] for k in range(0, 9, 2)) for n in range(N)]
     from synapse_host.text.tokenizer import TextTokenizer
 
     rows = [TextTokenizer(manifest.read(bundle)).rows([text]).ids.tolist() for text in texts]
-    vectors = [expected_vector(row, foreign.DIMS) for row in rows]
+    vectors = [expected_vector(row, DIMS) for row in rows]
     give_fixtures(bundle, "embed", texts, embed_arrays(rows, vectors))
-    matrix = foreign_matrix(tmp_path, foreign_command("honest"))
+    matrix = foreign_matrix(tmp_path, command({"dims": DIMS}))
     assert "reference_stale" not in failed(run(bundle, "embed", matrix))
     give_fixtures(bundle, "embed", ["f f f", *texts[1:]], embed_arrays(rows, vectors))
     document = run(bundle, "embed", matrix)
@@ -232,7 +228,7 @@ def ane_bundle(folder: Path, task: str) -> Path:
     write_bundle(
         folder,
         task=task,
-        dims=foreign.DIMS,
+        dims=DIMS,
         max_tokens=32,
         normalize=False,
         tokenizer=False,
@@ -251,7 +247,7 @@ def ane_bundle(folder: Path, task: str) -> Path:
     rewrite(folder, artifacts=[entry], token_types=task == "rerank")
     rows = id_rows(5)
     if task == "embed":
-        give_fixtures(folder, task, [None] * N, embed_arrays(rows, [expected_vector(r, foreign.DIMS) for r in rows]))
+        give_fixtures(folder, task, [None] * N, embed_arrays(rows, [expected_vector(r, DIMS) for r in rows]))
     else:
         queries = [row[:3] for row in id_rows(6, count=20)]
         of = [n % 20 for n in range(N)]
@@ -263,7 +259,7 @@ def ane_bundle(folder: Path, task: str) -> Path:
 def ane_run(tmp_path: Path, task: str, share: float | None, plan: int = 95) -> Evidence:
     script = {
         "engine": "ane-coreml-worker",
-        "dims": foreign.DIMS,
+        "dims": DIMS,
         "buckets": [16, 32],
         "placement_share": share,
         "rules": [],
@@ -300,7 +296,7 @@ def test_placement_decides_for_both_tasks(
 
 
 def test_without_the_frameworks_plan_placement_is_unreported(tmp_path: Path) -> None:
-    script = {"engine": "ane-coreml-worker", "dims": foreign.DIMS, "buckets": [16, 32], "placement_share": 0.99}
+    script = {"engine": "ane-coreml-worker", "dims": DIMS, "buckets": [16, 32], "placement_share": 0.99}
     matrix = foreign_matrix(tmp_path, command(script), engine="ane", device="ane", format="coreml")
     document = run(ane_bundle(tmp_path / "toy", "embed"), "embed", matrix)
     assert {"functions_unreported", "function_share", "cost_share"} <= failed(document)
@@ -355,7 +351,7 @@ def test_fixtures_of_another_task_or_width_are_refused(tmp_path: Path) -> None:
 
 def test_a_configuration_that_demands_certificates_does_not_stop_certifying(tmp_path: Path) -> None:
     bundle = scripted_bundle(tmp_path / "toy", "embed")
-    matrix = foreign_matrix(tmp_path, foreign_command("honest"))
+    matrix = foreign_matrix(tmp_path, command({"dims": DIMS}))
     order = Order("embed", "toy", bundle)
     document = asyncio.run(certify(order, matrix, HostConfig(require_certificate=True, data_dir=tmp_path / "none")))
     assert document.verdict == "certified"

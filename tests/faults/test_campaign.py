@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 
 import pytest
@@ -111,15 +110,6 @@ def test_the_quarantine_walk_notices_a_wrong_rule(monkeypatch: pytest.MonkeyPatc
     row = Row("R14", "x")
     quarantine_model.walk("catalog", 200, 1, row)
     assert row.problems
-
-
-def test_the_command_line(tmp_path, capsys) -> None:
-    report = tmp_path / "r.json"
-    assert campaign.main(["--only", "R14", "--size", "slice", "--report", str(report)]) == 0
-    assert "R14" in capsys.readouterr().out
-    assert json.loads(report.read_text())["passed"] is True
-    with pytest.raises(SystemExit):
-        campaign.main(["--only", "R99"])
 
 
 def test_the_generator_of_headers_notices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ async def test_a_kill_that_does_not_take(make, tmp_path, monkeypatch):
     """ollama/ollama#12472: a process stuck in a driver can't be killed; the host goes on, starts none beside it."""
     state = tmp_path / "state"
     # Long enough for a healthy request of a busy machine.
-    patient = dataclasses.replace(FAST, windows=Windows(setup=20.0, control=20.0, ping=20.0, inference=3.0))
+    patient = dataclasses.replace(FAST, windows=Windows(setup=20.0, control=20.0, ping=20.0, inference=1.5))
     lane = make(poison({"sleep": 600}, state=str(state), ignore=["EOF"]), config=patient, own_worker=False)
     other = make()
     await lane.load()

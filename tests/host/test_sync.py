@@ -24,9 +24,10 @@ pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 OPEN = """
-import os, sys, threading, time
+import gc, os, signal, sys, threading, time
 from pathlib import Path
-from synapse_host.errors import BundleInvalid, InvalidRequest
+import synapse_host.sync
+from synapse_host.errors import InvalidRequest
 from synapse_host.sync import SyncHost
 matrix, model = map(Path, sys.argv[1:])
 left = SyncHost.open(matrix, {"toy": model})
@@ -53,20 +54,96 @@ def program(toy: tuple[Path, Path], text: str) -> subprocess.CompletedProcess[st
     return done
 
 
-def test_a_block_that_is_never_left_ends_with_the_interpreter(toy: tuple[Path, Path]) -> None:
-    done = program(toy, "print('end')")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+PROGRAMS: dict[str, tuple[str, str]] = {
+    "a block that is never left": ("print('end')", "end\n"),
+    "a thread that uses the host until it ends itself": (
+        """
+def late():
+    threading.main_thread().join()
+    print(host.embed("toy", ["a"]).shape)
+threading.Thread(target=late).start()
+""",
+        "(1, 8)\n",
+    ),
+    "an iterator that the collector finds on the host's own thread": (
+        """
+gc.disable()
+stream = host.embed_stream("toy", (f"text {i}" for i in range(3000)))
+next(stream)
+ring = [stream]
+ring.append(ring)
+del stream, ring
+host._thread._loop.call_soon_threadsafe(gc.collect)
+print(host.embed("toy", ["a"]).shape)
+""",
+        "(1, 8)\n",
+    ),
+    "a host that the collector finds on its own thread": (
+        """
+gc.disable()
+thread, loop = host._thread._thread, host._thread._loop
+ring = [left]
+ring.append(ring)
+del left, ring
+loop.call_soon_threadsafe(gc.collect)
+thread.join(30)
+print(thread.is_alive())
+""",
+        "False\n",
+    ),
+    "an interrupt while the texts are read": (
+        """
+reading, go = threading.Event(), threading.Event()
+def texts():
+    yield "a"
+    reading.set()
+    go.wait()
+def interrupt():
+    reading.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+try:
+    list(host.embed_stream("toy", texts()))
+except KeyboardInterrupt:
+    print("interrupted")
+go.set()
+print(host.embed("toy", ["a"]).shape)
+""",
+        "interrupted\n(1, 8)\n",
+    ),
+    "closing under a call whose texts never come": (
+        """
+reading = threading.Event()
+def texts():
+    yield "a"
+    reading.set()
+    time.sleep(600)
+    yield "b"
+def stream():
+    try:
+        list(host.embed_stream("toy", texts()))
+    except InvalidRequest as exc:
+        print(type(exc).__name__, flush=True)
+synapse_host.sync.LEAVE_S = 0.1
+caller = threading.Thread(target=stream)
+caller.start()
+reading.wait()
+left.__exit__(None, None, None)
+caller.join(30)
+print(caller.is_alive())
+""",
+        "InvalidRequest\nFalse\n",
+    ),
+}
 
 
-def test_a_thread_may_use_the_host_until_it_ends_itself(toy: tuple[Path, Path]) -> None:
-    done = program(
-        toy,
-        "def late():\n"
-        "    threading.main_thread().join()\n"
-        "    print(host.embed('toy', ['a']).shape)\n"
-        "threading.Thread(target=late).start()\n",
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 8)\n", "")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_ends_as_it_should_whatever_it_leaves(name: str, toy: tuple[Path, Path]) -> None:
+    if "interrupt" in name and os.name == "nt":
+        pytest.skip("no SIGINT to oneself")
+    text, said = PROGRAMS[name]
+    done = program(toy, text)
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -128,39 +205,6 @@ def test_a_closed_host_says_so(toy: tuple[Path, Path]) -> None:
             call()
 
 
-def test_an_iterator_that_the_collector_finds_on_the_hosts_own_thread_holds_up_nobody(toy: tuple[Path, Path]) -> None:
-    done = program(
-        toy,
-        "import gc\n"
-        "gc.disable()\n"
-        "stream = host.embed_stream('toy', (f'text {i}' for i in range(3000)))\n"
-        "next(stream)\n"
-        "ring = [stream]\n"
-        "ring.append(ring)\n"
-        "del stream, ring\n"
-        "host._thread._loop.call_soon_threadsafe(gc.collect)\n"
-        "print(host.embed('toy', ['a']).shape)\n",
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 8)\n", "")
-
-
-def test_a_host_that_the_collector_finds_on_its_own_thread_ends(toy: tuple[Path, Path]) -> None:
-    done = program(
-        toy,
-        "import gc\n"
-        "gc.disable()\n"
-        "thread = host._thread._thread\n"
-        "ring = [left]\n"
-        "ring.append(ring)\n"
-        "loop = host._thread._loop\n"
-        "del left, ring\n"
-        "loop.call_soon_threadsafe(gc.collect)\n"
-        "thread.join(30)\n"
-        "print(thread.is_alive())\n",
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
-
-
 def test_the_hosts_own_thread_cannot_wait_for_itself(toy: tuple[Path, Path]) -> None:
     with SyncHost.open(toy[0], {"toy": toy[1]}) as host:
         loop = host._thread._loop
@@ -171,61 +215,6 @@ def test_the_hosts_own_thread_cannot_wait_for_itself(toy: tuple[Path, Path]) -> 
             return str(refused.value)
 
         assert "own thread" in asyncio.run_coroutine_threadsafe(inside(), loop).result(30)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="no SIGINT to oneself")
-def test_an_interrupt_while_the_texts_are_read_stays_an_interrupt(toy: tuple[Path, Path]) -> None:
-    done = program(
-        toy,
-        "import signal\n"
-        "reading, go = threading.Event(), threading.Event()\n"
-        "def texts():\n"
-        "    yield 'a'\n"
-        "    reading.set()\n"
-        "    go.wait()\n"
-        "def interrupt():\n"
-        "    reading.wait()\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "threading.Thread(target=interrupt).start()\n"
-        "try:\n"
-        "    list(host.embed_stream('toy', texts()))\n"
-        "except KeyboardInterrupt:\n"
-        "    print('interrupted')\n"
-        "go.set()\n"
-        "print(host.embed('toy', ['a']).shape)\n",
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n(1, 8)\n", "")
-
-
-WAITING = """
-from synapse_host.errors import DeadlineExceeded
-reading = threading.Event()
-def texts():
-    yield 'a'
-    reading.set()
-    time.sleep(600)
-    yield 'b'
-def stream(**options):
-    try:
-        list(host.embed_stream('toy', texts(), **options))
-    except (DeadlineExceeded, InvalidRequest) as exc:
-        print(type(exc).__name__, flush=True)
-"""
-
-
-def test_closing_ends_a_call_whose_texts_never_come(toy: tuple[Path, Path]) -> None:
-    done = program(
-        toy,
-        WAITING + "import synapse_host.sync\n"
-        "synapse_host.sync.LEAVE_S = 0.1\n"
-        "caller = threading.Thread(target=stream)\n"
-        "caller.start()\n"
-        "reading.wait()\n"
-        "left.__exit__(None, None, None)\n"
-        "caller.join(30)\n"
-        "print(caller.is_alive())\n",
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "InvalidRequest\nFalse\n", "")
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -432,16 +432,3 @@ def test_the_default_bundles_are_what_their_manifests_say(
         assert bundle.manifest.special_ids == {
             "cls": 101, "sep": 102, "bos": 101, "eos": 102, "pad": 0, "unk": 100, "mask": 103,
         }  # fmt: skip
-
-
-def test_the_tokenizer_written_from_the_generators_own_file(
-    default_bundle: Callable[[str], manifest.Bundle],
-) -> None:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(default_bundle("smollm2").path("tokenizer.json")))
-    assert tokenizer.encode("The capital of France is").ids == [504, 3575, 282, 4649, 314]
-    for text in ("1234 digits", "naïve 東京 🙂", "  spaces\n\ttabs", "def f(x): return x"):
-        assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    assert tokenizer.encode("2024").ids == [tokenizer.token_to_id(digit) for digit in "2024"]
-    assert tokenizer.encode("<|im_start|>").ids == [tokenizer.token_to_id("<|im_start|>")]

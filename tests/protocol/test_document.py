@@ -1,8 +1,12 @@
-"""``docs/protocol.md`` says what the code does: its tables are read and compared."""
+"""``docs/protocol.md`` says what the code does: its tables are read and compared, its diagram is made of the code.
+
+python -m tests.protocol.test_document      writes the diagram anew, after a change of the transition table
+"""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,9 +14,10 @@ from msgspec import NODEFAULT
 
 from engines.protocol import messages as m
 from engines.protocol.errors import ErrorCode
+from engines.protocol.rules import TRANSITIONS, State
 from synapse_host.config import Windows
-from tests.protocol.render_document import DOCUMENT, diagram, render
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 TEXT = DOCUMENT.read_text("utf-8")
 OBJECTS = (m.Item, m.Segment, m.Inventory, m.Executable, m.EngineInfo, m.PackedCapability)
 ENUMS = (m.Pooling, m.Phase, m.FinishReason)
@@ -75,10 +80,23 @@ def fields(kind: type[msgspec.Struct]) -> str:
     return ", ".join(found)
 
 
-def test_generated_parts_are_fresh() -> None:
-    """If this fails: ``python -m tests.protocol.render_document``."""
+def render(text: str) -> str:
+    """Return *text* with the transition table as a Mermaid state diagram in its one place."""
+    arrows = [
+        f"    {state.name} --> {following.name}: {role.value} {kind.value}"
+        for (state, role, kind), following in TRANSITIONS.items()
+    ]
+    start, end = f"    [*] --> {State.HELLO.name}", f"    {State.CLOSED.name} --> [*]"
+    diagram = "\n".join(["```mermaid", "stateDiagram-v2", start, *arrows, end, "```"])
+    pattern = r"(<!-- generated: diagram -->\n).*?(<!-- end -->)"
+    text, count = re.subn(pattern, lambda found: f"{found[1]}{diagram}\n{found[2]}", text, flags=re.DOTALL)
+    assert count == 1, f"docs/protocol.md has {count} places for the diagram"
+    return text
+
+
+def test_the_diagram_is_fresh() -> None:
+    """If this fails: ``python -m tests.protocol.test_document``."""
     assert render(TEXT) == TEXT
-    assert diagram() in TEXT
 
 
 def listing(before: str) -> list[str]:
@@ -137,3 +155,7 @@ def test_limits_and_names() -> None:
     assert f"`v` is {m.VERSION}, exactly" in TEXT and f"version {m.VERSION}\n" in TEXT
     for engine in (m.LLAMA_ENGINE, m.ANE_ENGINE, m.CUDA_ENGINE):
         assert f"`{engine}`" in TEXT
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(render(TEXT), "utf-8")

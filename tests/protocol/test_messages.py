@@ -37,7 +37,10 @@ def test_fields_are_exact_and_each_end_has_its_own_messages(kind: str) -> None:
         with pytest.raises(msgspec.ValidationError):
             other(json.dumps(fields).encode())
         names = [*fields, *type(message).__struct_fields__]
-        for wrong in ({"surprise": 1}, *({name: None} for name in names)):
+        inner = {name: value[0] if isinstance(value, list) and value else value for name, value in fields.items()}
+        strange = {name: {**value, "surprise": 1} for name, value in inner.items() if isinstance(value, dict)}
+        nested = ({name: [value] if isinstance(fields[name], list) else value} for name, value in strange.items())
+        for wrong in ({"surprise": 1}, *nested, *({name: None} for name in names)):
             with pytest.raises(msgspec.ValidationError):
                 DECODE[sender](json.dumps(fields | wrong).encode())
 

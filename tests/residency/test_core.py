@@ -144,6 +144,17 @@ def test_admission_wait_deadline_is_transient_and_cleans_queue() -> None:
     assert core.take() == [] and core.next_expiry() is None, "nobody waits, so nothing is evicted"
 
 
+def test_an_admission_that_nobody_waits_for_any_more_is_withdrawn() -> None:
+    core = fleet()
+    left, stays = core.request(key(256), 0), core.request(key(512), 0)
+    first, second = core.take()
+    core.release(left)
+    assert isinstance(first, Admit) and not core.wanted(first.slot)
+    assert isinstance(second, Admit) and core.wanted(second.slot) and stays in core.tickets
+    core.withdrawn(first.slot, 1)
+    assert charged(core)[0] == 2 and core.take() == []
+
+
 def test_a_resident_shape_bypasses_the_queue_unless_the_head_waits_for_a_lease() -> None:
     core = fleet()
     held = full(core)

@@ -373,21 +373,6 @@ async def test_a_model_larger_than_the_budget_is_refused_typed_and_starts_nothin
     assert supervisor.generation == 0 and charged(one.shell.core) == (0, 0, 0)
 
 
-async def test_an_idle_death_reaches_the_books_and_the_next_request_is_served(
-    ane: Callable[..., Any], tmp_path: Path
-) -> None:
-    dying = {"background": [{"wait_for": str(tmp_path / "die")}, {"signal": "SIGKILL"}]}
-    script = {"state": str(tmp_path / "spawns"), "generations": [dying, {}]}
-    one, supervisor, lane = ane(script)
-    await serve_rows(lane, MEDIUM)
-    assert charged(one.shell.core)[0] == 2
-    (tmp_path / "die").touch()
-    await until(lambda: charged(one.shell.core) == (0, 0, 0))
-    assert supervisor.generation == 1, "nobody asked: nothing is started"
-    await serve_rows(lane, MEDIUM)
-    assert supervisor.generation == 2
-
-
 async def test_self_check_waits_for_drains_and_blocks_new_serving(ane: Callable[..., Any], tmp_path: Path) -> None:
     """The probe of a lane is its self-check: a fresh worker proves itself behind what drains, before what comes."""
     go = tmp_path / "go"

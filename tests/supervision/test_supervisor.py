@@ -123,6 +123,20 @@ async def test_a_closed_connection_of_a_living_worker_is_eof(make):
     assert lane.health()["strikes"] == 1 and lane.health()["worker_pid"] is None
 
 
+async def test_an_answer_before_the_whole_request_was_read_is_out_of_turn(make, tmp_path):
+    go = tmp_path / "go"
+    early = {"type": "ERR", "req_id": "1-2", "code": "oom", "msg": ""}
+    answers = {"thread": [{"wait_for": str(go)}, {"frame": early}]}
+    lane = make({"rules": [on("LOAD", {"reply": {}}, answers, {"sleep": 600})]})
+    await lane.load()
+    request = asyncio.create_task(lane.submit(embed([1] * 2**20), stage=EMBED))
+    await until(lambda: lane.health()["state"] == "serving")
+    go.touch()
+    with pytest.raises(EngineCrashed):
+        await request
+    assert lane.health()["last_fault"]["cause"] == "protocol" and lane.counters.rejected == {"out_of_turn": 1}
+
+
 async def test_a_request_at_the_moment_of_an_idle_death_has_one_outcome(make):
     lane = make()
     for _ in range(5):
@@ -602,7 +616,7 @@ async def test_a_deadline_holds_while_a_worker_is_being_ended(make, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(process_module, "REAP_LIMIT", 600)
         patch.setattr(WorkerProcess, "kill", lambda self: None)
-        request = asyncio.create_task(serve(lane, POISON, deadline=soon(3.0)))
+        request = asyncio.create_task(serve(lane, POISON, deadline=soon(1.5)))
         await until(lambda: lane.health()["state"] == "serving")
         closing = asyncio.create_task(lane.aclose() if end == "close" else asyncio.sleep(0))
         # The window ends first, or the host closes; then nothing moves until the deadline.
@@ -661,18 +675,6 @@ async def test_a_quarantine_outlasts_idleness(make):
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
-
-
-async def test_an_idle_worker_is_asked_to_leave(make, tmp_path):
-    bye = tmp_path / "bye"
-    lane = make({"shutdown": [{"touch": str(bye)}]})
-    await lane.load()
-    pid = lane.health()["worker_pid"]
-    await lane.aclose()
-    assert bye.exists() and not Path(f"/proc/{pid}").exists()
-    assert lane.health()["state"] == "stopped" and lane.health()["strikes"] == 0
-    with pytest.raises(QueueFull, match="stopping"):
-        await serve(lane)
 
 
 @pytest.mark.parametrize("first", [0.0, 600.0])

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import pytest
 
 from engines.bundle import fixtures, manifest
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.fixtures import Reference
 from engines.bundle.manifest import FileRef, Manifest
+from engines.protocol.errors import ErrorCode
 from engines.protocol.messages import Pooling
-from synapse_host import HostConfig
+from synapse_host import Host, HostConfig
 from synapse_host.certificates.document import Evidence
 from synapse_host.certification.run import Order, certify
+from synapse_host.errors import WORKER_ERRORS
 from synapse_host.placement.matrix import HardwareMatrix
-from tests.support import foreign
 from tests.support.evidence import REFERENCE, N
 from tests.support.scripted import expected_score, expected_text, expected_vector
 
 PACKAGE = "safetensors-package"
+DIMS = 32
+"""Of the vectors of a scripted bundle."""
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
@@ -136,8 +142,8 @@ def reference(folder: Path, task: str, kind: str) -> None:
     by = msgspec.structs.replace(REFERENCE, program="llama.cpp") if kind == "ours" else REFERENCE
     arrays: dict[str, Any]
     if task == "embed":
-        vectors = [expected_vector(row, foreign.DIMS) for row in rows]
-        arrays = embed_arrays(rows, np.full((len(rows), foreign.DIMS), 0.5) if kind == "constant" else vectors)
+        vectors = [expected_vector(row, DIMS) for row in rows]
+        arrays = embed_arrays(rows, np.full((len(rows), DIMS), 0.5) if kind == "constant" else vectors)
     elif task == "rerank":
         queries = [row[:3] for row in id_rows(6, count=N if kind == "lonely" else 20)]
         of = [n % len(queries) for n in range(len(rows))]
@@ -155,6 +161,75 @@ def id_rows(seed: int, *, low: int = 5, high: int = 120, longest: int = 14, coun
     """Return different rows of ids."""
     random = np.random.default_rng(seed)
     return [random.integers(low, high, int(random.integers(3, longest))).tolist() for _ in range(count)]
+
+
+def _shuffled(out: Any) -> Any:
+    return np.roll(out, 1, axis=0)
+
+
+def _poisoned(out: Any) -> Any:
+    return np.concatenate([out[:1] * np.nan, out[1:]])
+
+
+UNLUCKY = 13
+BENDS: dict[str, Callable[[int, Any, Any, list[list[int]]], Any]] = {
+    "shuffle": lambda n, out, before, rows: _shuffled(out),
+    "shuffle in bulk": lambda n, out, before, rows: _shuffled(out) if len(rows) > 32 else out,
+    # A NaN in rows that begin with UNLUCKY; in company only; in bulk only; once, in the sixth request.
+    "nan": lambda n, out, before, rows: np.where(np.array([row[0] for row in rows]) == UNLUCKY, np.nan, out.T).T,
+    "nan in company": lambda n, out, before, rows: _poisoned(out) if len(rows) > 2 else out,
+    "nan in bulk": lambda n, out, before, rows: _poisoned(out) if len(rows) > 32 else out,
+    "nan once": lambda n, out, before, rows: _poisoned(out) if n == 6 else out,
+    "neighbours": lambda n, out, before, rows: out + 0.2 * _shuffled(out) if len(rows) > 1 else out,
+    "restless": lambda n, out, before, rows: out * np.float32(1 + n * 1e-6),
+    # What the same place of the request before was answered.
+    "late": lambda n, out, before, rows: out if before is None or before.shape != out.shape else before,
+    "zeros": lambda n, out, before, rows: out * 0,
+    "double batches": lambda n, out, before, rows: out * 2 if len(rows) > 1 else out,
+    "same answer": lambda n, out, before, rows: np.full_like(out, 0.5),
+    "doubled": lambda n, out, before, rows: out * 2,
+}
+"""What becomes of a right answer: ``(number of the request, answers, those before, ids of the rows)``."""
+SAID: dict[str, tuple[int, ...]] = {"mute": (), "same token": (7,)}
+"""What is generated instead."""
+SCRIPTS: dict[str, dict[str, Any]] = {
+    "device": {"device": "cuda"},
+    "crash": {"rules": [{"on": "EMBED_BATCH", "nth": 100, "do": [{"abort": True}]}]},
+}
+"""What only the worker itself can do."""
+
+
+@contextlib.contextmanager
+def bent(mode: str) -> Iterator[None]:
+    """Let every host's answers in ids be those of a worker with that fault; ``short``: rows of 24 tokens fail."""
+    count, before = 0, None
+    asked = Host.embed_ids, Host.rerank_ids, Host.generate_ids
+
+    def bend(out: Any, rows: Any) -> Any:
+        nonlocal count, before
+        count += 1
+        if mode == "short" and max(map(len, rows)) >= 24:
+            raise WORKER_ERRORS[ErrorCode.INFERENCE_FAILED]("no kernel for 24 tokens and more")
+        made = np.ascontiguousarray(BENDS[mode](count, out, before, rows) if mode in BENDS else out, np.float32)
+        before = out
+        if not np.isfinite(made).all():
+            raise WORKER_ERRORS[ErrorCode.NONFINITE_OUTPUT]("bent")
+        return made
+
+    async def embed_ids(host: Host, model: str, rows: Any, **more: Any) -> Any:
+        return bend(await asked[0](host, model, rows, **more), rows)
+
+    async def rerank_ids(host: Host, model: str, query: Any, rows: Any, **more: Any) -> Any:
+        return bend(await asked[1](host, model, query, rows, **more), rows)
+
+    async def generate_ids(host: Host, model: str, ids: Any, count: int, **more: Any) -> Any:
+        made = await asked[2](host, model, ids, count, **more)
+        return dataclasses.replace(made, generated_token_ids=SAID[mode]) if mode in SAID else made
+
+    with pytest.MonkeyPatch.context() as patch:
+        for call in (embed_ids, rerank_ids, generate_ids):
+            patch.setattr(Host, call.__name__, call)
+        yield
 
 
 class Sabotage(NamedTuple):

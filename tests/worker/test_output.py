@@ -51,52 +51,41 @@ def test_what_came_after_a_position(capacity, writes, position):
     assert ring.since(ring.written) == ([], 0)
 
 
-def lines(caplog):
-    return [record.getMessage() for record in caplog.records]
+LINES: dict[str, tuple[list[tuple[str, bytes, float] | None], list[str]]] = {
+    "a carriage return, half a line": ([("stdout", b"hel", 0.0), ("stdout", b"lo\r\nrest", 0.0)], ["stdout: hello"]),
+    "streams that don't mix": (
+        [("stdout", b"out", 0.0), ("stderr", b"err\n", 0.0), ("stdout", b"put\n", 0.0)],
+        ["stderr: err", "stdout: output"],
+    ),
+    "a budget for both, and what was dropped": (
+        [("stdout", b"1\n2\n", 0.0), ("stderr", b"3\n4\n5\n", 0.5), ("stdout", b"6\n7\n", 1.0)],
+        ["stdout: 1", "stdout: 2", "stderr: 3", "stdout: 6 dropped=2", "stdout: 7"],
+    ),
+    "a restart, which keeps the budget and forgets half a line": (
+        [("stdout", b"1\n2\n3\nhalf", 0.0), None, ("stdout", b"4\n", 0.1), ("stdout", b"5\n", 1.0)],
+        ["stdout: 1", "stdout: 2", "stdout: 3", "stdout: 5 dropped=1"],
+    ),
+    "a line without end": (
+        [*[("stderr", b"x" * 65536, 0.0)] * 100, ("stderr", b"\nnext\n", 0.0)],
+        ["stderr: " + "x" * MAX_LINE, "stderr: next"],
+    ),
+}
+"""What is fed, and when (None: another worker from here on) -> what is logged, of three lines a second."""
 
 
-@pytest.fixture
-def forwarder(caplog):
+@pytest.mark.parametrize("case", LINES)
+def test_lines_are_forwarded(case, caplog):
     caplog.set_level(logging.INFO, "synapse_host.worker")
-    return LineForwarder("lane", per_second=3)
-
-
-def test_lines_are_forwarded_without_carriage_returns(forwarder, caplog):
-    forwarder.feed("toy-1", "stdout", b"hel", 0.0)
-    forwarder.feed("toy-1", "stdout", b"lo\r\nrest", 0.0)
-    assert lines(caplog) == ["toy-1 stdout: hello"]
-    record = caplog.records[0]
-    assert (record.worker, record.lane, record.stream, record.dropped) == ("toy-1", "lane", "stdout", 0)
-
-
-def test_the_streams_do_not_mix(forwarder, caplog):
-    forwarder.feed("w", "stdout", b"out", 0.0)
-    forwarder.feed("w", "stderr", b"err\n", 0.0)
-    forwarder.feed("w", "stdout", b"put\n", 0.0)
-    assert lines(caplog) == ["w stderr: err", "w stdout: output"]
-
-
-def test_the_budget_holds_for_both_streams_and_the_next_line_tells_what_was_dropped(forwarder, caplog):
-    forwarder.feed("w", "stdout", b"1\n2\n", 0.0)
-    forwarder.feed("w", "stderr", b"3\n4\n5\n", 0.5)
-    assert lines(caplog) == ["w stdout: 1", "w stdout: 2", "w stderr: 3"]
-    assert forwarder.dropped == 2
-    forwarder.feed("w", "stdout", b"6\n7\n", 1.0)
-    assert lines(caplog)[3:] == ["w stdout: 6 dropped=2", "w stdout: 7"]
-
-
-def test_a_restart_keeps_the_budget_and_forgets_the_unterminated_line(forwarder, caplog):
-    forwarder.feed("w-1", "stdout", b"1\n2\n3\nhalf", 0.0)
-    forwarder.restart()
-    forwarder.feed("w-2", "stdout", b"4\n", 0.1)
-    assert forwarder.dropped == 1
-    forwarder.feed("w-2", "stdout", b"5\n", 1.0)
-    assert lines(caplog)[-1] == "w-2 stdout: 5 dropped=1"
-
-
-def test_a_line_without_end_needs_bounded_memory(forwarder, caplog):
-    for _ in range(100):
-        forwarder.feed("w", "stderr", b"x" * 65536, 0.0)
-    assert sum(map(len, forwarder._partial.values())) <= MAX_LINE + 1
-    forwarder.feed("w", "stderr", b"\nnext\n", 0.0)
-    assert lines(caplog) == ["w stderr: " + "x" * MAX_LINE, "w stderr: next"]
+    forwarder = LineForwarder("lane", per_second=3)
+    feeds, expected = LINES[case]
+    for feed in feeds:
+        if feed is None:
+            forwarder.restart()
+        else:
+            stream, data, now = feed
+            forwarder.feed("w", stream, data, now)
+        assert sum(map(len, forwarder._partial.values())) <= MAX_LINE + 1, "memory is bounded"
+    assert [record.getMessage() for record in caplog.records] == [f"w {line}" for line in expected]
+    for record in caplog.records:
+        assert (record.worker, record.lane) == ("w", "lane") and record.stream in record.getMessage()
+        assert (record.dropped > 0) is ("dropped=" in record.getMessage())

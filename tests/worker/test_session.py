@@ -12,7 +12,7 @@ import socket
 import psutil
 import pytest
 
-from synapse_host.errors import InvalidRequest, LaneRefused, QueueFull
+from synapse_host.errors import LaneRefused, QueueFull
 from tests.support import scripted
 from tests.support.lanes import CUDA, EMBED, FAST, crash, embed, on, serve, spawns, until
 
@@ -172,13 +172,3 @@ async def test_a_foreign_process_at_the_socket_harms_nobody(make, tmp_path):
     assert lane.health()["strikes"] == 0 and lane.health()["generation"] == 1
     silent.close()
     writer.close()
-
-
-async def test_the_smaller_max_frame_rules(make):
-    lane = make({"hello": [{"hello": {"max_frame": 4096}}]})
-    await lane.load()
-    with pytest.raises(InvalidRequest, match="4096"):
-        await lane.submit(embed(list(range(1, 2000))), stage=EMBED)
-    # Refused before the first byte: the same worker serves the next request.
-    await serve(lane)
-    assert lane.health()["generation"] == 1
