@@ -198,8 +198,8 @@ def test_following_waits_for_what_comes(serve: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("data", "whole"),
-    [(b"", b""), (b"ab", b"ab"), ("aé".encode(), "aé".encode()), ("aé".encode()[:-1], b"a"), ("€".encode()[:2], b""),
-     (b"a" + "😀".encode()[:3], b"a"), (b"\xff" + b"\x80" * 4, b"\xff" + b"\x80" * 4), (b"x" * 20000, b"x" * 20000)],
+    [("aé".encode(), "aé".encode()), ("aé".encode()[:-1], b"a"), (b"a" + "😀".encode()[:3], b"a"),
+     (b"\xff" + b"\x80" * 4, b"\xff" + b"\x80" * 4), (b"x" * 20000, b"x" * 20000)],
 )  # fmt: skip
 def test_half_a_character_waits_and_what_was_lost_is_counted(serve: Any, data: bytes, whole: bytes) -> None:
     async def work(up: Served) -> None:
