@@ -203,17 +203,6 @@ def test_each_error_has_its_status(serve: Any) -> None:
     serve(work, {"rules": rules})
 
 
-def test_a_crash_and_the_quarantine_after_it(serve: Any) -> None:
-    async def work(up: Served) -> None:
-        first = await up.call("/v1/embeddings", input="a")
-        assert (first.status_code, first.headers["retry-after"]) == (503, "1")
-        assert first.json()["error"]["code"] == "engine_crashed"
-        second = await up.call("/v1/embeddings", input="a")
-        assert second.status_code == 503 and 500 < int(second.headers["retry-after"]) <= 600
-
-    serve(work, {"rules": [{"on": "EMBED_BATCH", "do": [{"signal": "SIGKILL"}]}]})
-
-
 def test_an_error_in_the_middle_of_a_stream_is_an_event(serve: Any) -> None:
     async def work(up: Served) -> None:
         answer = await up.call("/v1/completions", prompt="a", stream=True, max_tokens=4)

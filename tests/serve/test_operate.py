@@ -115,20 +115,6 @@ def test_a_crash_comes_with_its_details(serve: Any) -> None:
     serve(work, {"rules": [{"on": "LOAD", "do": [{"stderr": "last words"}, {"signal": "SIGKILL"}]}]})
 
 
-def test_a_bug_of_ours_ends_one_request(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(up: Served) -> None:
-        def broken(*lanes: str) -> dict[str, Any]:
-            raise ZeroDivisionError
-
-        with monkeypatch.context() as patch:
-            patch.setattr(up.service, "state", broken)
-            for answer in (await up.operator.get("/synapse/lanes"), await up.operator.post("/synapse/ping", json={})):
-                assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
-        assert "lanes" in await up.get("/synapse/lanes")
-
-    serve(work)
-
-
 def test_ping_says_who_answers(serve: Any, tmp_path: Path) -> None:
     started, go = tmp_path / "started", tmp_path / "go"
 
