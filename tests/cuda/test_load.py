@@ -21,6 +21,7 @@ from engines.checkpoint import safetensors
 from engines.cuda import binding
 from engines.cuda import engine as engine_module
 from engines.cuda.engine import CudaEngine, kernel_revision, runtime_version, source_revision
+from engines.cuda.model import OwnedModel
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import EmbedBatch, Err, Load, RerankSequences
 from engines.runtime.artifact import ArtifactFile
@@ -62,6 +63,16 @@ def refused(engine: CudaEngine, request: Load, code: ErrorCode, words: str) -> N
 def test_codes(bundles: Bundles, config: dict[str, str], code: ErrorCode, words: str) -> None:
     bundle = bundles("bert-mean")
     refused(engine_for(bundle), load_request(bundle, **config), code, words)
+
+
+def test_optional_keys_that_agree_and_unknown_ones_are_fine(bundles: Bundles) -> None:
+    bundle = bundles("bert-mean")
+    config = {"profile": "toy.owned-cuda", "operation": "embed", "backend": "cpu", "precision": "f32", "shiny": "yes"}
+    config |= {"cuda_graphs": "false", "warm": "0"}
+    model = engine_for(bundle).load(load_request(bundle, threads="1", **config), progress=silent())
+    assert isinstance(model, OwnedModel) and model.dims == 64
+    model.close()
+    model.close()  # idempotent
 
 
 def test_a_missing_or_broken_manifest_is_refused_at_load(bundles: Bundles, tmp_path: Path) -> None:
