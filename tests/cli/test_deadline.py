@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from importlib import import_module
@@ -176,3 +177,17 @@ def test_a_deadline_in_a_deadline_changes_nothing() -> None:
         with limited(0.01, "the inner ran"):
             pass
         time.sleep(60)
+
+
+def test_off_the_main_thread_there_is_none() -> None:
+    done = []
+
+    def work() -> None:
+        with limited(0.01, "it ran"):
+            time.sleep(0.05)
+            done.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [True]

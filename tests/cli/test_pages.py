@@ -12,7 +12,7 @@ import synapse_host
 from synapse_host.cli import VERBS, main
 from synapse_host.cli.console import Console, explain
 from synapse_host.cli.ps import lanes_page
-from synapse_host.cli.session import watched
+from synapse_host.cli.session import busy_line, watched
 from synapse_host.errors import EngineCrashed
 
 LANE = {
@@ -58,6 +58,16 @@ def test_off_a_terminal_nothing_is_folded(capsys: pytest.CaptureFixture[str], mo
     lanes_page({"lanes": {"embed": LANE, "rerank": SHUT}}, Console())
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[2].endswith(REMARK)
+
+
+def test_a_long_line_hangs_below_its_text(terminal: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal(40).hang("  1 engine  ", "a reason that is too long for one line of forty", 12)
+    assert capsys.readouterr().out == ("  1 engine  a reason that is too long\n            for one line of forty\n")
+    terminal(40).hang("  ", "", 2)
+    assert capsys.readouterr().out == "  \n"
+    # With hardly any room left the terminal folds better than we do.
+    terminal(25).hang("  1 engine  ", "words " * 10, 12)
+    assert capsys.readouterr().out.count("\n") == 1
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -127,6 +137,13 @@ def test_an_error_of_a_watched_request_is_its_own() -> None:
 
     with pytest.raises(ValueError, match="of the request"):
         asyncio.run(body())
+
+
+def test_what_a_lane_does_without_progress() -> None:
+    assert busy_line({"embed": {"state": "loading", "model": "m"}}) == "embed: starting a worker for m"
+    assert busy_line({"embed": {"state": "idle", "model": "m"}}) == "waiting"
+    progress = {"stage": "load", "completed": 0, "running_s": 1.0}
+    assert busy_line({"embed": {"state": "loading", "model": "m", "progress": progress}}) == "embed load: 1 s"
 
 
 def test_a_traceback_shows_its_words_not_its_marks() -> None:

@@ -10,7 +10,7 @@ import platformdirs
 import pytest
 
 from synapse_host.cli import remote
-from synapse_host.errors import InvalidRequest
+from synapse_host.errors import DeadlineExceeded, InvalidRequest
 from synapse_host.worker.handshake import Peer
 from synapse_host.worker.listener import RuntimeDirectory
 
@@ -63,6 +63,26 @@ def test_one_below_tmpdir_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(platformdirs, "user_runtime_path", lambda: tmp_path / f"runtime-{os.getuid()}")
     assert remote.default_directory() == FALLBACK
+
+
+def test_no_warning_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert remote.default_directory().is_absolute()  # warnings are errors in tests
+
+
+@pytest.mark.parametrize("route", ["lanes", "logs", "ping"])
+def test_a_host_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, route: str) -> None:
+    monkeypatch.setattr(remote, "ANSWER_S", 0.2)
+    fields = {"ping": {"timeout": 0.1}, "logs": {"wait": 0.1}}.get(route, {})
+    runtime = RuntimeDirectory.open(None)
+    listener = runtime.listen_control()
+    try:
+        with remote.connect(runtime.path) as there, pytest.raises(DeadlineExceeded, match="doesn't answer") as caught:
+            there.post(f"/synapse/{route}", **fields)
+    finally:
+        listener.close()
+        runtime.close()
+    assert caught.value.exit_code == 5
 
 
 def test_another_user_s_host_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,20 @@ def test_a_host_at_work(on_host: Any) -> None:
     assert dict(info) == {"lane": "embed:toy", "model": "toy", "engine": "scripted", "device": "cpu", "state": "idle"}
 
 
+def test_buckets_are_cumulative(on_host: Any) -> None:
+    async def work(host: Host) -> str:
+        for seconds in (0.0001, 0.002, 0.002, 99.0):
+            host.counters["embed"].served("embed", seconds)
+        return metrics.text(host)
+
+    text = on_host(work)
+    bucket = {
+        le: value(text, "request_duration_seconds_bucket", op="embed", le=le) for le in ("0.0005", "0.0025", "30.0")
+    }
+    assert bucket == {"0.0005": 1, "0.0025": 3, "30.0": 3}
+    assert value(text, "request_duration_seconds_bucket", op="embed", le="+Inf") == 4
+
+
 @pytest.mark.parametrize("kind", ["catalog", "legacy"])
 def test_a_quarantined_lane(on_host: Any, kind: str) -> None:
     async def work(host: Host) -> str:
