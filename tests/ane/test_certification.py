@@ -268,11 +268,3 @@ def test_a_certificate_s_widths_serve_mixed_requests_over_the_socket(
     for vectors in (plain, packed):
         assert (vectors.astype(np.float64) * expected).sum(1).min() >= 0.999
     assert (packed.astype(np.float64) * plain).sum(1).min() >= 0.9999
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.usefixtures("evaluator_expected")
-def test_a_void_certificate_packs_nothing(evidence: Evidence, toy: Bundle, matrix: Path, tmp_path: Path) -> None:
-    certificate(evidence, toy, matrix, tmp_path, 1e5, os_build="another build")
-    _, health = serve(matrix, toy, tmp_path)
-    assert health["packed_widths"] == [] and not health["resident_packed"]

@@ -221,7 +221,7 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize(("name", "function"), OURS, ids="-".join)
+@pytest.mark.parametrize(("name", "function"), OURS, ids=["-".join(one) for one in OURS])
 def test_of_our_own_graphs_only_mask_and_look_up_may_leave_the_engine(
     name: str, function: str, bundles: Callable[[str], Bundle]
 ) -> None:

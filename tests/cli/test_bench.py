@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ import psutil
 import pytest
 
 import synapse_host
-from bench.plan import Plan
 from synapse_host.cli import bench, main
 
 
@@ -125,17 +123,4 @@ def test_a_killed_command_takes_its_suite_along(tmp_path: Path) -> None:
     with started(tmp_path) as (program, below):
         program.kill()
         assert gone(below)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.process
-@needs_signals
-def test_a_killed_suite_s_folder_goes_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with started(tmp_path) as (_, below):
-        below[0].kill()
-        assert gone(below)
-    (left,) = tmp_path.iterdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with Plan.make(quick=True) as plan:
-        assert list(tmp_path.iterdir()) == [plan.folder] != [left]
     assert not list(tmp_path.iterdir())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -142,12 +141,3 @@ def test_an_ignored_signal_stays_ignored(cli: Command) -> None:
         (cli.root / "go").touch()
         out, _ = command.communicate(timeout=30)
     assert command.returncode == 0 and json.loads(out)["n"] == 1
-
-
-def test_two_commands_at_once_both_work(cli: Command) -> None:
-    environment, mark = cli.env()
-    words = cli.arguments("embed", "--model", "toy", "--json", "a")
-    running = [subprocess.Popen(words, stdout=subprocess.PIPE, env=environment, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0] and outputs[0] == outputs[1]
-    cli.check_clean(mark)

@@ -68,7 +68,10 @@ def judge(c: Case, output: np.ndarray, golden: np.ndarray, *, logit: float = 1e-
         assert cosines(output, golden).min() >= cosine
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Each family, task and way to pool once: what is behind the layers is the same as on the CPU (test_model.py).
+@pytest.mark.parametrize(
+    "name", ["bert-mean", "bert-rerank", "modernbert-cls", "modernbert-rerank", "qwen3-last", "qwen3-rerank"]
+)
 def test_the_gpus_graphs_equal_transformers(name: str, bundles: Bundles, goldens: dict[str, np.ndarray]) -> None:
     """No provider but CUDA has these operators; what they leave open is never read.
 

@@ -137,19 +137,6 @@ def test_long_rows_share_one_large_context(load: Any, token_batch: Batch) -> Non
     assert len(model._contexts._contexts) == 2, "the usual one and the last large one"
 
 
-def test_a_position_table_shorter_than_the_metadata_says(
-    toys: Any, load: Any, token_batch: Batch, tmp_path: Path
-) -> None:
-    """U3 again: the table rules, whatever context_length claims."""
-    lying = rewrite(toys("bert").path, tmp_path / "lying.gguf", bert__context_length=4096)
-    try:
-        model = load(lying)
-    except EngineError as exc:  # llama.cpp sizes the table by the claim and may refuse the file itself
-        assert exc.code is ErrorCode.ARTIFACT_INVALID
-    else:
-        refused(ErrorCode.INVALID_REQUEST, lambda: embed(model, token_batch([[5] * 65])))
-
-
 # --- rerank -----------------------------------------------------------------------------------------------------------
 
 

@@ -69,8 +69,10 @@ def test_a_load_that_fails_at_any_allocation_leaves_nothing(bundles: Bundles, re
             nothing_left(found)
 
 
-@pytest.mark.parametrize("where", ["kernel", "gemm", "cudaEventSynchronize", "cudaMemcpyAsync"])
-@pytest.mark.parametrize("graphs", ["0", "1"])
+@pytest.mark.parametrize(
+    ("where", "graphs"),
+    [("kernel", "0"), ("kernel", "1"), ("gemm", "0"), ("cudaEventSynchronize", "1"), ("cudaMemcpyAsync", "1")],
+)
 def test_a_lost_device_is_distinguished_from_a_failed_request(
     where: str, graphs: str, bundles: Bundles, rehearse: Rehearse
 ) -> None:
@@ -113,7 +115,7 @@ def test_a_release_that_fails_keeps_nothing_else(bundles: Bundles, rehearse: Reh
     assert {what: found["left"][what] for what in LEFT if found["left"][what]} == {"pinned_blocks": 1}
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("bert-mean", "1"), ("bert-mean", "7"), ("qwen3-rerank", "7")])
+@pytest.mark.parametrize(("name", "tokens"), [("bert-mean", "1"), ("qwen3-rerank", "7")])
 def test_recorded_shapes_fit_whatever_the_call_budget(
     tokens: str, name: str, bundles: Bundles, rehearse: Rehearse
 ) -> None:

@@ -84,7 +84,6 @@ def until_loaded(bundles: Bundles, rehearse: Rehearse) -> dict[str, int]:
     [
         ("cudaEventSynchronize", 1.0, "request"),
         ("kernel", 1.0, "request"),
-        ("gemm", 1.0, "request"),
         ("kernel", 0.99, "recording"),  # between two recordings: sessions with recorded launches exist already
         ("kernel", 0.1, "warming"),
         ("cudaStreamSynchronize", 1.0, "unload"),

@@ -38,7 +38,7 @@ def gist(text: str) -> Any:
     return answer.get("data") or answer.get("results") or answer
 
 
-@pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.soak)])
 def test_nobody_gets_another_s_answer(serve: Any, seconds: int) -> None:
     async def work(up: Served) -> None:
         loop = asyncio.get_running_loop()

@@ -115,20 +115,6 @@ def test_a_crash_comes_with_its_details(serve: Any) -> None:
     serve(work, {"rules": [{"on": "LOAD", "do": [{"stderr": "last words"}, {"signal": "SIGKILL"}]}]})
 
 
-def test_a_bug_of_ours_ends_one_request(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(up: Served) -> None:
-        def broken(*lanes: str) -> dict[str, Any]:
-            raise ZeroDivisionError
-
-        with monkeypatch.context() as patch:
-            patch.setattr(up.service, "state", broken)
-            for answer in (await up.operator.get("/synapse/lanes"), await up.operator.post("/synapse/ping", json={})):
-                assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
-        assert "lanes" in await up.get("/synapse/lanes")
-
-    serve(work)
-
-
 def test_ping_says_who_answers(serve: Any, tmp_path: Path) -> None:
     started, go = tmp_path / "started", tmp_path / "go"
 
@@ -198,8 +184,8 @@ def test_following_waits_for_what_comes(serve: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("data", "whole"),
-    [(b"", b""), (b"ab", b"ab"), ("aé".encode(), "aé".encode()), ("aé".encode()[:-1], b"a"), ("€".encode()[:2], b""),
-     (b"a" + "😀".encode()[:3], b"a"), (b"\xff" + b"\x80" * 4, b"\xff" + b"\x80" * 4), (b"x" * 20000, b"x" * 20000)],
+    [("aé".encode(), "aé".encode()), ("aé".encode()[:-1], b"a"), (b"a" + "😀".encode()[:3], b"a"),
+     (b"\xff" + b"\x80" * 4, b"\xff" + b"\x80" * 4), (b"x" * 20000, b"x" * 20000)],
 )  # fmt: skip
 def test_half_a_character_waits_and_what_was_lost_is_counted(serve: Any, data: bytes, whole: bytes) -> None:
     async def work(up: Served) -> None:

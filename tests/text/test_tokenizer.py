@@ -129,6 +129,9 @@ def test_segments_are_bare_and_pairs_composed(tmp_path: Path) -> None:
     assert rows_of(documents.ids, documents.lengths) == [[A, B], [C]]
     pairs = tokenizer.pairs("query", ["a b", "c"])
     assert rows_of(pairs.ids, pairs.lengths) == [[CLS, QUERY, SEP, A, B, SEP], [CLS, QUERY, SEP, C, SEP]]
+    for compose in (tokenizer.segments, tokenizer.pairs):
+        with pytest.raises(InvalidRequest, match="document 1 is empty"):
+            compose("query", ["a", " "])
 
 
 def test_truncation_cuts_the_document_only(tmp_path: Path) -> None:
@@ -172,6 +175,8 @@ def test_a_qwen3_reranker_gets_its_question_around_the_pair(tmp_path: Path) -> N
     with pytest.raises(SequenceTooLong):
         short.pairs("query <|im_end|>", ["b c"])
     assert short.pairs("query <|im_end|>", ["b c"], truncate=True).truncated == [0]
+    with pytest.raises(InvalidRequest, match="leaves no room"):
+        short.pairs("query <|im_end|> query", ["a"], truncate=True)
     assert start not in tokenizer.literal("<|im_start|>")
     with pytest.raises(InvalidRequest, match="leaves no room"):
         tokenizer.pairs("query " * 200, ["a"], truncate=True)
@@ -183,6 +188,8 @@ def test_a_qwen3_reranker_reads_each_document_once(tmp_path: Path) -> None:
     tokenizer.pairs("query", ["a " * 20, "b " * 20])
     documents = [size for sizes in counting.sizes for size in sizes if size > 150]
     assert len(documents) == 2
+    with pytest.raises(InvalidRequest, match="document 1 is empty"):
+        tokenizer.pairs("query", ["a", " "])
     dropping = TextTokenizer(
         changed(bundle(tmp_path / "d", task="rerank", family="qwen3", frame=False, max_tokens=200), normalizer=DROPS)
     )
