@@ -36,6 +36,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "bert": Family(token_types=True),
     "modernbert": Family(window=_half_window),
     "mpnet": Family(),
+    "nomic_bert": Family(tasks=frozenset({"embed"})),
     "qwen3": Family(tasks=frozenset({"embed"}), causal=True),  # a reranker's yes/no read-out is not part of this engine
 }
 

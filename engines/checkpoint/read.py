@@ -46,7 +46,6 @@ FLOAT_DTYPES: Final = ("F32", "F16", "BF16")
 SHARD_INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 UNSERVED: Final[Mapping[str, str]] = {
-    "nomic_bert": "rotary positions and gated layers in BERT's order, which no graph here computes",
     "phi3": "joined projections and scaled rotary positions, which no graph here computes",
 }
 """What is missing to serve well-known models whose checkpoints aren't; llama.cpp serves each from its GGUF."""

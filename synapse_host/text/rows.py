@@ -60,7 +60,7 @@ def single_frame(tokenizer: Tokenizer, family: str, task: str, special: dict[str
     if len(frame):
         return frame
     # A tokenizer file without a post-processor: the family says what its models were trained with.
-    if family in ("bert", "modernbert") and {"cls", "sep"} <= special.keys():
+    if family in ("bert", "modernbert", "mpnet", "nomic_bert") and {"cls", "sep"} <= special.keys():
         return Frame(prefix=(special["cls"],), suffix=(special["sep"],))
     if family == "qwen3" and task == "embed" and "eos" in special:
         # Last-token pooling reads the end-of-text token.

@@ -16,4 +16,5 @@ RECIPES: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "modernbert-rerank-cls": (toy_models.write_modernbert, {"rerank": True, "classifier_pooling": "cls"}),
     "qwen3": (toy_models.write_qwen3, {}),
     "mpnet": (toy_families.write_mpnet, {}),
+    "nomic_bert": (toy_families.write_nomic, {}),
 }

@@ -55,6 +55,7 @@ TOY_LENGTHS = dict.fromkeys(("bert", "roberta", "distilbert"), SHORT) | {
     "qwen3": [1, 2, 13, 80, 200],
     "mpnet": [1, 2, 9, 33, 64, 130, 192],
     "gemma": [1, 2, 8, 9, 17, 40, 64, 200],
+    "nomic": [1, 2, 9, 33, 64, 200],
 }
 
 

@@ -82,7 +82,7 @@ def test_a_format_is_refused_exactly_where_its_engine_lacks_the_family(tmp_path:
     assert set(opened.known.unheld(task)) == lacking < set(FORMATS)
 
 
-MPNET, GEMMA = toy_families.write_mpnet, toy_families.write_gemma
+MPNET, GEMMA, NOMIC = toy_families.write_mpnet, toy_families.write_gemma, toy_families.write_nomic
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,18 @@ MPNET, GEMMA = toy_families.write_mpnet, toy_families.write_gemma
         (GEMMA, {"layer_types": ["full_attention"]}, "layer_types"),
         (GEMMA, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_type"),
         (GEMMA, {"architectures": ["Gemma3ForSequenceClassification"]}, "gemma3_text reranker"),
+        (NOMIC, {"prenorm": True}, "prenorm"),
+        (NOMIC, {"causal": True}, "causal"),
+        (NOMIC, {"activation_function": "gelu"}, "activation_function"),
+        (NOMIC, {"rotary_emb_interleaved": True}, "rotary_emb_interleaved"),
+        (NOMIC, {"rotary_emb_fraction": 0.5}, "rotary_emb_fraction"),
+        (NOMIC, {"num_experts": 8, "moe_every_n_layers": 2}, "moe_every_n_layers"),
+        (NOMIC, {"qkv_proj_bias": True}, "qkv_proj_bias"),
+        (NOMIC, {"hidden_act": "gelu"}, "hidden_act"),
+        (NOMIC, {"rotary_emb_base": 1000}, "rotary_emb_base: 1000 contradicts rope_theta"),
+        (NOMIC, {"n_inner": 64}, "n_inner: 64 contradicts intermediate_size 96"),
+        (NOMIC, {"head_scale": 2.0}, "'head_scale' isn't known"),
+        (NOMIC, {"architectures": ["NomicBertForSequenceClassification"]}, "nomic_bert reranker"),
     ],
 )
 def test_a_key_that_changes_the_forward_pass_is_refused_by_name(
@@ -110,6 +122,12 @@ def test_a_key_that_changes_the_forward_pass_is_refused_by_name(
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(CheckpointError, match=says):
         facts.of_checkpoint(Checkpoint.open(folder))
+
+
+@pytest.mark.parametrize("words", [("published",), ("transformers",)])
+def test_either_spelling_of_nomic_s_config_says_the_same(tmp_path: Path, words: tuple[str, ...]) -> None:
+    both, one = (Checkpoint.open(NOMIC(tmp_path / name, **how)) for name, how in (("a", {}), ("b", {"words": words})))
+    assert one.known == both.known and facts.of_checkpoint(one).max_tokens == 200
 
 
 def test_gemma_s_layers_are_known_by_their_number_where_no_list_names_them(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_pairs_have_the_template_of_their_kind(tmp_path: Path) -> None:
         ("roberta", {"pad_token_id": "one"}, "pad_token_id"),
         ("distilbert", {"activation": "relu"}, "hidden_act"),
         ("electra", {}, "model_type 'electra' is not supported: .* distilbert.*MODEL.gguf"),
-        ("nomic_bert", {}, "rotary positions and gated layers .*supported: bert, .*MODEL.gguf"),
+        ("phi3", {}, "joined projections .*supported: bert, .*nomic_bert.*MODEL.gguf"),
     ],
 )
 def test_what_isn_t_bert_is_refused_by_its_key(tmp_path: Path, kind: str, change: dict[str, Any], says: str) -> None:

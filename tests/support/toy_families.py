@@ -10,6 +10,7 @@ from typing import Any
 
 from engines.bundle.manifest import Family, Task
 from engines.checkpoint import layout, safetensors
+from engines.checkpoint.families import nomic_bert
 from engines.checkpoint.read import complete_config
 from tests.support import toy_models
 
@@ -131,10 +132,49 @@ def write_gemma(
     return folder
 
 
+def write_nomic(
+    folder: Path,
+    *,
+    seed: int = 0,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    ffn: int = 96,
+    vocab: int = 128,
+    max_positions: int = 200,
+    words: tuple[str, ...] = ("published", "transformers"),
+) -> Path:
+    """Write a Nomic BERT; its config.json in the published words, transformers' words, or both as the newest has it."""
+    config: dict[str, Any] = {"architectures": ["NomicBertModel"], "model_type": "nomic_bert", "vocab_size": vocab}
+    config |= {"type_vocab_size": 2, "pad_token_id": 0}
+    shape = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+        "max_position_embeddings": max_positions,
+        "layer_norm_eps": 1e-12,
+    }
+    if "transformers" in words:
+        config |= {**shape, "hidden_act": "silu", "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
+    if "published" in words:
+        config |= {theirs: shape[ours] for theirs, ours in nomic_bert.KEYS.items() if ours in shape}
+        config |= {key: next(iter(values), None) for key, values in nomic_bert.HELD.items()}
+        config |= {"rotary_emb_base": 500, "rotary_scaling_factor": None, "n_positions": 8192, "attn_pdrop": 0.0}
+        config |= {"auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"}}
+    weights = _weights("nomic_bert", "embed", {"vocab_size": vocab, **shape}, seed)
+    _write(folder, config, weights, {"layers.": "encoder.layers."})
+    toy_models._sentence_files(folder, hidden, "mean", True, 8192)
+    toy_models.write_wordpiece_tokenizer(folder, vocab)
+    return folder
+
+
 def _weights(family: Family, task: Task, config: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return random weights under canonical names."""
     full = complete_config(dict(config), family, where="toy")
-    return toy_models.random_weights(layout.required(family, task, full), seed)
+    shapes = {name.replace("emb_ln", "emb_norm"): shape for name, shape in layout.required(family, task, full).items()}
+    found = toy_models.random_weights(shapes, seed)  # which tells a norm by its name
+    return {name.replace("emb_norm", "emb_ln"): array for name, array in found.items()}
 
 
 def _write(
@@ -163,6 +203,7 @@ TOYS: dict[str, Callable[[Path], Path]] = {
     "mpnet": write_mpnet,
     "mpnet-rerank": lambda folder: write_mpnet(folder, cross_encoder=True),
     "gemma": write_gemma,
+    "nomic": write_nomic,
 }
 """The toys that tests/goldens/families.npz holds reference outputs for."""
 

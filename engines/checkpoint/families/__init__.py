@@ -19,11 +19,13 @@ from engines.checkpoint.families.decoder import Llama, Mistral, Qwen2, Qwen3
 from engines.checkpoint.families.gemma3_text import Gemma3Text
 from engines.checkpoint.families.modernbert import ModernBert
 from engines.checkpoint.families.mpnet import Mpnet
+from engines.checkpoint.families.nomic_bert import NomicBert
 
 FAMILIES: Final[Mapping[Family, type[Config]]] = {
     "bert": Bert,
     "modernbert": ModernBert,
     "mpnet": Mpnet,
+    "nomic_bert": NomicBert,
     "gemma3_text": Gemma3Text,
     "qwen3": Qwen3,
     "qwen2": Qwen2,

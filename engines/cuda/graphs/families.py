@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from engines.cuda.graphs import bert, gemma3_text, modernbert, mpnet, qwen3
+from engines.cuda.graphs import bert, gemma3_text, modernbert, mpnet, nomic_bert, qwen3
 from engines.cuda.graphs.builder import Graph, GraphBuilder, ModelSpec, Precision, Variant, WeightStore
 
 
@@ -36,6 +36,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "bert": Family(bert.build, packed=True),
     "modernbert": Family(modernbert.build, half_window=modernbert.half_window),
     "mpnet": Family(mpnet.build, fused=False),
+    "nomic_bert": Family(nomic_bert.build),
     "gemma3_text": Family(gemma3_text.build, fused=False),
     "qwen3": Family(qwen3.build),
 }

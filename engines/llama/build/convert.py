@@ -27,7 +27,7 @@ from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import BundleError
 from engines.checkpoint import facts, program
 from engines.checkpoint.read import Checkpoint
-from engines.llama.build import bert, decoder, gemma3_text
+from engines.llama.build import bert, decoder, gemma3_text, nomic_bert
 from engines.llama.build.native import QUANTS, quantize
 from engines.llama.build.tensors import GgufTensor
 
@@ -41,10 +41,11 @@ END_KEY: Final = "synapse.end_token_ids"
 FAMILIES: Final[Mapping[str, Any]] = {
     "bert": bert,
     "gemma3_text": gemma3_text,
+    "nomic_bert": nomic_bert,
     **dict.fromkeys(("qwen3", "qwen2", "llama", "mistral"), decoder),
 }
 """Family -> the module with its ``metadata`` and ``tensors``."""
-ARCHITECTURES: Final = {"mistral": "llama", "gemma3_text": "gemma-embedding"}
+ARCHITECTURES: Final = {"mistral": "llama", "gemma3_text": "gemma-embedding", "nomic_bert": "nomic-bert"}
 """Families that are another one in llama.cpp."""
 _FILE_TYPES: Final = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 _POOLING_TYPES: Final = {"mean": 1, "cls": 2, "last": 3, "rank": 4}
