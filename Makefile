@@ -14,6 +14,7 @@
 #   make mutants   does a test notice when the wire or a policy is changed? (SAMPLE=40: so many changes a module)
 #   make coverage  branch coverage of the protocol and the host's policy by their own tests: 95 % at least
 #   make bench     the benchmark suite: a table, reports/bench.json and reports/bench.html (QUICK=1: under 3 minutes)
+#   make figures   what each default model does in a second here, into README
 #   make bench-rivals   install what it is compared with into .venv-rivals and .venv-infinity (torch twice: large)
 #   make goldens   recompute the golden files (needs torch and transformers in .venv-reference)
 #   make rehearse-cuda   the CUDA lane on stub libraries, every family, precision and compute capability (no GPU)
@@ -37,7 +38,7 @@ GOLDENS := $(wildcard tests/*/make_goldens.py)
 POLICY := errors placement.matrix placement.select residency.core supervision.quarantine supervision.queueing \
   text.limits worker.handshake worker.output worker.watchdog
 
-.PHONY: setup demo test clients ray lint lock wheel doctor certify faults faults-nightly coverage mutants bench bench-rivals goldens \
+.PHONY: figures setup demo test clients ray lint lock wheel doctor certify faults faults-nightly coverage mutants bench bench-rivals goldens \
   hw-cuda hw-ane hw-metal rehearse-cuda hw-mac-cpu
 
 setup:
@@ -70,6 +71,9 @@ wheel: setup
 
 doctor: setup
 	@$(BIN)/python -m synapse_host doctor
+
+figures: setup
+	@$(BIN)/python -m bench.figures --write
 
 certify: setup
 	@$(BIN)/python -m synapse_host models install minilm ms-marco smollm2

@@ -34,7 +34,7 @@ from synapse_host.requests.parts import whole
 from synapse_host.results import EmbedResult, Generation, Piece, RerankResult
 from synapse_host.text import encoders
 from synapse_host.text.chat import Renderer
-from synapse_host.text.rows import Frame, Rows, special_frame
+from synapse_host.text.rows import Rows, special_frame
 from synapse_host.text.validate import absolute, check_rows, check_texts, prompt_text, width
 from synapse_host.worker.listener import RuntimeDirectory
 
@@ -306,10 +306,10 @@ class Host:
         """Return scores of candidates given as bare segments of token ids, without special tokens."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "rerank")
-        frame: Frame | None = None
-        if assignment.require().owned:
-            named = assignment.bundle.manifest.tokenizer is not UNSET
-            frame = (await self._encoders.of(model, until)).pair if named else special_frame(assignment.bundle)
+        if assignment.bundle.manifest.tokenizer is not UNSET:
+            frame = (await self._encoders.of(model, until)).pair
+        else:
+            frame = special_frame(assignment.bundle, composed=assignment.require().owned)
         query, rows = await encoders.checked(
             candidates, until, lambda: reranking.composed(assignment, frame, query_ids, candidates)
         )

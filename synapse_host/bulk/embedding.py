@@ -357,21 +357,31 @@ class Growing:
             self._array = output.rows_file(file, self._shape, resumed=self.read > 0)
         skipped = {one.entry for one in self.skipped}
         kept = (text for number, text in enumerate(reader.read()) if number not in skipped)
-        if file.suffix == ".parquet":
-            self._parquet(kept, facts)
-            self._array = None
-            partial.unlink()
-        else:
-            ids = _ids(kept, several=len(reader.corpus.files) > 1)
-            output.write_lines(beside_of(file, "ids.txt"), ids)
-            with output.replacing(beside_of(file, "meta.json")) as meta:
-                meta.write(json.dumps(facts).encode())
-            self._array = None  # Windows renames no file that is mapped
-            if self.done < self._shape[0]:
-                output.shorten(file, (self.done, self._shape[1]))
-            os.replace(partial, file)  # noqa: PTH105
-        output.write_lines(beside_of(file, "errors.jsonl"), (one.line() for one in errors))
+        with output.replacing_lines(beside_of(file, "errors.jsonl"), (one.line() for one in errors)):
+            if file.suffix == ".parquet":
+                self._parquet(kept, facts)
+                self._array = None
+                partial.unlink()
+            else:
+                self._array = None  # Windows renames no file that is mapped
+                self._rename(_ids(kept, several=len(reader.corpus.files) > 1), facts)
         output.progress_path(file).unlink(missing_ok=True)
+
+    def _rename(self, ids: Iterator[str], facts: dict[str, Any]) -> None:
+        """Give rows, ids and what is said of them their names, over an older result's.
+
+        All are written before anything is renamed. Without its meta.json a result is no index, so the old one goes
+        first and the new one comes last: a run that is killed in between leaves nothing that reads as one result.
+        """
+        file = self._file
+        if self.done < self._shape[0]:
+            output.shorten(file, (self.done, self._shape[1]))
+        about = beside_of(file, "meta.json")
+        with output.replacing(about) as meta:
+            meta.write(json.dumps(facts).encode())
+            with output.replacing_lines(beside_of(file, "ids.txt"), ids):
+                about.unlink(missing_ok=True)
+                os.replace(output.partial_path(file), file)  # noqa: PTH105
 
     def _parquet(self, kept: Iterator[Text], facts: dict[str, Any]) -> None:
         _, parquet = arrow_modules()

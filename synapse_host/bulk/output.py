@@ -298,15 +298,21 @@ def writing_to(out: Path, size: int) -> Iterator[IO[bytes]]:
         yield file
 
 
-def write_lines(path: Path, lines: Iterator[str]) -> None:
-    """Give a file these lines in one step; without any the file is removed: an older result's says nothing here."""
+@contextmanager
+def replacing_lines(path: Path, lines: Iterator[str]) -> Iterator[None]:
+    """Write *lines*, and give them the name *path* in one step after the block.
+
+    Without any the file is removed then: an older result's says nothing here.
+    """
     first = next(lines, None)
     if first is None:
+        yield
         path.unlink(missing_ok=True)
         return
     with replacing(path) as file:
         for line in chain([first], lines):
             file.write(line.encode() + b"\n")
+        yield
 
 
 def _header_bytes(file: Path) -> int:

@@ -71,12 +71,8 @@ def _policy_options(parser: Parser) -> None:
         help="a prompt of the model, put before each text (default: the model's own choice; none: no prompt; which "
         "there are: synapse models show M)",
     )
-    parser.add_argument(
-        "--dimensions",
-        type=count,
-        metavar="N",
-        help="only the first N numbers of each vector, for a model trained for it (Matryoshka)",
-    )
+    short = "only the first N numbers of each vector, for a model trained for it (Matryoshka)"
+    parser.add_argument("--dimensions", type=count, metavar="N", help=short)
     parser.add_argument("--chunk", metavar="N[:M]", help="cut texts into chunks of N tokens, M of them shared")
     parser.add_argument(
         "--empty",

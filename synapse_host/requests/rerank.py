@@ -60,19 +60,19 @@ async def score(
 
 
 def composed(
-    assignment: Assignment, frame: Frame | None, query_ids: Sequence[int], candidates: Sequence[Any]
+    assignment: Assignment, frame: Frame, query_ids: Sequence[int], candidates: Sequence[Any]
 ) -> tuple[IntArray | None, Rows]:
-    """Return what :func:`score` takes for bare segments of ids: with *frame* rows of query and candidate in one.
+    """Return what :func:`score` takes for bare segments of ids, for an owned worker rows of query and candidate in one.
 
-    Raises InvalidRequest, SequenceTooLong.
+    *frame*: the special ids of a pair, whoever composes it. Raises InvalidRequest, SequenceTooLong.
     """
     limits: dict[str, Any] = {"max_tokens": assignment.bundle.manifest.max_tokens, "model": assignment.model}
     query = id_rows([query_ids], **limits, noun="query").ids
     rows = id_rows(candidates, **limits, noun="candidate")
-    # Checked before it is composed: every row would hold the query once more. A worker that composes adds three ids.
-    common = len(query) + (3 if frame is None else len(frame))
+    # Checked before it is composed: every row would hold the query once more.
+    common = len(query) + (len(frame) or 3)
     check_lengths([length + common for length in rows.lengths], **limits, noun="candidate")
-    return (query, rows) if frame is None else (None, compose_ids(frame, query, rows))
+    return (None, compose_ids(frame, query, rows)) if assignment.require().owned else (query, rows)
 
 
 def scaled(manifest: Manifest, logits: FloatArray, *, raw: bool) -> FloatArray:

@@ -27,7 +27,7 @@ from synapse_host.errors import InvalidRequest, SynapseError, UnknownModel
 from synapse_host.results import Generation, Piece
 from synapse_host.serve.bodies import Body, Chat, Completion, Embeddings, Input, Rerank, Sampling, TeiEmbed
 from synapse_host.serve.service import Endpoint, Refused, Service, deadline_of, error_of, json_response
-from synapse_host.text.validate import prompt_text
+from synapse_host.text.validate import absolute, prompt_text
 
 MAX_INPUTS: Final = 2048
 """Texts, rows or documents of one request, as OpenAI has it."""
@@ -176,14 +176,22 @@ class Api:
     async def completion(self, request: Request, body: Completion) -> Response:
         """``POST /v1/completions``."""
         texts, rows = _inputs(body.prompt, "prompt")
-        if len(texts) + len(rows) > 1 or (rows and body.stream):
-            raise InvalidRequest("one prompt a request, and for a stream a text", details={"param": "prompt"})
         answer = _Answer("cmpl", "text_completion", self._model(body, "generate"))
         tokens = body.max_tokens or COMPLETION_TOKENS
         options: dict[str, Any] = {"stop": body.stops(), "deadline": deadline_of(request, body)}
-        if rows:
-            return answer.whole(await self._host.generate_ids(answer.model, rows[0], tokens, **options))
-        return await self._generated(body, answer, texts[0], {**options, "max_tokens": tokens})
+        if body.stream or len(texts) == 1:
+            if len(texts) != 1:
+                raise InvalidRequest("a stream has one prompt, which is a text", details={"param": "prompt"})
+            return await self._generated(body, answer, texts[0], {**options, "max_tokens": tokens})
+        until = absolute(options["deadline"])
+        call = self._host.generate_ids if rows else self._host.generate
+        results = []
+        # One after another: all at once they would fill the lane's queue, and others be refused.
+        for prompt in rows or texts:
+            if until is not None:
+                options["deadline"] = until - asyncio.get_running_loop().time()
+            results.append(await call(answer.model, prompt, max_tokens=tokens, **options))  # type: ignore[arg-type]
+        return answer.whole(*results)
 
     async def chat(self, request: Request, body: Chat) -> Response:
         """``POST /v1/chat/completions``."""
@@ -258,12 +266,14 @@ class _Answer:
         self._chat = kind == "chat.completion"
         self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
-    def whole(self, result: Generation) -> Response:
-        """Return a finished generation."""
-        message = {"message": {"role": "assistant", "content": result.text}} if self._chat else {"text": result.text}
-        choice = {"index": 0, **message, "logprobs": None, "finish_reason": result.finish_reason}
-        usage = _usage(result.n_prompt, result.n_gen)
-        return json_response({**self._head, "object": self._kind, "choices": [choice], "usage": usage})
+    def whole(self, *results: Generation) -> Response:
+        """Return finished generations, one choice each."""
+        choices = []
+        for index, one in enumerate(results):
+            message = {"message": {"role": "assistant", "content": one.text}} if self._chat else {"text": one.text}
+            choices.append({"index": index, **message, "logprobs": None, "finish_reason": one.finish_reason})
+        usage = _usage(sum(one.n_prompt for one in results), sum(one.n_gen for one in results))
+        return json_response({**self._head, "object": self._kind, "choices": choices, "usage": usage})
 
     async def events(
         self, piece: Piece, pieces: AsyncGenerator[Piece, None], *, usage: bool

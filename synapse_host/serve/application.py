@@ -26,4 +26,7 @@ def application(service: Service) -> Starlette:
 
     handlers = {HTTPException: refuse, SynapseError: fail, Exception: fail}
     routes = [*page.routes(), *api.routes(service), *operate.routes(service)]
-    return Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    # A path with a slash behind it is another one: the redirect that it would get has no body that says so.
+    app.router.redirect_slashes = False
+    return app

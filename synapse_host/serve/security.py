@@ -45,6 +45,7 @@ def read_key(file: Path | None) -> bytes | None:
     else:
         source = str(file)
         try:
+            _check_private(file)
             text = read_plain(file, MAX_KEY).decode("ascii").strip()
         except (OSError, ValueError) as exc:
             reason = exc.strerror if isinstance(exc, OSError) else "must be one line of ASCII"
@@ -52,6 +53,16 @@ def read_key(file: Path | None) -> bytes | None:
     if not re.fullmatch(rf"[!-~]{{{MIN_KEY},{MAX_KEY}}}", text):
         raise InvalidRequest(f"{source}: an API key is {MIN_KEY} to {MAX_KEY} printable characters without spaces")
     return text.encode()
+
+
+def _check_private(file: Path) -> None:
+    """Refuse a key file of this user's that others may read, as ssh does; InvalidRequest. One of root's is root's."""
+    entry = file.stat()
+    if os.name == "posix" and entry.st_uid == os.getuid() and entry.st_mode & 0o077:
+        raise InvalidRequest(
+            f"{file}: others may read this API key (mode {entry.st_mode & 0o777:04o}). Run: chmod 600 {file}",
+            details={"file": str(file), "mode": f"{entry.st_mode & 0o777:04o}"},
+        )
 
 
 def guarded(app: ASGIApp, *, key: bytes | None, address: str, origins: Sequence[str]) -> ASGIApp:

@@ -93,15 +93,20 @@ def _observed(tokenizer: Tokenizer, parts: list[str]) -> Frame:
     return Frame(tuple(ids[: real[0]]), middle, tuple(ids[real[-1] + 1 :]))
 
 
-def special_frame(bundle: Bundle) -> Frame:
-    """Return the special ids of a pair by the manifest, for a bundle without a tokenizer; InvalidRequest."""
+def special_frame(bundle: Bundle, *, composed: bool = True) -> Frame:
+    """Return the special ids of a pair by the manifest, for a bundle without a tokenizer.
+
+    InvalidRequest where the manifest doesn't say them, unless a worker composes the pairs and only their number counts.
+    """
     special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
-    if not {"cls", "sep"} <= special.keys():
+    separators = 2 if bundle.manifest.family in ("roberta", "xlm-roberta") else 1
+    if composed and not {"cls", "sep"} <= special.keys():
         raise InvalidRequest(
             f"bundle {bundle.manifest.model_id} has neither a tokenizer nor special_ids cls and sep: "
             "pairs can't be composed"
         )
-    return Frame((special["cls"],), (special["sep"],), (special["sep"],))
+    cls, sep = special.get("cls", 0), special.get("sep", 0)
+    return Frame((cls,), (sep,) * separators, (sep,))
 
 
 def compose_ids(frame: Frame, query: IntArray, candidates: Rows) -> Rows:

@@ -1,9 +1,10 @@
 """Text to token ids, on the host's side: workers receive ids only.
 
 A tokenizer opens without padding and truncation (:mod:`synapse_host.text.tokenizer_file`) and with
-``encode_special_tokens``: a literal ``[SEP]`` or ``<|im_end|>`` in a text is text. Special tokens around a row are
-those of the tokenizer's own post-processor. Too long a text is cut only where the caller asked for it, inside the
-special tokens, and the result names it by its index.
+``encode_special_tokens``, and a vocabulary's own piece of that spelling isn't taken
+(:mod:`synapse_host.text.literals`): a literal ``[SEP]``, ``<s>`` or ``<|im_end|>`` in a text is text. Special tokens
+around a row are those of the tokenizer's own post-processor. Too long a text is cut only where the caller asked for it,
+inside the special tokens, and the result names it by its index.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from synapse_host.errors import BundleInvalid, InvalidRequest
 from synapse_host.text import tokenizer_file
 from synapse_host.text.limits import FREE_CHARACTERS as FREE_CHARACTERS
 from synapse_host.text.limits import budget, too_long
+from synapse_host.text.literals import Literals
 from synapse_host.text.rows import Frame, Rows, flatten, joined, pair_frame, single_frame
 from synapse_host.text.spelling import speller
 from synapse_host.text.tokenizer_schema import MAX_IDS
@@ -80,6 +82,9 @@ class TextTokenizer:
         self._file = tokenizer_file.checked(path, manifest.tokenizer.digest, self.model)
         self._name = path.name
         self._plain = _open(self._file, self._name, self.model)
+        self._literals = self._run(
+            lambda: Literals(self._plain, self._file, lambda data: _open(data, self._name, self.model))
+        )
         self._longest = max(map(len, self._plain.get_vocab()), default=1) or 1
         self.max_characters = min(MAX_CHARACTERS, max(LEAST_CHARACTERS, self.max_tokens * self._longest))
         """A longer text can't fit: it is refused, or cut to this, before it is tokenised."""
@@ -294,7 +299,9 @@ class TextTokenizer:
             else:
                 with budget.taken(sum(map(len, batch))):
                     encoded = self._run(lambda batch=batch: encode(batch, add_special_tokens=False))  # type: ignore[misc]
-                    found = [(item.ids, True) for item in encoded]
+                    found = [
+                        (self._literals.ids(text, item.ids), True) for text, item in zip(batch, encoded, strict=True)
+                    ]
                     del encoded
             for ids, whole in found:
                 if not ids:
@@ -310,6 +317,8 @@ class TextTokenizer:
             piece = text if size >= len(text) else text[: min(size, end)]
             with budget.taken(len(piece)):
                 ids: list[int] = self._run(lambda piece=piece: tokenizer.encode(piece, add_special_tokens=False).ids)  # type: ignore[misc]
+            if tokenizer is self._plain:
+                ids = self._run(lambda piece=piece, ids=ids: self._literals.ids(piece, ids))  # type: ignore[misc]
             if len(piece) == len(text):
                 return ids, True
             if len(ids) > room + MARGIN or len(piece) == end:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,54 @@ def test_a_corpus_of_any_size_with_short_vectors(tmp_path: Path, name: str, line
     assert [(hit.row, round(hit.score, 5)) for hit in hits] == [(1, 1.0)] * bool(n)
     if name == "x.npy":
         assert np.load(out).tolist() == short.tolist()
+
+
+def test_a_kill_between_two_renames_leaves_no_mixed_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over an older result of as many rows: what is found there is the one, or the other, or no index."""
+    out = tmp_path / "x.npy"
+    sources = [tmp_path / name for name in ("old.jsonl", "new.jsonl")]
+    for source, rows in zip(sources, (["a", "b"], ["c", "d"]), strict=True):
+        source.write_text("".join(json.dumps({"id": row, "text": row}) + "\n" for row in rows))
+    calls, really = [0], os.replace
+
+    class Killed(BaseException):
+        pass
+
+    async def work(host: Host) -> list[str]:
+        found = []
+        for steps in range(1, 99):
+            calls[0] = 99
+            await embed_file(host, "toy", Corpus.of(sources[0]), out)
+            calls[0] = steps
+            try:
+                await embed_file(host, "toy", Corpus.of(sources[1]), out)
+                return found
+            except Killed:
+                pass
+            try:
+                index = Index(out)
+            except InvalidRequest:
+                found.append("none")
+                continue
+            found.append("".join(index.nearest(np.array([vector(row)], np.float32), 1)[0][0].id for row in "abcd"))
+        return found
+
+    def replace(*paths: Any) -> None:
+        calls[0] -= 1
+        if not calls[0]:
+            raise Killed
+        really(*paths)
+
+    monkeypatch.setattr(os, "replace", replace)
+    found = run(tmp_path, work)
+    monkeypatch.undo()
+    whole = {run(tmp_path, lambda host, file=file: _names(host, file, out)) for file in sources}
+    assert len(found) >= 4 and {"none"} < set(found) <= {*whole, "none"}
+
+
+async def _names(host: Host, source: Path, out: Path) -> str:
+    await embed_file(host, "toy", Corpus.of(source), out)
+    return "".join(Index(out).nearest(np.array([vector(row)], np.float32), 1)[0][0].id for row in "abcd")
 
 
 def test_a_stopped_run_goes_on_and_leaves_out_the_same(tmp_path: Path) -> None:

@@ -402,6 +402,7 @@ def test_without_the_extra_it_says_what_to_install(here: Here, monkeypatch: pyte
         (("--host", "no.such.name.invalid"), "can't serve on no.such.name.invalid:0"),
         (("--api-key-file", "none"), "the API key can't be read"),
         (("--api-key-file", "short"), "16 to 1024 printable characters"),
+        (("--api-key-file", "open"), "others may read this API key (mode 0640). Run: chmod 600 open"),
         (("--cors", "*"), "is no origin"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else None,
@@ -409,7 +410,9 @@ def test_without_the_extra_it_says_what_to_install(here: Here, monkeypatch: pyte
 def test_what_would_be_unsafe_is_refused(
     cli: Command, here: Here, runtime_dir: Path, words: tuple[str, ...], said: str
 ) -> None:
-    (cli.root / "short").write_text("secret\n")
+    for name, mode in (("short", 0o600), ("open", 0o640)):
+        (cli.root / name).write_text("secret\n")
+        (cli.root / name).chmod(mode)
     done = here("serve", "--port", "0", "--runtime-dir", str(runtime_dir), *words)
     assert done.code == 2 and said in done.err and "secret" not in done.err
 

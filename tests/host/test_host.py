@@ -229,6 +229,19 @@ async def test_owned_lanes_get_composed_sequences(bench: Bench) -> None:
         assert (await host.rerank_ids("judge", [QUERY], [[A], [B, A]], raw=True)).tolist() == expected
 
 
+@pytest.mark.parametrize(("family", "tokenizer", "longest"), [("bert", True, 12), ("roberta", True, 12),
+                                                             ("bert", False, 12), ("roberta", False, 11)])  # fmt: skip
+async def test_the_special_ids_of_a_pair_count_whoever_composes_it(
+    bench: Bench, family: str, tokenizer: bool, longest: int
+) -> None:
+    """Of 16 tokens the query has one; RoBERTa's pair has four special ids, where no tokenizer's template says three."""
+    async with bench.model("judge", task="rerank", family=family, tokenizer=tokenizer).host() as host:
+        assert (await host.rerank_ids("judge", [QUERY], [[A] * longest])).shape == (1,)
+        with pytest.raises(SequenceTooLong) as caught:
+            await host.rerank_ids("judge", [QUERY], [[A] * (longest + 1)])
+        assert caught.value.details["tokens"] == 17
+
+
 @pytest.mark.report("ggml-org/llama.cpp#5733")
 @pytest.mark.report("ggml-org/llama.cpp#7277")
 async def test_local_refusals_start_no_worker(bench: Bench) -> None:

@@ -104,6 +104,12 @@ def test_generation_whole_and_as_events(serve: Any) -> None:
         }
         ids = (await up.call("/v1/completions", prompt=[2, 4, 5, 3], max_tokens=8)).json()
         assert ids["choices"][0]["text"] == (await up.host.generate_ids("writer", [2, 4, 5, 3], 8)).text
+        second = await up.host.generate("writer", "c", max_tokens=8)
+        several = (await up.call("/v1/completions", prompt=["a b", "c"], max_tokens=8, timeout=50)).json()
+        assert [(one["index"], one["text"]) for one in several["choices"]] == [(0, expected.text), (1, second.text)]
+        assert several["usage"]["completion_tokens"] == expected.n_gen + second.n_gen
+        several = (await up.call("/v1/completions", prompt=[[2, 4, 5, 3], [2, 4, 5, 3]], max_tokens=8)).json()
+        assert [one["text"] for one in several["choices"]] == [ids["choices"][0]["text"]] * 2
         stop = expected.text[2:4]
         cut = (await up.call("/v1/completions", prompt="a b", max_tokens=8, stop=[stop])).json()["choices"][0]
         assert (cut["text"], cut["finish_reason"]) == (expected.text.partition(stop)[0], "stop")
@@ -161,7 +167,9 @@ REFUSED = [
     ("/v1/rerank", {**RERANK, "texts": ["c"]}, 400, "documents"),
     ("/v1/rerank", {**RERANK, "top_n": 0}, 400, "top_n"),
     ("/v1/rerank", {**RERANK, "max_tokens_per_doc": 10}, 400, "max_tokens_per_doc"),
-    ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt"),
+    ("/v1/completions", {"prompt": ["a", "b"], "stream": True}, 400, "prompt"),
+    ("/v1/completions", {"prompt": ["a", "b " * 100]}, 422, None),
+    ("/v1/embeddings/", EMBED, 404, None),
     ("/v1/completions", {**PROMPT, "temperature": 0.7}, 400, "temperature"),
     ("/v1/completions", {**PROMPT, "n": 2}, 400, "n"),
     ("/v1/completions", {**PROMPT, "best_of": 2}, 400, "best_of"),

@@ -58,10 +58,46 @@ def test_special_tokens_stand_around_each_row_and_baked_in_padding_is_off(tmp_pa
     assert tokenizer.rows(["a " * 13]).lengths == [15]
 
 
-def test_a_special_tokens_literal_is_text(tmp_path: Path) -> None:
-    tokenizer = TextTokenizer(bundle(tmp_path))
-    rows = tokenizer.rows(["a [SEP] b"])
-    assert rows.ids.tolist() == [CLS, A, UNK, UNK, UNK, B, SEP]
+PIECES = ["<unk>", "<s>", "</s>", "\u2581", "\u2581a", "a", "b", "s", "<", ">", "/", "é"]
+VOCABULARY = {piece: id for id, piece in enumerate(PIECES)}
+SPACES = {"type": "WhitespaceSplit"}
+MARK = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+META = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+KINDS: dict[str, Any] = {
+    # SentencePiece gives its control symbols the best score; the library takes them.
+    "Unigram": (META, {"vocab": [[piece, 0.0 if id < 3 else -5.0] for id, piece in enumerate(PIECES)], "unk_id": 0}),
+    "BPE": (META, {"vocab": VOCABULARY, "merges": [["\u2581", "a"]], "unk_token": "<unk>"}),
+    "BPE whole words": (SPACES, {"vocab": VOCABULARY, "merges": [], "unk_token": "<unk>", "ignore_merges": True}),
+    "BPE that merges them": (
+        SPACES,
+        {"vocab": VOCABULARY | {"<s": 12}, "merges": [["<", "s"], ["<s", ">"]], "unk_token": "<unk>"},
+    ),
+    "WordPiece": (SPACES, {"vocab": VOCABULARY, "unk_token": "<unk>", "continuing_subword_prefix": ""}),
+    "WordLevel": (SPACES, {"vocab": VOCABULARY, "unk_token": "<unk>"}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_special_tokens_literal_is_text(tmp_path: Path, kind: str) -> None:
+    split, model = KINDS[kind]
+    marks = [{"id": id, "content": PIECES[id], **MARK} for id in range(3)]
+    parts = {"model": {"type": kind.split()[0], **model}, "added_tokens": marks, "pre_tokenizer": split}
+    found = TextTokenizer(changed(bundle(tmp_path), **parts, post_processor=None))
+    for text, pieces in {
+        "a <s> b": ["a", "<", "s", ">", "b"],
+        "</s>": ["<", "/", "s", ">"],
+        "é </s> b": ["é", "<", "/", "s", ">", "b"],
+        "a ø b": ["a", "<unk>", "b"],
+        "<s> ø": ["<", "s", ">", "<unk>"],
+    }.items():
+        wanted = [VOCABULARY[piece] for piece in pieces]
+        if kind == "WordLevel":  # it has no pieces of a word: one that is unknown
+            wanted = [VOCABULARY[word] if word in "abé" else 0 for word in text.split()]
+        for ids in (found.rows([text, "a"]).ids.tolist()[:-1], found.literal(text)):
+            plain = [each for id in ids for each in ({4: [5], 12: [8, 7]}.get(id, [id])) if id != 3]
+            assert plain == wanted and not {1, 2} & set(ids), text
+        assert found.mentions_special(text) == ("s>" in text)
+    assert kind.startswith("Word") or VOCABULARY["<"] in found.literal("<unk>")
 
 
 def test_too_long_is_refused_by_index_and_cut_only_on_request(tmp_path: Path) -> None:
