@@ -307,7 +307,7 @@ async def overhead(plan: Plan) -> list[Row]:
                     "in process": lambda direct=direct, batch=batch: _seconds(lambda: direct(batch)),
                 }
                 await interleaved(contestants, 2)
-                figures = await interleaved(contestants, 4 * plan.rounds)
+                figures = await interleaved(contestants, plan.scaled(4 * plan.rounds))
         found.append(
             row(figures, "host", "in process", group="models", name=f"{engine}: 32 x 128 tokens through the host",
                 unit="ms", better="lower", scale=1e3, rival_name="the same model called in process", target=0.99,
@@ -333,7 +333,7 @@ async def shared(plan: Plan) -> list[Row]:
                 "together": timed(lambda opened=opened: opened.embed("minilm", sentences)),
             }
             await interleaved(contestants, 1)
-            figures = await interleaved(contestants, 2 * plan.rounds)
+            figures = await interleaved(contestants, plan.scaled(2 * plan.rounds))
         found.append(
             row(figures, "apart", "together", group="models", name=f"{engine}: {count} concurrent calls of one text",
                 unit="ms", better="lower", scale=1e3, rival_name=f"one call with {count} texts", target=1 / 1.15,
