@@ -18,9 +18,11 @@ from bench.rounds import Row, Spread, interleaved, row
 from bench.vocabulary import with_vocabulary
 from synapse_host import Host, HostConfig
 from synapse_host.models import catalogue
+from synapse_host.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from bench.plan import Plan
+    from engines.bundle.manifest import Bundle
 
 ENGINES = """version: 1
 hardware: {any: {}}
@@ -187,7 +189,7 @@ async def embed(plan: Plan) -> list[Row]:
                 if kind in wanted:
                     contestants[kind] = lambda rival=rival, sentences=sentences: rival.ask("embed", texts=sentences)
             if case == "mix":
-                batch = _batch(llama, sentences)
+                batch = _batch(bundle, sentences)
                 contestants["one 2-thread context"] = lambda batch=batch: _seconds(lambda: context(batch))
             await interleaved(contestants, 1)
             figures = await interleaved(contestants, rounds[case])
@@ -295,8 +297,8 @@ async def overhead(plan: Plan) -> list[Row]:
     found = []
     for engine in ("onnx-cpu", "llama-cpu"):
         async with host(plan, "minilm", "embed", engine) as opened:
-            rows = _rows(opened, sentences)
-            batch = _batch(opened, sentences)
+            rows = _rows(bundle, sentences)
+            batch = _batch(bundle, sentences)
             spec = opened.lane_of("minilm").require()
             enter = _llama_in_process if engine == "llama-cpu" else _owned_in_process
             with enter(bundle, Path(spec.load.artifact_path), plan.threads, dict(spec.load.runtime_config)) as direct:
@@ -305,7 +307,7 @@ async def overhead(plan: Plan) -> list[Row]:
                     "in process": lambda direct=direct, batch=batch: _seconds(lambda: direct(batch)),
                 }
                 await interleaved(contestants, 2)
-                figures = await interleaved(contestants, 4 * plan.rounds)
+                figures = await interleaved(contestants, plan.scaled(4 * plan.rounds))
         found.append(
             row(figures, "host", "in process", group="models", name=f"{engine}: 32 x 128 tokens through the host",
                 unit="ms", better="lower", scale=1e3, rival_name="the same model called in process", target=0.99,
@@ -331,7 +333,7 @@ async def shared(plan: Plan) -> list[Row]:
                 "together": timed(lambda opened=opened: opened.embed("minilm", sentences)),
             }
             await interleaved(contestants, 1)
-            figures = await interleaved(contestants, 2 * plan.rounds)
+            figures = await interleaved(contestants, plan.scaled(2 * plan.rounds))
         found.append(
             row(figures, "apart", "together", group="models", name=f"{engine}: {count} concurrent calls of one text",
                 unit="ms", better="lower", scale=1e3, rival_name=f"one call with {count} texts", target=1 / 1.15,
@@ -373,16 +375,16 @@ async def lanes(plan: Plan) -> list[Row]:
 # --- the same engines without a host --------------------------------------------------------------------------------
 
 
-def _rows(opened: Host, sentences: list[str]) -> list[Any]:
-    ids = opened._encoders.of("minilm").rows(sentences)
+def _rows(bundle: Bundle, sentences: list[str]) -> list[Any]:
+    ids = TextTokenizer(bundle).rows(sentences)
     bounds = np.concatenate(([0], np.cumsum(ids.lengths)))
     return [ids.ids[start:stop] for start, stop in pairwise(bounds)]
 
 
-def _batch(opened: Host, sentences: list[str]) -> Any:
+def _batch(bundle: Bundle, sentences: list[str]) -> Any:
     from engines.runtime.batch import TokenBatch
 
-    ids = opened._encoders.of("minilm").rows(sentences)
+    ids = TextTokenizer(bundle).rows(sentences)
     return TokenBatch(np.ascontiguousarray(ids.ids), np.concatenate(([0], np.cumsum(ids.lengths))).astype(np.int32))
 
 

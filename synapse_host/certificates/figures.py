@@ -378,6 +378,7 @@ def reported(evidence: Evidence) -> dict[str, float]:
         "single_p95_ms": metrics.percentile(performance.single_ms, 0.95),
         "tokens_per_s": took and performance.batch_tokens / took,
         "rows_per_s": took and len(evidence.tokens) / took,
+        "rows_per_s_32x64": 32_000 / performance.equal_ms if performance.equal_ms else None,
     }
     match inputs if whole(evidence) else None:
         case EmbedInputs() as inputs:

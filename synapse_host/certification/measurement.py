@@ -14,14 +14,16 @@ import numpy as np
 from synapse_host.certificates import figures, metrics
 from synapse_host.certificates.document import DIGITS, EmbedInputs, GenerateInputs, RerankInputs, Series
 from synapse_host.certification import probes as probe_set
+from synapse_host.certification.trial import Trial, timed
 
 if TYPE_CHECKING:
     from engines.bundle.fixtures import Fixtures
-    from synapse_host.certification.trial import Trial
 
 ROWS: Final = 32
 """Rows of one batch exchange: enough for every kind of padding, few enough to find a bad row quickly."""
 SEED: Final = 20261129
+EQUAL: Final = 64
+"""Tokens of each row of the batch that is only timed."""
 REPEATED: Final = 8
 """Prompts whose continuation is asked for twice."""
 
@@ -49,6 +51,11 @@ async def embed(trial: Trial, probes: Fixtures) -> EmbedInputs:
     # Everything in one call, as bulk work goes: it is timed, too.
     mixed = [np.random.default_rng(SEED).permutation(len(rows)).tolist()]
     singles, batch, permuted = await trial.rows(ask, exchanges, mixed)
+    if trial.bundle.manifest.max_tokens >= EQUAL:
+        equal = np.resize(np.concatenate(rows), (ROWS, EQUAL))
+        call = timed([lambda: trial.host.embed_ids(trial.model, list(equal), lane=trial.lane)])
+        took = await trial.first(lambda: call, ROWS)
+        trial.equal_ms = took[0] if took else None
     known = sorted(singles)
     reference = probes.vectors
     ours = np.array([singles[n] for n in known]) if known else np.zeros((0, reference.shape[1]))

@@ -79,6 +79,7 @@ class Trial:
     single_ms: list[float] = field(default_factory=list)
     batch_tokens: int = 0
     batch_s: float = 0.0
+    equal_ms: float | None = None
     load_ms: float | None = None
     native_ms: list[float] = field(default_factory=list)
     _stage: str = "start"
@@ -180,6 +181,7 @@ class Trial:
             single_ms=[round(ms, 3) for ms in self.single_ms],
             batch_tokens=self.batch_tokens,
             batch_s=round(self.batch_s, 6),
+            equal_ms=self.equal_ms,
             load_ms=self.load_ms,
             rss_mb=self.facts.rss_mb,
         )

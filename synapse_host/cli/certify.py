@@ -303,6 +303,8 @@ def _speed(evidence: Evidence) -> str:
         parts.append(f"{reported['tokens_per_s']:,.0f} tokens/s")
     if "rows_per_s" in reported and evidence.model.task != "generate":
         parts.append(f"{reported['rows_per_s']:,.0f} {'texts' if evidence.model.task == 'embed' else 'pairs'}/s mixed")
+    if "rows_per_s_32x64" in reported:
+        parts.append(f"{reported['rows_per_s_32x64']:,.0f} texts/s at 32 x 64")
     if evidence.performance.single_ms:
         parts.append(f"p50 {reported['single_p50_ms']:.1f} ms, p95 {reported['single_p95_ms']:.1f} ms single")
     if "prefix_share" in reported:

@@ -105,6 +105,8 @@ def test_a_good_lane_is_certified(task: str, toys: dict[str, Path], tmp_path: Pa
     assert document.engine.observed == "owned-cuda"
     assert document.engine.kernel_revision is not None
     assert len(document.performance.single_ms) == N
+    assert ("rows_per_s_32x64" in document.reported) == (task == "embed")
+    assert {"single_p50_ms", "rows_per_s", "tokens_per_s"} <= document.reported.keys()
     assert [case.outcome for case in document.limits].count("sequence_too_long") == 1
 
 
