@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from engines.llama.config import FlashAttention
     from engines.runtime.batch import FloatArray, IntArray
 
+PACKAGE: Final = "llama_cpp"
 POOLING_NONE: Final = 0
 POOLING_MEAN: Final = 1
 POOLING_CLS: Final = 2
@@ -91,13 +94,26 @@ def library() -> Library:
             if "OMP_WAIT_POLICY" not in os.environ:
                 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
             try:
-                from llama_cpp import llama_cpp
+                llama_cpp = _bindings()
             except (ImportError, OSError, RuntimeError) as exc:
                 raise EngineError(
                     ErrorCode.BACKEND_MISSING, f"llama-cpp-python can't be loaded ({exc}): install the 'llama' extra"
                 ) from exc
             _library = Library(llama_cpp)
         return _library
+
+
+def _bindings() -> ModuleType:
+    """Import the low-level module alone: the package around it imports jinja2 and more, 50 ms that nobody here uses."""
+    if PACKAGE not in sys.modules and (spec := find_spec(PACKAGE)) is not None:
+        bare = ModuleType(PACKAGE)
+        bare.__path__ = list(spec.submodule_search_locations or [])
+        sys.modules[PACKAGE] = bare
+        try:
+            return import_module(f"{PACKAGE}.llama_cpp")
+        finally:
+            del sys.modules[PACKAGE]
+    return import_module(f"{PACKAGE}.llama_cpp")
 
 
 def system_info() -> str:
