@@ -15,7 +15,6 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final
 
@@ -52,6 +51,8 @@ def _own(engine: str) -> Iterator[tuple[str, Path]]:
 
 
 def _native(name: str) -> Iterator[tuple[str, Path]]:
+    from importlib.metadata import PackageNotFoundError, distribution
+
     try:
         found = distribution(name)
     except PackageNotFoundError:

@@ -23,7 +23,7 @@ from synapse_host.certification import report, run
 from synapse_host.certification.packing import Plans, plan_tool
 from synapse_host.certification.run import Order
 from synapse_host.config import HostConfig
-from synapse_host.models.builder import silent
+from synapse_host.models.bundles import silent
 from synapse_host.placement import hardware
 from synapse_host.placement.matrix import ENCODERS, HardwareMatrix
 from synapse_host.placement.select import fit

@@ -114,7 +114,7 @@ def run_host(
         async with Host.open(matrix, paths, config) as host:
             if len(paths) > 1:
                 return await work(host)
-            starting = host.load(*paths, lane=getattr(args, "lane", None), deadline=left(args))
+            starting = host.load(*paths, lane=getattr(args, "lane", None))  # the deadline is the work's
             return await _beside(starting, work(host))
 
     return run_orderly(body())

@@ -6,18 +6,26 @@ lies on the disk: after an upgrade under a running host the two would differ wit
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+import os
+import re
+import sys
 from typing import Final
 
-DISTRIBUTION: Final = "synapse-workers"
+_FOLDER: Final = re.compile(r"synapse_workers-(.+)\.dist-info")
 
 
 def installed() -> str | None:
     """Return the version on the disk now; None in a tree that was never installed, or in the middle of an upgrade."""
-    try:
-        return version(DISTRIBUTION)
-    except PackageNotFoundError:
-        return None
+    # The name of the metadata folder says it; importlib.metadata takes 15 ms to say the same.
+    for folder in sys.path:
+        try:
+            with os.scandir(folder or ".") as entries:
+                found = sorted(match[1] for entry in entries if (match := _FOLDER.fullmatch(entry.name)))
+        except OSError:
+            continue  # a zip archive, or a folder that isn't there
+        if found:
+            return found[-1]
+    return None
 
 
 LOADED: Final = installed()
