@@ -320,6 +320,14 @@ async def test_a_legacy_lane_opens_again_by_probe(bench: Bench, task: str) -> No
         await call(host, 1)
 
 
+async def test_a_load_opens_the_tokenizer_too(bench: Bench) -> None:
+    """The first text after it took 95 ms of the host's own time for that."""
+    async with bench.model("toy").host() as host:
+        await host.load("toy")
+        host.bundles["toy"].path("tokenizer.json").unlink()
+        assert (await host.embed("toy", ["a"])).shape == (1, 8)
+
+
 async def test_the_deadline_ends_the_wait_and_harms_nobody(bench: Bench) -> None:
     script = {"rules": [{"on": "EMBED_BATCH", "first_id": 99, "do": [{"sleep": 1.0}]}]}
 
