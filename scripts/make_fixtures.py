@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from engines.bundle import manifest  # noqa: E402
-from synapse_host.models.builder import silent  # noqa: E402
+from synapse_host.models.bundles import silent  # noqa: E402
 from synapse_host.models.fetch import fetch  # noqa: E402
 from synapse_host.models.recipes import DEFAULTS  # noqa: E402
 

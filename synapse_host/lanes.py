@@ -19,9 +19,6 @@ from msgspec import structs, to_builtins
 from synapse_host.certificates.standing import LaneCertificates
 from synapse_host.errors import DeadlineExceeded, InvalidRequest
 from synapse_host.placement.assignment import Assignment, assign, find
-from synapse_host.residency.lane import AneFleet, RungedLane
-from synapse_host.residency.machine_lock import LaneLock
-from synapse_host.residency.types import Limits
 from synapse_host.supervision.health import Health, LaneHealth
 from synapse_host.supervision.queueing import Permits
 from synapse_host.supervision.supervisor import Supervisor
@@ -41,6 +38,8 @@ if TYPE_CHECKING:
     from synapse_host.config import HostConfig
     from synapse_host.placement.hardware import HostProfile
     from synapse_host.placement.matrix import HardwareMatrix
+    from synapse_host.residency.lane import AneFleet, RungedLane
+    from synapse_host.residency.machine_lock import LaneLock
     from synapse_host.worker.listener import RuntimeDirectory
 
 
@@ -143,6 +142,9 @@ class Lanes:
         lane = self._runged.get(assignment.lane_id)
         if lane is None:
             if self.fleet is None:
+                from synapse_host.residency.lane import AneFleet
+                from synapse_host.residency.types import Limits
+
                 # A quarter of the memory at most: the weights of every resident function count whole (ane.md 4).
                 self.fleet = AneFleet(Limits(nbytes=self._profile.ram_total // 4))
             costs = partial(self._certificates.costs, assignment)
@@ -158,6 +160,8 @@ class Lanes:
                 raise InvalidRequest("this host is closed")
             spec = assignment.require()
             if spec.device_kind == "ane":
+                from synapse_host.residency.machine_lock import LaneLock
+
                 # One host a user on the Neural Engine; the workers hold the lock too, as their standard input.
                 self._lane_lock = self._lane_lock or LaneLock()
                 spec = replace(spec, stdin=self._lane_lock.fileno())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -81,12 +82,13 @@ class Assembly:
         routes = []
         for variant, limit in cpu_variants(self.spec, int8=self.int8):
             graph = build(self.spec, self.store, variant)
-            # A single call waits for its threads some sixty times; with nothing beside it they may stay awake.
-            made = binding.session(graph, threads=threads, spin=twin, cpus=bound)
-            self.progress.advance()
-            narrow = None
+            with ThreadPoolExecutor(1) as beside:  # a session's optimiser keeps one thread busy, without the GIL
+                other = beside.submit(binding.session, graph, threads=1) if twin else None
+                # A single call waits for its threads some sixty times; with nothing beside it they may stay awake.
+                made = binding.session(graph, threads=threads, spin=twin, cpus=bound)
+                self.progress.advance()
+                narrow = None if other is None else other.result()
             if twin:
-                narrow = binding.session(graph, threads=1)
                 self.progress.advance()
             routes.append(Route(graph, made, min(limit, self.widest), narrow))
         device = CpuDevice(

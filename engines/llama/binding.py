@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from engines.llama.config import FlashAttention
     from engines.runtime.batch import FloatArray, IntArray
 
+PACKAGE: Final = "llama_cpp"
 POOLING_NONE: Final = 0
 POOLING_MEAN: Final = 1
 POOLING_CLS: Final = 2
@@ -36,6 +39,8 @@ POOLING_RANK: Final = 4
 PIECE_BYTES: Final = 64
 LAYER_NODE: Final = b"ffn_out-"
 """Graph node that ends a layer's work in the BERT and llama families (llama-cuda.md, 3)."""
+STATES_NODE: Final = b"result_embd_pooled"
+"""Graph node of the states that a call returns: llama.cpp gives it this name in every family."""
 CHATTER: Final = ("n_ctx_seq (", "special_eos_id", "special_eog_ids", "default pooling_type", "dummy tokens")
 """Native warnings that say nothing an operator could act on."""
 
@@ -89,13 +94,26 @@ def library() -> Library:
             if "OMP_WAIT_POLICY" not in os.environ:
                 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
             try:
-                from llama_cpp import llama_cpp
+                llama_cpp = _bindings()
             except (ImportError, OSError, RuntimeError) as exc:
                 raise EngineError(
                     ErrorCode.BACKEND_MISSING, f"llama-cpp-python can't be loaded ({exc}): install the 'llama' extra"
                 ) from exc
             _library = Library(llama_cpp)
         return _library
+
+
+def _bindings() -> ModuleType:
+    """Import the low-level module alone: the package around it imports jinja2 and more, 50 ms that nobody here uses."""
+    if PACKAGE not in sys.modules and (spec := find_spec(PACKAGE)) is not None:
+        bare = ModuleType(PACKAGE)
+        bare.__path__ = list(spec.submodule_search_locations or [])
+        sys.modules[PACKAGE] = bare
+        try:
+            return import_module(f"{PACKAGE}.llama_cpp")
+        finally:
+            del sys.modules[PACKAGE]
+    return import_module(f"{PACKAGE}.llama_cpp")
 
 
 def system_info() -> str:
@@ -198,6 +216,8 @@ class ContextShape:
     flash: FlashAttention = "auto"
     watched: bool = False
     """Report each finished layer; for calls that may take seconds."""
+    headless: bool = False
+    """End a call at the token states: llama.cpp computes logits of every token, also where only states are wanted."""
 
 
 class NativeContext:
@@ -226,7 +246,7 @@ class NativeContext:
         if shape.causal is not None:
             params.attention_type = 0 if shape.causal else 1
         self._seen: set[bytes] = set()
-        if shape.watched:
+        if shape.watched or shape.headless:
             self._on_node = api.ggml_backend_sched_eval_callback(self._node)
             params.cb_eval = self._on_node
         lib.last_error = ""
@@ -367,13 +387,19 @@ class NativeContext:
         raise EngineError(code, f"llama.cpp {reason} (status {status}) on {tokens} tokens")
 
     def _node(self, tensor: int, ask: bool, _user: object) -> bool:
+        """Say which nodes are wanted, and once one is computed whether the call goes on.
+
+        False then drops the rest of the graph, as far as it lies on the same device, and the call still succeeds.
+        """
         name = library().node_name(tensor) or b""
+        if self.shape.headless and name == STATES_NODE:
+            return ask
         if ask:
-            return name.startswith(LAYER_NODE) and name not in self._seen
+            return self.shape.watched and name.startswith(LAYER_NODE) and name not in self._seen
         self._seen.add(name)
         if self.on_layer is not None:
             self.on_layer()
-        return True  # False would drop the rest of the graph, and the call would still say 0
+        return True
 
 
 _STATUS: Final = {

@@ -80,6 +80,10 @@ class LlamaModel(Model):
         self._chunk_tokens = min(config.encode_chunk_tokens, max(GRANULE, fits))
         if native.n_embd <= NARROW and not config.gpu_layers:
             self._chunk_tokens = min(self._chunk_tokens, NARROW_CHUNK_TOKENS)
+        # Not on an accelerator, where asking for a node means waiting for it, nor where dense layers follow the states:
+        # llama.cpp gives their result the same name.
+        dense = any(name.startswith("dense_") for name in header.tensors)
+        self._headless = not config.gpu_layers and not dense
         self._qwen3 = "qwen3" in header.architecture.lower()
         self._reranks = header.has_rank_head and not self._qwen3
         self._ends = header.end_ids
@@ -341,6 +345,7 @@ class LlamaModel(Model):
             causal=None if self.has_memory else False,
             flash=self._config.flash_attention,
             watched=self._is_slow(n_ubatch),
+            headless=self._headless and self.has_memory,
         )
 
     def _is_slow(self, tokens: int) -> bool:

@@ -16,7 +16,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -278,6 +277,8 @@ def _own(engine: str) -> Iterator[tuple[str, Path]]:
 
 
 def _native(name: str) -> Iterator[tuple[str, Path]]:
+    from importlib.metadata import PackageNotFoundError, distribution
+
     try:
         found = distribution(name)
     except PackageNotFoundError:

@@ -29,7 +29,6 @@ from synapse_host.errors import InvalidRequest, NotCertified
 from synapse_host.placement import hardware, places
 from synapse_host.placement.places import NoHome
 from synapse_host.placement.select import fit
-from synapse_host.residency import plan
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Artifact, Bundle
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from synapse_host.placement.hardware import HostProfile
     from synapse_host.placement.matrix import Engine, HardwareMatrix
     from synapse_host.placement.spec import LaneSpec
+    from synapse_host.residency import plan
 
 MISSING: Final = "it has none on this machine"
 OTHERWISE: Final = (
@@ -256,6 +256,8 @@ class LaneCertificates:
         artifact = assignment.placement.artifact
         on_ane = spec.device_kind == "ane"
         if self._qualifying and on_ane and artifact is not None:
+            from synapse_host.residency import plan
+
             return replace(spec, packed_widths=plan.packed_widths(artifact))
         self._held.pop(assignment.lane_id, None)
         needed = self._config.require_certificate or self._matrix.lanes[assignment.lane].require_certificate
@@ -286,6 +288,8 @@ class LaneCertificates:
         artifact, held = assignment.placement.artifact, self._held.get(assignment.lane_id)
         if artifact is None or held is None or held.evidence is None or not verdict.qualified_widths(held.evidence):
             return None
+        from synapse_host.residency import plan
+
         return plan.costs(artifact, held.evidence.cost_ms)
 
     def _look_up(self, assignment: Assignment, engine_id: str, artifact: Artifact) -> Certificate:

@@ -42,7 +42,7 @@ from synapse_host.certification.trial import Progress, Trial, single_calls, time
 from synapse_host.config import HostConfig
 from synapse_host.errors import InvalidRequest, SynapseError
 from synapse_host.host import Host
-from synapse_host.models.builder import silent
+from synapse_host.models.bundles import silent
 from synapse_host.placement import hardware
 from synapse_host.placement.matrix import ENCODERS, HardwareMatrix
 from synapse_host.placement.select import fit

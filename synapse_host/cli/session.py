@@ -111,9 +111,29 @@ def run_host(
         from synapse_host.host import Host
 
         async with Host.open(matrix, paths, config) as host:
-            return await work(host)
+            if len(paths) > 1:
+                return await work(host)
+            starting = host.load(*paths, lane=getattr(args, "lane", None))  # the deadline is the work's
+            return await _beside(starting, work(host))
 
     return run_orderly(body())
+
+
+async def _beside(starting: Awaitable[None], work: Awaitable[T]) -> T:
+    """Return what *work* gives, while the worker that it needs starts: opening the tokenizer takes as long.
+
+    A failed start is the command's failure: work that came to it later would start another worker.
+    """
+    tasks = asyncio.ensure_future(starting), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if tasks[0].done():
+            await tasks[0]
+        return await tasks[1]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run_orderly(work: Coroutine[Any, Any, T]) -> T:

@@ -12,11 +12,11 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 from msgspec import UNSET
 
@@ -27,11 +27,9 @@ from engines.checkpoint import facts
 from engines.checkpoint.package import profile_of
 from engines.checkpoint.read import Checkpoint, plain_numbers
 from synapse_host.errors import BundleInvalid, InvalidRequest, StorageFull, of_os
+from synapse_host.models.bundles import Progress, silent
 from synapse_host.placement import interpreter, places
 from synapse_host.text import tokenizer_file
-
-Progress: TypeAlias = Callable[[str, int, int], None]
-"""Called as ``progress(stage, done, total)``; the unit is bytes of finished work."""
 
 NO_ROOM: Final = re.compile(r"\[Errno (28|122)\]|No space left on device|Disk quota exceeded|Not enough free space")
 """How a child program says that the disk is full."""
@@ -39,10 +37,6 @@ NO_ROOM: Final = re.compile(r"\[Errno (28|122)\]|No space left on device|Disk qu
 FORMATS: Final = ("gguf", "safetensors-package", "coreml")
 TOKENIZER: Final = "tokenizer.json"
 FIXTURES: Final = "fixtures.npz"
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    """Report nothing."""
 
 
 def run_tool(argv: Sequence[str], *, stage: str, progress: Progress = silent) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
@@ -13,7 +14,14 @@ from synapse_host.errors import BundleInvalid, Place
 from synapse_host.placement import places
 from synapse_host.placement.places import NoHome
 
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called as ``progress(stage, done, total)``; the unit is bytes of finished work."""
+
 _log = logging.getLogger(__name__)
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Report nothing."""
 
 
 def models_dir(given: Path | None = None) -> Path:

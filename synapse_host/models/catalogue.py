@@ -20,8 +20,7 @@ from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
 from synapse_host.errors import BundleInvalid, InvalidRequest, UnknownModel, of_os
 from synapse_host.locks import lock_exclusive
-from synapse_host.models.builder import Progress, silent
-from synapse_host.models.bundles import installed, models_dir, read
+from synapse_host.models.bundles import Progress, installed, models_dir, read, silent
 from synapse_host.models.fetch import fetch
 from synapse_host.models.recipes import DEFAULTS
 from synapse_host.placement import places

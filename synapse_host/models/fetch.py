@@ -18,7 +18,7 @@ from typing import Final
 from engines.bundle import digest
 from engines.bundle.manifest import BundleError
 from synapse_host.errors import StorageFull, SynapseError, UnknownModel
-from synapse_host.models.builder import NO_ROOM, Progress
+from synapse_host.models.bundles import Progress
 from synapse_host.placement import interpreter
 
 ROOM: Final = 8
@@ -127,6 +127,8 @@ def _download(package: Package, scratch: Path, progress: Progress) -> Path:
 
 
 def _fetch_failed(package: Package, said: str, scratch: Path) -> SynapseError:
+    from synapse_host.models.builder import NO_ROOM
+
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     if any(NO_ROOM.search(line) for line in lines):
         return StorageFull(

@@ -18,7 +18,8 @@ from engines.bundle import digest, manifest
 from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Manifest
 from synapse_host.errors import BundleInvalid, InvalidRequest, of_os
 from synapse_host.models import builder
-from synapse_host.models.builder import FIXTURES, TOKENIZER, Progress, silent
+from synapse_host.models.builder import FIXTURES, TOKENIZER
+from synapse_host.models.bundles import Progress, silent
 from synapse_host.text.tokenizer import TextTokenizer
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from synapse_host.models import builder, from_gguf
-from synapse_host.models.builder import Progress
+from synapse_host.models.bundles import Progress
 from synapse_host.models.fetch import Package
 
 RECIPE: Final = 7
@@ -54,6 +53,8 @@ def _formats() -> tuple[str, ...]:
 def _build_encoder(
     name: str, recipe: Recipe, files: Path, out: Path, progress: Progress, *, gguf: tuple[str, ...]
 ) -> None:
+    from synapse_host.models import builder
+
     builder.build(
         files,
         out,
@@ -76,6 +77,8 @@ def make_embedder(name: str, recipe: Recipe, files: Path, out: Path, progress: P
 
 def make_reranker(name: str, recipe: Recipe, files: Path, out: Path, progress: Progress) -> None:
     """Build a reranker whose package holds a quantised ONNX model: its weights are written out first."""
+    from synapse_host.models import builder
+
     argv = ["engines.checkpoint.dequantize", str(files / "model.onnx"), str(files), "--heads", "12"]
     builder.run_tool(argv, stage="dequantize", progress=progress)
     _build_encoder(name, recipe, files, out, progress, gguf=("f16", "f32"))
@@ -83,6 +86,8 @@ def make_reranker(name: str, recipe: Recipe, files: Path, out: Path, progress: P
 
 def make_generator(name: str, recipe: Recipe, files: Path, out: Path, progress: Progress) -> None:
     """The package's GGUF is the artifact as it is; the tokenizer.json is written from its metadata."""
+    from synapse_host.models import from_gguf
+
     from_gguf.build(
         files / "model-q4_1.gguf",
         out,

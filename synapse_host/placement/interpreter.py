@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -20,15 +19,22 @@ from synapse_host.errors import BackendMissing
 
 VARIABLE: Final = "SYNAPSE_PYTHON"
 """Environment variable that names the interpreter where this process can't: inside uwsgi, or a frozen program."""
+_METADATA: Final = re.compile(r"synapse_workers-(.+)\.dist-info")
 _PYTHON: Final = re.compile(r"python|pypy", re.IGNORECASE)
 
 
 def installed_release() -> str | None:
     """Return the version on the disk now; None in a tree that was never installed, or in the middle of an upgrade."""
-    try:
-        return version("synapse-workers")
-    except PackageNotFoundError:
-        return None
+    # The name of the metadata folder says it; importlib.metadata takes 15 ms to say the same.
+    for folder in sys.path:
+        try:
+            with os.scandir(folder or ".") as entries:
+                found = sorted(match[1] for entry in entries if (match := _METADATA.fullmatch(entry.name)))
+        except OSError:
+            continue  # a zip archive, or a folder that isn't there
+        if found:
+            return found[-1]
+    return None
 
 
 RELEASE: Final = installed_release()

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -239,6 +238,8 @@ def installed(engine: str) -> dict[str, str]:
 
 def versions(distributions: Iterable[str]) -> dict[str, str]:
     """Return the versions of those distributions that are installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
     found = {}
     for name in distributions:
         try:
@@ -250,6 +251,8 @@ def versions(distributions: Iterable[str]) -> dict[str, str]:
 
 def cuda_wheels() -> dict[str, str]:
     """Return the versions of NVIDIA's wheels (CUDA runtime, cuBLAS, cuDNN and so on) that are installed."""
+    from importlib.metadata import distributions
+
     found = {}
     for one in distributions():
         name = str(one.metadata["Name"] or "").lower().replace("_", "-")

@@ -15,7 +15,6 @@ from engines.protocol.messages import ITEM_BYTES, Pooling, Vectors
 from synapse_host.errors import WORKER_ERRORS, BundleInvalid, InvalidRequest
 from synapse_host.requests.batching import Batch
 from synapse_host.requests.parts import Part, collect, cut, whole
-from synapse_host.residency.lane import RungedLane
 from synapse_host.results import EmbedResult
 from synapse_host.text.background import beside
 from synapse_host.text.encoders import checked
@@ -101,6 +100,8 @@ async def embed_packed(lanes: Lanes, assignment: Assignment, rows: Rows, width: 
     """Return the vectors of rows that share passes of one packed width; InvalidRequest where the lane has none."""
     if not 1 <= len(rows.lengths) <= tight.MAX_ROWS:
         raise InvalidRequest(f"{len(rows.lengths)} rows to be packed, one exchange takes 1 to {tight.MAX_ROWS}")
+    from synapse_host.residency.lane import RungedLane
+
     serving = lanes.serving(assignment)
     if not isinstance(serving, RungedLane):
         raise InvalidRequest(f"lane {assignment.lane_id} has no packed functions: it is not on the Neural Engine")

@@ -65,6 +65,9 @@ class TextTokenizer:
     """One bundle's tokenizer. Thread-safe: encoding changes nothing in it."""
 
     def __init__(self, bundle: Bundle, *, model: str | None = None) -> None:
+        # For the first rows, which may be made on the event loop's thread; the opener has one of its own.
+        import numpy as np  # noqa: F401
+
         manifest = bundle.manifest
         self._manifest = manifest
         self.model = model or manifest.model_id

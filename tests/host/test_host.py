@@ -323,6 +323,14 @@ async def test_a_legacy_lane_opens_again_by_probe(bench: Bench, task: str) -> No
         await call(host, 1)
 
 
+async def test_a_load_opens_the_tokenizer_too(bench: Bench) -> None:
+    """The first text after it took 95 ms of the host's own time for that."""
+    async with bench.model("toy").host() as host:
+        await host.load("toy")
+        host.bundles["toy"].path("tokenizer.json").unlink()
+        assert (await host.embed("toy", ["a"])).shape == (1, 8)
+
+
 async def test_dims_unlike_the_bundles_are_refused(bench: Bench) -> None:
     async with bench.model("toy").host({"dims": 5}) as host:
         with pytest.raises(BundleInvalid, match="says dims 8, its artifact gives 5"):

@@ -11,6 +11,7 @@ import pytest
 
 from engines.checkpoint.read import Checkpoint
 from engines.llama import model as model_module
+from engines.llama.binding import ContextShape, NativeContext, NativeModel
 from engines.llama.model import LlamaModel
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import FinishReason, Phase, Pooling
@@ -128,6 +129,22 @@ def test_more_tokens_than_a_batch_holds(load: Any, token_batch: Batch, toy: str,
     for chunk in (64, 512, 4096):
         together = embed(load(toy, encode_chunk_tokens=chunk), token_batch(rows))
         assert reference.cosine(together, alone).min() >= 0.99999, chunk
+
+
+def test_states_without_the_head_are_the_same_bytes(toys: Any) -> None:
+    with toys("qwen3-generate").path.open("rb") as file:
+        native = NativeModel(file.fileno(), gpu_layers=0, on_tensor=lambda: None)
+    ids, bounds = np.arange(5, 25, dtype=np.int32), np.array([0, 12, 20], dtype=np.int32)
+    shapes = [ContextShape(n_ctx=256, n_ubatch=64, n_seq_max=2, headless=headless) for headless in (False, True)]
+    contexts = [NativeContext(native, shape) for shape in shapes]
+    for context in contexts:
+        context.run_rows(ids, bounds)
+    whole, headless = contexts
+    assert headless.states(20).tobytes() == whole.states(20).tobytes()
+    assert np.abs(whole.logits()).max() > 0
+    assert not np.array_equal(headless.logits(), whole.logits()), "the head's product was computed"
+    for closing in (*contexts, native):
+        closing.close()
 
 
 def test_long_rows_share_one_large_context(load: Any, token_batch: Batch) -> None:
