@@ -39,10 +39,15 @@ def vector(text: str) -> list[float]:
 class Place:
     """A corpus of letters with ids, a toy bundle and a matrix of one thread."""
 
-    def __init__(self, root: Path, script: dict[str, Any] | None = None) -> None:
+    def __init__(self, root: Path, script: dict[str, Any] | None = None, device: str = "cpu") -> None:
         self.root = root
-        self.matrix = write_matrix(root, script)
-        self.bundle = write_bundle(root / "toy")
+        if device == "cpu":
+            self.matrix = write_matrix(root, script)
+            self.bundle = write_bundle(root / "toy")
+        else:
+            self.matrix = write_matrix(root, script, engine="cuda")
+            self.matrix.write_text(self.matrix.read_text().replace('"device": "cpu"', f'"device": "{device}"'))
+            self.bundle = write_bundle(root / "toy", formats={"safetensors-package": "f16"})
         self.words = [WORDS[4 + number % 6] for number in range(3000)]
         self.source = root / "corpus" / "in.jsonl"
         self.source.parent.mkdir()
@@ -51,8 +56,14 @@ class Place:
         self.out = root / "vectors"
 
     def run(self, **options: Any) -> dict[str, Any]:
-        given = {"matrix": str(self.matrix), "block_bytes": 8192, "display": QUIET, **options}
-        return embed_on_ray(str(self.source), str(self.out), str(self.bundle), **given)
+        given = {
+            "model": str(self.bundle),
+            "matrix": str(self.matrix),
+            "block_bytes": 8192,
+            "display": QUIET,
+            **options,
+        }
+        return embed_on_ray(str(self.source), str(self.out), **given)
 
     def parts(self) -> int:
         return len(list(self.out.glob("part-*.parquet")))
