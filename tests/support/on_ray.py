@@ -11,7 +11,6 @@ import json
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -167,15 +166,15 @@ def main(jobs: int) -> int:
                 place = Place(Path(folder), SLOW)
                 begun = time.monotonic()
                 _, done = run_killed(place, [kill_an_actor, raylets.kill])
-                found = Counter(id for id, _ in place.every_row())
-                lost = len(set(place.expected()) - set(found))
-                doubled = sum(count - 1 for count in found.values())
-                wrong = sum(row != place.expected().get(id) for id, row in place.every_row())
+                seconds = time.monotonic() - begun
+                expected, rows = place.expected(), place.every_row()
+                lost = len(set(expected) - {id for id, _ in rows})
+                doubled = len(rows) - len({id for id, _ in rows})
+                wrong = sum(row != expected.get(id) for id, row in rows)
                 kills += done
                 failed += bool(lost or doubled or wrong or done < 2)
                 print(
-                    f"job {number + 1:2}: {done} kills, {lost} lost, {doubled} doubled, {wrong} wrong, "
-                    f"{time.monotonic() - begun:.0f} s",
+                    f"job {number + 1:2}: {done} kills, {lost} lost, {doubled} doubled, {wrong} wrong, {seconds:.0f} s",
                     flush=True,
                 )
     print(f"{jobs} jobs, {kills} kills, {failed} failed")
