@@ -166,7 +166,7 @@ class SentenceTransformersOnRay(Rival):
                 return {**batch, "vector": self.rival.embed(list(batch["text"]))}
 
         # One core more than the model's threads: reading and writing are tasks of their own.
-        ray.init(num_cpus=self.threads + 1, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=self.threads + 1, include_dashboard=False, log_to_driver=False)
         try:
             data = ray.data.read_json(source, override_num_blocks=pieces).map_batches(
                 Model, batch_size=piece, num_cpus=self.threads, compute=ray.data.ActorPoolStrategy(size=1)

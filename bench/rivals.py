@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).with_name("rival.py")
 ENVIRONMENT = ROOT / ".venv-rivals"
 APART = {"infinity": ROOT / ".venv-infinity"}
 """Rivals whose pinned dependencies fit beside no other: each has an environment of its own."""
-ANSWER_S = 300.0
+ANSWER_S = 900.0
 SETTLE_S = 0.05
 """Between two turns: thread pools that spin after their work have stopped by then."""
 

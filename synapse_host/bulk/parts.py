@@ -84,9 +84,18 @@ def filesystem(where: str) -> tuple[Any, str]:
 
 def base_of(source: str) -> str:
     """Return the folder that a pattern is looked for in; a path without wildcards is its own."""
-    while any(mark in source for mark in "*?["):
-        source = posixpath.dirname(source)
-    return source or "."
+    base, _, query = _cut_pattern(source)
+    return base + query
+
+
+def _cut_pattern(source: str) -> tuple[str, str, str]:
+    """Return a source's folder, the pattern below it, and a URI's query (``?region=…``)."""
+    mark = source.find("?") if "://" in source else -1
+    path, query = (source[:mark], source[mark:]) if mark >= 0 else (source, "")
+    base = path
+    while any(mark in base for mark in "*?["):
+        base = posixpath.dirname(base)
+    return base or ".", path.removeprefix(base).lstrip("/"), query
 
 
 def find_blocks(source: str, *, block_bytes: int = BLOCK_BYTES, leave: str | None = None) -> list[Block]:
@@ -97,9 +106,8 @@ def find_blocks(source: str, *, block_bytes: int = BLOCK_BYTES, leave: str | Non
     from pyarrow import fs
 
     arrow_modules()
-    base = base_of(source)
-    files, folder = filesystem(base)
-    pattern = source.removeprefix(base).lstrip("/") if source != base else ""
+    base, pattern, query = _cut_pattern(source)
+    files, folder = filesystem(base + query)
     with storage(source):
         found = files.get_file_info(folder)
         if found.type == fs.FileType.Directory:
@@ -209,7 +217,8 @@ class PartFile:
         self._schema = vector_schema(dims)
         with storage(path):
             self._sink = files.open_output_stream(self._temporary)
-            self._writer = parquet.ParquetWriter(self._sink, self._schema)
+            # No number comes twice: a dictionary of them would add 40 % to the file.
+            self._writer = parquet.ParquetWriter(self._sink, self._schema, use_dictionary=False)
 
     def write(self, ids: list[str], vectors: Any, truncated: Iterable[int]) -> None:
         """Add rows: *vectors* float32 (len(ids), dims), *truncated* indices of those that were cut."""

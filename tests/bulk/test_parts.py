@@ -63,6 +63,28 @@ def test_a_source_is_a_file_a_folder_or_a_pattern(tmp_path: Path, pattern: str, 
         parts.find_blocks(f"{tmp_path}/none*")
 
 
+def test_what_a_run_wrote_into_the_folder_of_its_corpus_is_none_of_it(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "x.npy.errors.jsonl", "out/errors.jsonl", "out.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('"x"\n')
+    found = parts.find_blocks(str(tmp_path), leave=str(tmp_path / "out"))
+    assert [Path(block.file).name for block in found] == ["a.jsonl", "out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("source", "base"),
+    [
+        ("s3://bucket/in/*.jsonl", "s3://bucket/in"),
+        ("s3://bucket/in?region=x", "s3://bucket/in?region=x"),
+        ("s3://bucket/in/**/*.txt?region=x", "s3://bucket/in?region=x"),
+        ("in/?.txt", "in"),
+        ("*.txt", "."),
+    ],
+)
+def test_a_uri_s_query_says_where_the_storage_is(source: str, base: str) -> None:
+    assert parts.base_of(source) == base
+
+
 def test_a_file_that_changed_is_not_read_as_the_old_one(tmp_path: Path) -> None:
     source = tmp_path / "a.txt"
     source.write_text("a\n")

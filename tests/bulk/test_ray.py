@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from synapse_host.bulk import Policy
 from synapse_host.bulk.cluster import Embedder
-from synapse_host.errors import InvalidRequest, SequenceTooLong
+from synapse_host.cli import main
+from synapse_host.errors import InvalidRequest, NotCertified, SequenceTooLong, UnknownModel
 from tests.support.on_ray import SLOW, Place, kill_an_actor, run_killed, vector
 
 pytestmark = [
@@ -25,7 +28,7 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
     ray = pytest.importorskip("ray", reason="the extra ray isn't installed")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 
@@ -43,6 +46,10 @@ def test_vectors_are_those_of_the_host_and_a_second_run_has_nothing_to_do(tmp_pa
     for changed in ({"policy": Policy(truncate=True)}, {"column": "body"}):
         with pytest.raises(InvalidRequest, match="mixed with another result"):
             place.run(**changed)
+    with place.source.open("a") as file:
+        file.write('"a"\n')
+    with pytest.raises(InvalidRequest, match="as it was, or of another corpus"):
+        place.run()
 
 
 def test_bad_rows_are_listed_by_their_line(tmp_path: Path) -> None:
@@ -53,12 +60,46 @@ def test_bad_rows_are_listed_by_their_line(tmp_path: Path) -> None:
     place.source.write_text("\n".join(lines))
     with pytest.raises((SequenceTooLong, InvalidRequest), match=r"in\.jsonl:(1501: has 42 tokens|2901: not valid)"):
         place.run()
-    for part in place.out.glob("part-*"):
-        part.unlink()
+    assert place.parts() > 0
     done = place.run(policy=Policy(on_error="skip"))
     assert (done["n"], done["skipped"]) == (2998, 2)
     errors = [json.loads(line) for line in (place.out / "errors.jsonl").read_text().splitlines()]
     assert [error["where"] for error in errors] == [f"{place.source}:1501", f"{place.source}:2901"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"policy": Policy(prompt="passage")}, InvalidRequest, "no prompt"),
+        ({"require_certificate": True}, NotCertified, "certificate"),
+        ({"models_dir": "nowhere", "model": "nobody"}, UnknownModel, "no model 'nobody'"),
+    ],
+    ids=["an actor's start", "a call", "the model"],
+)
+def test_errors_of_actors_keep_their_codes(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Place(tmp_path).run(**options)
+
+
+def test_the_command_takes_uris_and_counts_by_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(tmp_path, SLOW)
+    monkeypatch.setattr("synapse_host.bulk.cluster.LINE_EVERY_S", 0.1)
+    monkeypatch.chdir(tmp_path)
+    source, out = place.source.parent.as_uri(), place.out.as_uri()
+    command = ["embed", "--ray", "--matrix", "matrix.yaml", "--model", "./toy", "--file"]
+    assert main([*command, f"{source}/*.jsonl", "--out", out]) == 0
+    assert "synapse: 0 of 1 parts, 0 texts\n" in capsys.readouterr().err
+    place.check()
+
+
+def test_a_lane_on_a_gpu_reserves_one(tmp_path: Path) -> None:
+    place = Place(tmp_path, {"ready": [{"report": str(tmp_path / "worker.json")}]}, "cuda")
+    place.run(block_bytes=1 << 20)
+    assert json.loads((tmp_path / "worker.json").read_text())["environment"]["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 @pytest.mark.fault
@@ -89,3 +130,17 @@ def test_a_program_s_own_dataset(tmp_path: Path) -> None:
     rows = sorted(done.take_all(), key=lambda row: row["more"])
     assert [row["vector"].tolist() for row in rows] == [vector(word) for word in place.words[:300]]
     assert not any(row["truncated"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [({"body": ["a"]}, r"no column 'text' \(have: body\)"), ({"text": ["a", None]}, "text 1: .* holds NoneType")],
+)
+def test_a_column_that_holds_no_texts_is_refused(tmp_path: Path, column: dict[str, Any], message: str) -> None:
+    place = Place(tmp_path)
+    embedder = Embedder(str(place.bundle), matrix=str(place.matrix))
+    try:
+        with pytest.raises(InvalidRequest, match=message):
+            embedder({name: np.array(values, object) for name, values in column.items()})
+    finally:
+        embedder.close()

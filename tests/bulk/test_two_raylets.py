@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from synapse_host.errors import InvalidRequest
 from tests.support.on_ray import SLOW, Place, kill_an_actor, run_killed, two_raylets
 
 pytestmark = [
@@ -20,6 +21,8 @@ pytestmark = [
 def test_an_actor_and_a_raylet_that_are_killed_lose_and_double_nothing(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the extra ray isn't installed")
     place = Place(tmp_path, SLOW)
+    with pytest.raises(InvalidRequest, match=r"Ray can't be reached at 127\.0\.0\.1:1: "):
+        place.run(address="127.0.0.1:1")
     with two_raylets() as raylets:
         document, killed = run_killed(place, [kill_an_actor, raylets.kill])
     assert document["n"] == 3000 and killed == 2

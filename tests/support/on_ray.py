@@ -11,7 +11,6 @@ import json
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -39,10 +38,15 @@ def vector(text: str) -> list[float]:
 class Place:
     """A corpus of letters with ids, a toy bundle and a matrix of one thread."""
 
-    def __init__(self, root: Path, script: dict[str, Any] | None = None) -> None:
+    def __init__(self, root: Path, script: dict[str, Any] | None = None, device: str = "cpu") -> None:
         self.root = root
-        self.matrix = write_matrix(root, script)
-        self.bundle = write_bundle(root / "toy")
+        if device == "cpu":
+            self.matrix = write_matrix(root, script)
+            self.bundle = write_bundle(root / "toy")
+        else:
+            self.matrix = write_matrix(root, script, engine="cuda")
+            self.matrix.write_text(self.matrix.read_text().replace('"device": "cpu"', f'"device": "{device}"'))
+            self.bundle = write_bundle(root / "toy", formats={"safetensors-package": "f16"})
         self.words = [WORDS[4 + number % 6] for number in range(3000)]
         self.source = root / "corpus" / "in.jsonl"
         self.source.parent.mkdir()
@@ -51,8 +55,14 @@ class Place:
         self.out = root / "vectors"
 
     def run(self, **options: Any) -> dict[str, Any]:
-        given = {"matrix": str(self.matrix), "block_bytes": 8192, "display": QUIET, **options}
-        return embed_on_ray(str(self.source), str(self.out), str(self.bundle), **given)
+        given = {
+            "model": str(self.bundle),
+            "matrix": str(self.matrix),
+            "block_bytes": 8192,
+            "display": QUIET,
+            **options,
+        }
+        return embed_on_ray(str(self.source), str(self.out), **given)
 
     def parts(self) -> int:
         return len(list(self.out.glob("part-*.parquet")))
@@ -156,15 +166,15 @@ def main(jobs: int) -> int:
                 place = Place(Path(folder), SLOW)
                 begun = time.monotonic()
                 _, done = run_killed(place, [kill_an_actor, raylets.kill])
-                found = Counter(id for id, _ in place.every_row())
-                lost = len(set(place.expected()) - set(found))
-                doubled = sum(count - 1 for count in found.values())
-                wrong = sum(row != place.expected().get(id) for id, row in place.every_row())
+                seconds = time.monotonic() - begun
+                expected, rows = place.expected(), place.every_row()
+                lost = len(set(expected) - {id for id, _ in rows})
+                doubled = len(rows) - len({id for id, _ in rows})
+                wrong = sum(row != expected.get(id) for id, row in rows)
                 kills += done
                 failed += bool(lost or doubled or wrong or done < 2)
                 print(
-                    f"job {number + 1:2}: {done} kills, {lost} lost, {doubled} doubled, {wrong} wrong, "
-                    f"{time.monotonic() - begun:.0f} s",
+                    f"job {number + 1:2}: {done} kills, {lost} lost, {doubled} doubled, {wrong} wrong, {seconds:.0f} s",
                     flush=True,
                 )
     print(f"{jobs} jobs, {kills} kills, {failed} failed")
