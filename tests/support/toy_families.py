@@ -126,7 +126,7 @@ def write_gemma(
     prompts = {"query": "task: search result | query: ", "document": "title: none | text: "}
     toy_models._json(folder / "config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": None})
     specials = {"<pad>": 0, "<eos>": 1, "<bos>": 2}
-    toy_models.write_bytelevel_tokenizer(folder, vocab, specials, template=("<bos>", "<eos>"))
+    toy_models.write_bytelevel_tokenizer(folder, vocab, specials, frame=("<bos> $A <eos>", "<bos> $A <eos> $B:1 <eos>:1"))
     roles = {f"{role}_token": f"<{role}>" for role in ("bos", "eos", "pad")}
     toy_models._json(folder / "tokenizer_config.json", {"tokenizer_class": "GemmaTokenizer", **roles})
     return folder
@@ -164,7 +164,7 @@ def write_nomic(
         config |= {"auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"}}
     weights = _weights("nomic_bert", "embed", {"vocab_size": vocab, **shape}, seed)
     _write(folder, config, weights, {"layers.": "encoder.layers."})
-    toy_models._sentence_files(folder, hidden, "mean", True, 8192)
+    toy_models.sentence_files(folder, {"hidden_size": hidden, "max_position_embeddings": 8192}, "mean", True)
     toy_models.write_wordpiece_tokenizer(folder, vocab)
     return folder
 
