@@ -66,6 +66,15 @@ def test_a_manifest_without_end_is_not_read_to_the_end(tmp_path: Path) -> None:
         manifest.read(tmp_path)
 
 
+@pytest.mark.parametrize("size", [65535, 65536, 65537, 200_000])
+def test_a_long_manifest_is_read_to_its_end(tmp_path: Path, size: int) -> None:
+    short = encode(toy(license=""))
+    data = encode(toy(license="x" * (size - len(short))))
+    assert len(data) == size
+    (tmp_path / "manifest.json").write_bytes(data)
+    assert manifest.read(tmp_path).digest == manifest.manifest_digest(data)
+
+
 def test_canonical_bytes_are_sorted_tight_utf8_without_a_newline() -> None:
     data = manifest.canonical_bytes({"b": 1, "a": "é", "A": ["x", True, None]})
     assert data == '{"A":["x",true,null],"a":"é","b":1}'.encode()
