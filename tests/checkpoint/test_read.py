@@ -18,7 +18,9 @@ from engines.checkpoint.read import (
     Checkpoint,
     CheckpointError,
     complete_config,
+    guess_task,
     plain_numbers,
+    read_json_list,
 )
 from tests.support import toy_models
 
@@ -61,6 +63,33 @@ def test_every_toy_opens_under_canonical_names(tmp_path: Path, name: str) -> Non
         np.testing.assert_array_equal(checkpoint.f32(key), weights[key])
     assert checkpoint.stored_dtype == "f32"
     assert checkpoint.nbytes == sum(array.nbytes for array in weights.values())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "files", "task"),
+    [
+        ("Qwen3ForCausalLM", [], "generate"),
+        ("Qwen3Model", [], "embed"),
+        ("Qwen3ForCausalLM", ["modules.json"], "embed"),
+        ("Qwen3ForCausalLM", ["1_Pooling/config.json"], "embed"),
+        ("Qwen3ForCausalLM", ["modules.json", "1_LogitScore/config.json"], "rerank"),
+        ("Qwen3ForSequenceClassification", ["modules.json"], "rerank"),
+    ],
+)
+def test_the_task_of_a_decoder_is_told_by_the_files_beside_it(
+    tmp_path: Path, architecture: str, files: list[str], task: str
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert guess_task({"architectures": [architecture]}, "qwen3", tmp_path) == task
+
+
+def test_a_list_of_objects_holds_nothing_else(tmp_path: Path) -> None:
+    for text in ("{}", '[{"a": 1}, 7]'):
+        (tmp_path / "modules.json").write_text(text)
+        with pytest.raises(CheckpointError, match="list of objects"):
+            read_json_list(tmp_path / "modules.json")
 
 
 def test_shards_are_one_checkpoint(tmp_path: Path) -> None:

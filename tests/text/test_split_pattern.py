@@ -65,3 +65,10 @@ def test_patterns_of_real_models_are_accepted_and_take_time_in_proportion_to_the
 def test_what_may_take_long_or_is_unknown_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="pattern"):
         split_pattern.check(pattern)
+
+
+@pytest.mark.parametrize(("longest", "more"), [("a" * 4096, "a" * 4097), ("a{1,32}", "a{1,33}"), ("b{32}", "b{33}")])
+def test_how_long_a_pattern_and_its_repeats_may_be(longest: str, more: str) -> None:
+    split_pattern.check(longest)
+    with pytest.raises(ValueError, match=r"at most 4096|more than 32 times"):
+        split_pattern.check(more)
