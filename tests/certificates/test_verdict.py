@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synapse_host.certificates import figures, verdict
@@ -250,6 +250,7 @@ ROWS = st.integers(0, N - 1)
 ABSURD = st.sampled_from([None, math.inf, -math.inf, math.nan, 1e300, -7.5e30])
 
 
+@settings(deadline=None)
 @given(kind=st.sampled_from(list(KINDS)), data=st.data())
 def test_a_figure_that_is_missing_or_absurd_is_never_certified(kind: str, data: st.DataObject) -> None:
     """Any one number of any series: no value that it can't have leaves the verdict as it was."""
@@ -273,6 +274,7 @@ def test_no_series_is_recorded_that_no_gate_reads(task: str) -> None:
         assert "uncertified" in verdicts, name
 
 
+@settings(deadline=None)
 @given(task=st.sampled_from(list(INPUTS)), name=st.data(), value=ABSURD)
 def test_a_threshold_that_is_missing_or_absurd_is_never_met(
     task: str, name: st.DataObject, value: float | None

@@ -226,6 +226,12 @@ def test_stale_texts_are_counted(tmp_path: Path) -> None:
 # --- the Neural Engine lane ------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One host of a user drives the Neural Engine: the lock of this test is nobody else's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def ane_bundle(folder: Path, task: str) -> Path:
     write_bundle(
         folder,
@@ -277,6 +283,7 @@ def ane_run(tmp_path: Path, task: str, share: float | None, plan: int = 95) -> E
     return run(ane_bundle(tmp_path / "toy", task), task, matrix, plans=plans)
 
 
+@pytest.mark.usefixtures("own_device")
 @pytest.mark.parametrize(
     ("task", "share", "plan", "gates"),
     [
@@ -297,6 +304,7 @@ def test_placement_decides_for_both_tasks(
     assert len(document.placement.forced_ms) == len(document.placement.native_ms) == 16
 
 
+@pytest.mark.usefixtures("own_device")
 def test_without_the_frameworks_plan_placement_is_unreported(tmp_path: Path) -> None:
     script = {"engine": "ane-coreml-worker", "dims": DIMS, "buckets": [16, 32], "placement_share": 0.99}
     matrix = foreign_matrix(tmp_path, command(script), engine="ane", device="ane", format="coreml")

@@ -27,6 +27,7 @@ from synapse_host.models import builder, catalogue, recipes
 from synapse_host.models.bundles import open_installed
 from synapse_host.models.fetch import Package
 from synapse_host.models.recipes import Recipe
+from synapse_host.sync import SyncHost
 from tests.support import toy_models
 
 pytestmark = pytest.mark.process
@@ -432,3 +433,13 @@ def test_the_default_bundles_are_what_their_manifests_say(
         assert bundle.manifest.special_ids == {
             "cls": 101, "sep": 102, "bos": 101, "eos": 102, "pad": 0, "unk": 100, "mask": 103,
         }  # fmt: skip
+
+
+def test_texts_become_the_vectors_of_the_reference(default_bundle: Callable[[str], manifest.Bundle]) -> None:
+    """Text to vector through a host, against what transformers computed of the same texts."""
+    bundle = default_bundle("minilm")
+    assert bundle.manifest.fixtures is not manifest.UNSET
+    known = fixtures.read(bundle.path(bundle.manifest.fixtures.path))
+    with SyncHost.open(models={"minilm": bundle.root}) as host:
+        vectors = host.embed("minilm", known.texts[:64])
+    assert (vectors * known.vectors[:64]).sum(1).min() > 0.999

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synapse_host.worker.output import MAX_LINE, LineForwarder, LogRing
@@ -25,6 +25,7 @@ def test_tags_do_not_count_and_the_tail_of_a_position_is_rendered_alone():
         LogRing(-1)
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 40),
     st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), st.binary(max_size=25)), max_size=12),
