@@ -22,13 +22,13 @@ class Family:
     Attributes:
         tasks: which of ``embed`` and ``rerank`` the builder can make of it.
         token_types: whether a reranker that has two token types gets them; the second text has type 1.
-        causal: whether a token sees only the tokens before it.
+        causal: from a complete config, whether a token sees only the tokens before it.
         window: from a complete config, how many tokens to each side a local layer sees; None without local layers.
     """
 
     tasks: frozenset[str] = frozenset({"embed", "rerank"})
     token_types: bool = False
-    causal: bool = False
+    causal: Callable[[Mapping[str, Any]], bool] = lambda config: False
     window: Callable[[Mapping[str, Any]], int | None] = lambda config: None
 
 
@@ -37,7 +37,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "modernbert": Family(window=_half_window),
     "mpnet": Family(),
     "nomic_bert": Family(tasks=frozenset({"embed"})),
-    "qwen3": Family(tasks=frozenset({"embed"}), causal=True),  # a reranker's yes/no read-out is not part of this engine
+    # A reranker's yes/no read-out is not part of this engine.
+    **dict.fromkeys(("qwen3", "qwen2"), Family(tasks=frozenset({"embed"}), causal=lambda config: config["is_causal"])),
 }
 
 

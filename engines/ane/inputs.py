@@ -44,7 +44,7 @@ class InputRules:
     def of(cls, family: str, config: Mapping[str, Any], **row: Any) -> InputRules:
         """Return the rules of a model by its family and complete config; *row* gives the other fields."""
         about = FAMILIES[family]
-        return cls(config["vocab_size"], causal=about.causal, window=about.window(config), **row)
+        return cls(config["vocab_size"], causal=about.causal(config), window=about.window(config), **row)
 
 
 def check_ids(batch: TokenBatch, vocab: int) -> None:

@@ -69,6 +69,8 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
     embed, generate = task == "embed", task == "generate"
     prompts, default = pipeline.read_prompts(folder) if embed else ({}, None)
     notes = _prompt_notes(prompts, default) if embed else pipeline.check_generation(folder) if generate else []
+    if embed and (ended := pipeline.with_end(folder)) is not None:
+        notes.append(f"add_eos_token: {ended[0]!r} is put behind every text, which tokenizer.json didn't say")
     dense, width = steps.dense if steps is not None and embed else (), config["hidden_size"]
     for module in dense:
         if module.layer.in_features != width:

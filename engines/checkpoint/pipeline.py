@@ -324,6 +324,36 @@ def pair_separators(folder: Path) -> int:
     return 1
 
 
+def with_end(folder: Path) -> tuple[str, dict[str, Any]] | None:
+    """Return a token and tokenizer.json with that token put behind every text; None where nothing is to be added.
+
+    ``add_eos_token`` of tokenizer_config.json asks for it. The code that comes with gte-Qwen2 adds it to what
+    tokenizer.json says, and so does transformers' class for Llama. CheckpointError where the token has no id.
+    """
+    conf, file = read_optional(folder / "tokenizer_config.json"), folder / "tokenizer.json"
+    if conf.get("add_eos_token") is not True or not file.exists():
+        return None
+    token, document = conf.get("eos_token"), read_json(file)
+    token = token.get("content") if isinstance(token, dict) else token
+    added = [one for one in document.get("added_tokens") or [] if isinstance(one, dict)]
+    ids = [one.get("id") for one in added if one.get("content") == token]
+    if not ids:
+        raise CheckpointError(f"{folder}: add_eos_token is true, and eos_token {token!r} is no token of tokenizer.json")
+    post = document.get("post_processor")
+    steps = post.get("processors", [post]) if isinstance(post, dict) else []
+    end = {"SpecialToken": {"id": token, "type_id": 0}}
+    if any(isinstance(step, dict) and step.get("single", [])[-1:] == [end] for step in steps):
+        return None
+    first, second = ({"Sequence": {"id": name, "type_id": kind}} for name, kind in (("A", 0), ("B", 1)))
+    template = {
+        "type": "TemplateProcessing",
+        "single": [first, end],
+        "pair": [first, end, second, {"SpecialToken": {"id": token, "type_id": 1}}],
+        "special_tokens": {token: {"id": token, "ids": ids[:1], "tokens": [token]}},
+    }
+    return str(token), document | {"post_processor": {"type": "Sequence", "processors": [*steps, template]}}
+
+
 def check_tokenizer_files(folder: Path) -> bool | None:
     """Return whether the tokenizer lowers capitals, None where there is no tokenizer.json.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -22,7 +23,7 @@ import numpy as np
 
 from engines.bundle import digest, fixtures
 from engines.bundle.fixtures import Reference
-from engines.checkpoint import facts, probes, program
+from engines.checkpoint import facts, pipeline, probes, program
 from engines.checkpoint.dequantize import QUANTIZED_DIGEST, QUANTIZED_DTYPE
 from engines.checkpoint.read import Checkpoint, CheckpointError
 
@@ -70,7 +71,8 @@ def _tokenizer(folder: Path) -> Any:
     file = folder / "tokenizer.json"
     if not file.exists():
         raise CheckpointError(f"{file} is missing: fixtures start from texts")
-    tokenizer = Tokenizer.from_file(str(file))
+    ended = pipeline.with_end(folder)
+    tokenizer = Tokenizer.from_file(str(file)) if ended is None else Tokenizer.from_str(json.dumps(ended[1]))
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True

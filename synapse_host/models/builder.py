@@ -23,7 +23,7 @@ from msgspec import UNSET
 from engines.bundle import digest, manifest
 from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Manifest
 from engines.bundle.preparation import sweep
-from engines.checkpoint import facts
+from engines.checkpoint import facts, pipeline
 from engines.checkpoint.package import profile_of
 from engines.checkpoint.read import Checkpoint, plain_numbers
 from synapse_host.errors import BundleInvalid, InvalidRequest, StorageFull, of_os
@@ -154,7 +154,7 @@ def build(
                     options = ["--pooling", pooling] if pooling and name == "gguf" else []
                     artifacts.append(_artifact(name, dtype, checkpoint, folder, model_id, options, progress))
             fields: dict[str, Any] = {
-                "tokenizer": take(checkpoint_folder / TOKENIZER, folder / TOKENIZER),
+                "tokenizer": _tokenizer(checkpoint, folder / TOKENIZER),
                 "fixtures": _fixtures(checkpoint, known, folder, fixtures, reference, overrides or {}, progress),
                 "dense": dense.write(known.dense, folder),
                 **_described(checkpoint, known),
@@ -310,6 +310,15 @@ def _coreml(out: Path, result: dict[str, Any]) -> Artifact:
         functions=[manifest.Function(**item) for item in result["functions"]],
         files=tree.files,
     )
+
+
+def _tokenizer(checkpoint: Checkpoint, target: Path) -> FileRef | None:
+    """Take the tokenizer along; an embedder's with the end-of-text token that its settings add to every text."""
+    ended = pipeline.with_end(checkpoint.folder) if checkpoint.task == "embed" else None
+    if ended is None:
+        return take(checkpoint.folder / TOKENIZER, target)
+    target.write_text(json.dumps(ended[1], ensure_ascii=False), encoding="utf-8")
+    return FileRef(target.name, digest.PREFIX + digest.file_digest(target))
 
 
 def _check_tokenizer(file: Path) -> None:

@@ -46,7 +46,7 @@ def main() -> None:
             folder = write(Path(scratch), **options)
             kind = AutoModelForSequenceClassification if name in RERANKERS else AutoModel
             model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-            how = {"modernbert": "cls", "qwen3": "last"}.get(name, "mean")
+            how = {"modernbert": "cls", "qwen3": "last", "qwen2": "last"}.get(name, "mean")
             answers = []
             for row in rows(name):
                 extra = {}

@@ -16,5 +16,6 @@ RECIPES: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "modernbert-rerank-cls": (toy_models.write_modernbert, {"rerank": True, "classifier_pooling": "cls"}),
     "qwen3": (toy_models.write_qwen3, {}),
     "mpnet": (toy_families.write_mpnet, {}),
+    "qwen2": (toy_families.write_gte_qwen2, {}),
     "nomic_bert": (toy_families.write_nomic, {}),
 }

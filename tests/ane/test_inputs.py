@@ -43,10 +43,11 @@ def test_a_row_in_its_bucket(ids: list[int], rules: InputRules, feeds: dict[str,
         ("modernbert", ["full_attention", "sliding_attention"], False, 64),
         ("modernbert", ["full_attention"], False, None),
         ("qwen3", [], True, None),
+        ("qwen2", [], False, None),
     ],
 )
 def test_rules_of_a_family(family: str, kinds: list[str], causal: bool, window: int | None) -> None:
-    config = {"vocab_size": 9, "layer_types": kinds, "local_attention": 128}
+    config = {"vocab_size": 9, "layer_types": kinds, "local_attention": 128, "is_causal": causal}
     assert InputRules.of(family, config, pad_id=3) == InputRules(9, pad_id=3, causal=causal, window=window)
     assert MASKED == -10_000.0, "what a built package holds, too"
 

@@ -30,7 +30,7 @@ Bundles = Callable[[str], Bundle]
 pytestmark = pytest.mark.numerics
 
 POOLING = {"bert": Pooling.MEAN, "modernbert": Pooling.CLS, "qwen3": Pooling.LAST}
-POOLING |= {"mpnet": Pooling.MEAN, "nomic_bert": Pooling.MEAN}
+POOLING |= {"qwen2": Pooling.LAST, "mpnet": Pooling.MEAN, "nomic_bert": Pooling.MEAN}
 EMBEDDERS = list(POOLING)
 RERANKERS = ["cross", "modernbert-rerank", "modernbert-rerank-cls"]
 

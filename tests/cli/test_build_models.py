@@ -113,8 +113,9 @@ def test_the_models_folder_may_come_from_the_environment(
 
 
 def test_what_no_engine_reads_is_not_built(cli: Command, here: Here, tmp_path: Path) -> None:
-    done = here("build", str(toy_models.TOYS["qwen2"](tmp_path / "qwen2")), str(cli.root / "out"), "--json")
-    assert [artifact["format"] for artifact in done.document["artifacts"]] == ["gguf"]
+    for toy, made in (("qwen2", ["gguf", "safetensors-package"]), ("mistral-generate", ["gguf"])):
+        done = here("build", str(toy_models.TOYS[toy](tmp_path / toy)), str(cli.root / f"{toy}-out"), "--json")
+        assert [artifact["format"] for artifact in done.document["artifacts"]] == made
 
 
 def test_a_gguf_is_taken_as_it_is(cli: Command, here: Here, checkpoint: str, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ CASES = (
     Case("qwen3-last", toy_models.write_qwen3, "embed", {"seed": 8}, 320, LONG),
     Case("qwen3-rerank", toy_models.write_qwen3, "rerank", {"seed": 9, "rerank": True}, 320, LONG),
     Case("mpnet-mean", toy_families.write_mpnet, options={"seed": 10, "max_positions": 200}, lengths=LONG),
+    Case("qwen2-last", toy_families.write_gte_qwen2, "embed", {"seed": 14}, 320, LONG),
     Case("nomic-mean", toy_families.write_nomic, options={"seed": 13}, lengths=LONG),
     Case("gemma-mean", toy_families.write_gemma, "embed", {"seed": 12, "dense": False}, 320, LONG),
     Case("mpnet-cls", toy_families.write_mpnet, options={"seed": 11, "pooling": "cls"}),

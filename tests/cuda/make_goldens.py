@@ -41,7 +41,9 @@ def reference(case: Case, folder: Path) -> np.ndarray:
                 outputs.append(model(input_ids=torch.tensor([row]), **types).logits[0, 0].item())
         else:
             model = AutoModel.from_pretrained(folder, **options).eval()
-            pooling = case.options.get("pooling", {"modernbert": "cls", "qwen3": "last"}.get(family, "mean"))
+            pooling = case.options.get(
+                "pooling", {"modernbert": "cls", "qwen3": "last", "qwen2": "last"}.get(family, "mean")
+            )
             for row in case.rows():
                 states = model(input_ids=torch.tensor([row])).last_hidden_state[0].double()
                 vector = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[pooling]

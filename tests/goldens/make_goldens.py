@@ -163,7 +163,7 @@ def toy(name: str, folder: Path) -> dict[str, np.ndarray]:
     family, _, task = name.partition("-")
     task = task.split("-")[0]
     kind = AutoModel
-    if task == "generate" or (family == "qwen3" and task):
+    if task == "generate" or name == "qwen3-rerank":
         kind = AutoModelForCausalLM
     elif task == "rerank":
         kind = AutoModelForSequenceClassification

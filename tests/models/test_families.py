@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from engines.ane.families import serves
-from engines.checkpoint import facts
+from engines.checkpoint import facts, pipeline
 from engines.checkpoint.families.base import FORMATS
 from engines.checkpoint.read import Checkpoint, CheckpointError
 from engines.cuda.graphs import families as graphs
@@ -20,6 +21,7 @@ from engines.llama.build import convert
 from synapse_host.errors import BundleInvalid
 from synapse_host.host import Host
 from synapse_host.models import builder
+from synapse_host.text.tokenizer import TextTokenizer
 from tests.support import toy_families, toy_models
 
 pytestmark = pytest.mark.process
@@ -83,6 +85,7 @@ def test_a_format_is_refused_exactly_where_its_engine_lacks_the_family(tmp_path:
 
 
 MPNET, GEMMA, NOMIC = toy_families.write_mpnet, toy_families.write_gemma, toy_families.write_nomic
+GTE = toy_families.write_gte_qwen2
 
 
 @pytest.mark.parametrize(
@@ -112,6 +115,11 @@ MPNET, GEMMA, NOMIC = toy_families.write_mpnet, toy_families.write_gemma, toy_fa
         (NOMIC, {"n_inner": 64}, "n_inner: 64 contradicts intermediate_size 96"),
         (NOMIC, {"head_scale": 2.0}, "'head_scale' isn't known"),
         (NOMIC, {"architectures": ["NomicBertForSequenceClassification"]}, "nomic_bert reranker"),
+        (GTE, {"is_causal": None}, "auto_map: .*say is_causal true or false"),
+        (GTE, {"is_causal": "no"}, "is_causal"),
+        (GTE, {"use_sliding_window": True}, "use_sliding_window"),
+        (toy_models.write_llama, {"is_causal": False}, "is_causal: false is for embedders"),
+        (toy_models.write_bert, {"is_causal": True}, "is_causal"),
     ],
 )
 def test_a_key_that_changes_the_forward_pass_is_refused_by_name(
@@ -150,3 +158,24 @@ def test_a_prompt_and_two_dense_modules_are_embedding_gemma_s(tmp_path: Path) ->
         assert not np.allclose(prompted, await host.embed("toy", ["cat"]), atol=1e-2)
 
     serve(bundle.root, work)
+
+
+def test_gte_qwen2_s_end_of_text_is_added_and_said(tmp_path: Path) -> None:
+    """Its tokenizer.json adds none, the code that comes with it does: without it another token would be pooled."""
+    checkpoint = GTE(tmp_path / "c")
+    bundle = builder.build(checkpoint, tmp_path / "b", formats=["gguf"], dtypes={}, model_id="toy")
+    assert TextTokenizer(bundle).rows(["yes"]).ids.tolist()[-1] == 0
+    assert any(
+        "'<|endoftext|>' is put behind every text" in note
+        for note in facts.of_checkpoint(Checkpoint.open(checkpoint)).notes
+    )
+    assert builder.verify(bundle) == []
+    bare = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode("yes").ids
+    assert TextTokenizer(bundle).rows(["yes"]).ids.tolist() == [*bare, 0]
+    # A file that adds it already stays as it is.
+    (checkpoint / "tokenizer.json").write_bytes((bundle.root / "tokenizer.json").read_bytes())
+    assert pipeline.with_end(checkpoint) is None
+    settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|none|>"}))
+    with pytest.raises(CheckpointError, match=r"eos_token '<\|none\|>' is no token"):
+        pipeline.with_end(checkpoint)

@@ -20,7 +20,7 @@ CAPABILITIES = (OLDEST, "8.0", "8.6", "8.9", USUAL, "12.0")
 EMBED, RERANK = ("bert-mean", "modernbert-mean", "qwen3-last"), ("bert-rerank", "modernbert-rerank", "qwen3-rerank")
 PLAIN = ("mpnet-mean", "gemma-mean")
 """Of standard operators in float16 too: they write the attention scores out."""
-NAMES = (*EMBED, *RERANK, *PLAIN, "bert-cls", "modernbert-cls", "nomic-mean")
+NAMES = (*EMBED, *RERANK, *PLAIN, "bert-cls", "modernbert-cls", "nomic-mean", "qwen2-last")
 OURS = {"cudaMemcpyAsync pinned to device", "cudaMemcpyAsync device to pinned", "cudaMemcpyAsync device to device"}
 """The only copies of a request: one up and one down a submission; within the device a graph may copy."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
@@ -29,7 +29,9 @@ LEFT = ("device_blocks", "pinned_blocks", "events", "streams", "graphs_live")
 
 def cells() -> list[Any]:
     quick = {(name, "f16", OLDEST) for name in EMBED} | {(name, "f16", USUAL) for name in (*EMBED, *RERANK)}
-    quick |= {(name, "f32", USUAL) for name in EMBED} | {(name, "f16", USUAL) for name in (*PLAIN, "nomic-mean")}
+    quick |= {(name, "f32", USUAL) for name in EMBED} | {
+        (name, "f16", USUAL) for name in (*PLAIN, "nomic-mean", "qwen2-last")
+    }
     return [
         pytest.param(name, precision, cc, marks=() if (name, precision, cc) in quick else (pytest.mark.soak,))
         for cc in CAPABILITIES

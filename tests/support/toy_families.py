@@ -169,6 +169,24 @@ def write_nomic(
     return folder
 
 
+def write_gte_qwen2(folder: Path, *, is_causal: bool = False, **options: Any) -> Path:
+    """Write a Qwen2 embedder as gte-Qwen2 is published: code of its own, tokens see the whole row unless told.
+
+    tokenizer.json doesn't add the end-of-text token that the published code adds.
+    """
+    toy_models.write_qwen3(folder, family="qwen2", **options)
+    file = folder / "tokenizer.json"
+    plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    toy_models._json(file, json.loads(file.read_text()) | {"post_processor": plain})
+    settings = {"add_eos_token": True, "eos_token": "<|endoftext|>"}
+    toy_models._json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **settings})
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"is_causal": is_causal}
+    config |= {"architectures": ["Qwen2ForCausalLM"], "auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}
+    toy_models._json(file, config)
+    return folder
+
+
 def _weights(family: Family, task: Task, config: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return random weights under canonical names."""
     full = complete_config(dict(config), family, where="toy")
@@ -204,6 +222,8 @@ TOYS: dict[str, Callable[[Path], Path]] = {
     "mpnet-rerank": lambda folder: write_mpnet(folder, cross_encoder=True),
     "gemma": write_gemma,
     "nomic": write_nomic,
+    "qwen2-embed": write_gte_qwen2,
+    "qwen2-embed-causal": lambda folder: write_gte_qwen2(folder, is_causal=True),
 }
 """The toys that tests/goldens/families.npz holds reference outputs for."""
 

@@ -1,4 +1,4 @@
-"""Qwen3 embedding models for Core ML."""
+"""Qwen3 and Qwen2 embedding models for Core ML; Qwen2 has no norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -30,12 +30,17 @@ def encode(g: Graph, inputs: Any, bias: Any, local: Any) -> Any:
     for n in range(g.config["num_hidden_layers"]):
         layer = f"layers.{n}"
         normed = rms_norm(g, x, get(f"{layer}.input_layernorm.weight"))
-        query = g.heads(g.dense(normed, f"{layer}.self_attn.q_proj"), g.query_heads)
+        bias_q = g.bias(f"{layer}.self_attn.q_proj.bias")
+        normed_heads = f"{layer}.self_attn.q_norm.weight" in g.tensors
+        factor = 1.0 if normed_heads else scale
+        weight = get(f"{layer}.self_attn.q_proj.weight") * factor
+        query = g.heads(g.linear(normed, weight, None if bias_q is None else bias_q * factor), g.query_heads)
         key = g.heads(g.dense(normed, f"{layer}.self_attn.k_proj"), g.key_heads)
         value = g.heads(g.dense(normed, f"{layer}.self_attn.v_proj"), g.key_heads)
-        # Rotation keeps lengths, so the query scale can sit in the norm's weight.
-        query = g.rotate(rms_norm(g, query, get(f"{layer}.self_attn.q_norm.weight") * scale, 2), tables)
-        key = g.rotate(rms_norm(g, key, get(f"{layer}.self_attn.k_norm.weight"), 2), tables)
+        if normed_heads:  # rotation keeps lengths, so the query scale can sit in the norm's weight
+            query = rms_norm(g, query, get(f"{layer}.self_attn.q_norm.weight") * scale, 2)
+            key = rms_norm(g, key, get(f"{layer}.self_attn.k_norm.weight"), 2)
+        query, key = g.rotate(query, tables), g.rotate(key, tables)
         x = mb.add(x=x, y=g.dense(g.attend(query, key, value, bias), f"{layer}.self_attn.o_proj"))
         normed = rms_norm(g, x, get(f"{layer}.post_attention_layernorm.weight"))
         gate = mb.silu(x=g.dense(normed, f"{layer}.mlp.gate_proj"))

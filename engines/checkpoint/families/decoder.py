@@ -1,6 +1,7 @@
 """Llama, Mistral, Qwen2 and Qwen3: causal, rotary positions, grouped queries, SwiGLU.
 
-Qwen2 has biases where queries, keys and values are made; Qwen3 norms each head's query and key.
+Llama and Mistral are built as GGUF only. Qwen2 has biases where queries, keys and values are made; Qwen3 norms each
+head's query and key.
 
 ``lm_head`` is needed only where the output matrix isn't the embedding table and the task is generate or rerank.
 """
@@ -30,6 +31,8 @@ class Llama(Config, kw_only=True):
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
+    is_causal: bool = True
+    """False in embedders whose tokens see the whole row; transformers honours it in every decoder."""
 
     def complete(self, config: Mapping[str, Any]) -> None:
         """As in every family; no layer may see a window only."""
@@ -48,6 +51,7 @@ class Llama(Config, kw_only=True):
 
     def tensors(self, task: Task) -> Iterator[Tensor]:
         """Yield the embedding, the layers, and the output matrix where it is one of its own."""
+        need(self.is_causal or task == "embed", "is_causal", f"false is for embedders, this is a {task} checkpoint")
         hidden, ffn, dim = self.hidden_size, self.intermediate_size, self.head_dim
         queries, keys = self.num_attention_heads * dim, self.num_key_value_heads * dim
         bias, bias_out = self.biased
@@ -93,14 +97,19 @@ class Mistral(Llama, kw_only=True):
 
 
 class Qwen2(Llama, kw_only=True):
-    """``Qwen2Model`` and ``Qwen2ForCausalLM``, which generate and embed, from GGUF."""
+    """``Qwen2Model`` and ``Qwen2ForCausalLM``, which generate and embed; gte-Qwen2, whose tokens see the whole row."""
 
     def complete(self, config: Mapping[str, Any]) -> None:
-        """As in every family; embedders with code of their own (gte-Qwen2) see the whole row, unserved here."""
+        """As in every family; where a checkpoint has code of its own, it must say which tokens see which."""
         Llama.complete(self, config)
         whole = self.head_dim * self.num_attention_heads == self.hidden_size
         need(whole, "head_dim", "times num_attention_heads must be hidden_size, as llama.cpp has it")
-        need(not config.get("auto_map"), "auto_map", "its own code may attend to later tokens, which isn't served")
+        said = not config.get("auto_map") or config.get("is_causal") is not None
+        need(said, "auto_map", "its own code may attend to later tokens: say is_causal true or false in config.json")
+
+    def unheld(self, task: Task) -> dict[str, str]:
+        """As every model."""
+        return Config.unheld(self, task)
 
     def tensors(self, task: Task) -> Iterator[Tensor]:
         """As Llama; there is no reranker."""

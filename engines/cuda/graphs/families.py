@@ -39,6 +39,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "nomic_bert": Family(nomic_bert.build),
     "gemma3_text": Family(gemma3_text.build, fused=False),
     "qwen3": Family(qwen3.build),
+    "qwen2": Family(qwen3.build),
 }
 UNLIMITED: Final = 2**31 - 1
 """A width that no row reaches."""

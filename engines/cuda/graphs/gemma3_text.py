@@ -29,7 +29,7 @@ def build(b: GraphBuilder) -> Graph:
         inner = b.op("Mul", gate, b.product(normed, prefix + "mlp.up_proj"))
         wide = b.float32(b.product(inner, prefix + "mlp.down_proj"))
         states = b.add(states, _norm(b, wide, prefix + "post_feedforward_layernorm"))
-    return b.embedding(b.pool(b.narrow(_norm(b, states, "norm")), real, lens, b.spec.pooling))
+    return b.embedding(b.pool(_norm(b, states, "norm"), real, lens, b.spec.pooling))
 
 
 def _norm(b: GraphBuilder, x: str, name: str, *, f32: bool = True, scale: float = 1.0) -> str:

@@ -1,7 +1,7 @@
-"""Qwen3: causal layers with grouped queries, per-head norms on q and k, rotary positions, SwiGLU; last-token read-out.
+"""Qwen3 and Qwen2: grouped queries, rotary positions, SwiGLU, last-token read-out; Qwen3 norms each head's q and k.
 
 Tensor names as transformers writes them, without a leading ``model.``. Rows are padded on the right, so the causal mask
-alone hides padding from every real token: no key mask exists here.
+alone hides padding from every real token; an embedder that isn't causal has a mask of keys instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engines.protocol.errors import EngineError, ErrorCode
 
 
 def build(b: GraphBuilder) -> Graph:
-    """Build a Qwen3 graph on right-padded rows: embedding, or the yes-minus-no logit of a reranker."""
+    """Build a graph on right-padded rows: embedding, or the yes-minus-no logit of a reranker."""
     lens = b.input("lens", ["B"])
     ids, positions = b.input("input_ids", ["B", "S"]), b.input("positions", ["S"])
     layers = b.config["num_hidden_layers"]
@@ -72,14 +72,17 @@ def _add_and_norm(b: GraphBuilder, states: str, delta: str, name: str) -> tuple[
 
 
 class _Attention:
-    """Causal attention of query groups; mask and rotary tables are made once."""
+    """Attention of query groups; mask and rotary tables are made once."""
 
     def __init__(self, b: GraphBuilder, positions: str, lens: str) -> None:
         self.b, self.positions, self.lens = b, positions, lens
         self.heads, self.groups = b.config["num_attention_heads"], b.config["num_key_value_heads"]
         self.head_dim = b.config["head_dim"]
         self.tables = b.rotary(b.config["rope_theta"], self.head_dim, b.config["max_position_embeddings"])
-        if b.variant.attention == "plain":
+        self.normed = "layers.0.self_attn.q_norm.weight" in b.store.tensors
+        if b.variant.attention == "plain" and not b.config["is_causal"]:
+            self.mask = b.op("Unsqueeze", b.additive(b.real_positions(positions, lens)), b.ints(1, 2))
+        elif b.variant.attention == "plain":
             before = b.op(
                 "LessOrEqual", b.op("Unsqueeze", positions, b.ints(0)), b.op("Unsqueeze", positions, b.ints(1))
             )
@@ -97,18 +100,22 @@ class _Attention:
 
     def _fused(self, q: str, k: str, v: str, prefix: str) -> str:
         """The operator norms and rotates by itself; five optional inputs before the norm weights stay empty."""
-        b = self.b
-        norms = [b.weight(f"{prefix}{name}_norm.weight") for name in "qk"]
+        b, norms, epsilon = self.b, [], {}
+        if self.normed:
+            norms = [""] * 5 + [b.weight(f"{prefix}{name}_norm.weight") for name in "qk"]
+            epsilon = {"qk_norm_epsilon": float(b.config["rms_norm_eps"])}
         return b.attend_by_length(
-            q, k, v, self.lens, *self.tables, *[""] * 5, *norms, num_heads=self.heads, kv_num_heads=self.groups,
-            do_rotary=1, scale=float(self.head_dim**-0.5), qk_norm_epsilon=float(b.config["rms_norm_eps"]),
+            q, k, v, self.lens, *self.tables, *norms, num_heads=self.heads, kv_num_heads=self.groups,
+            do_rotary=1, causal=int(b.config["is_causal"]), scale=float(self.head_dim**-0.5), **epsilon,
         )  # fmt: skip
 
     def _plain(self, q: str, k: str, v: str, prefix: str) -> str:
         b, d = self.b, self.head_dim
-        # The per-head norm; the softmax scale is folded into q's.
-        q = _norm(b, b.split_heads(q, self.heads, d), prefix + "q_norm.weight", scale=d**-0.5)
-        k = _norm(b, b.split_heads(k, self.groups, d), prefix + "k_norm.weight")
+        q, k = b.split_heads(q, self.heads, d), b.split_heads(k, self.groups, d)
+        if self.normed:  # per head; the softmax scale is folded into q's
+            q, k = _norm(b, q, prefix + "q_norm.weight", scale=d**-0.5), _norm(b, k, prefix + "k_norm.weight")
+        else:
+            q = b.op("Mul", q, b.scalar(d**-0.5))
         v = b.split_heads(v, self.groups, d)
         q, k = (b.rotate(part, self.tables, self.positions) for part in (q, k))
         # Queries of one key head as one matrix. Broadcasting keys over them instead makes onnxruntime copy tables of

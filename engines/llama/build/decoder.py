@@ -23,6 +23,8 @@ def metadata(writer: Any, checkpoint: Checkpoint, known: Facts) -> None:
     writer.add_rope_dimension_count(c["head_dim"])
     writer.add_rope_freq_base(float(c["rope_theta"]))
     writer.add_layer_norm_rms_eps(float(c["rms_norm_eps"]))
+    if not c["is_causal"]:
+        writer.add_causal_attention(False)
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[GgufTensor]:
