@@ -30,10 +30,8 @@ _FLAGS: Final[dict[str, Pooling]] = {
 }
 _NAMES: Final[dict[str, Pooling]] = {"mean": Pooling.MEAN, "cls": Pooling.CLS, "lasttoken": Pooling.LAST}
 _POOLING_KEYS: Final = {"word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt"}
-_ARGUMENTS: Final = {
-    *("model_args", "tokenizer_args", "config_args", "model_kwargs", "processor_kwargs", "config_kwargs"),
-}
-"""What sentence-transformers hands to transformers when it loads the model; see :data:`_HARMLESS_ARGUMENTS`."""
+_ARGUMENTS: Final = ("model_args", "tokenizer_args", "config_args", "model_kwargs", "processor_kwargs", "config_kwargs")
+"""What sentence-transformers hands to transformers when it loads the model."""
 _HARMLESS_ARGUMENTS: Final = {
     *("trust_remote_code", "torch_dtype", "dtype", "attn_implementation", "device_map", "use_safetensors", "use_fast"),
     *("padding_side", "cache_dir", "revision", "token", "local_files_only", "low_cpu_mem_usage"),
@@ -47,9 +45,7 @@ _SENTENCE_HELD: Final[dict[str, tuple[Any, ...]]] = {
         *({"text": {"method": "forward", "method_output_name": name}} for name in ("last_hidden_state", "logits")),
     ),
     "processing_kwargs": (None, {}),
-    "query_length": (None,),
-    "document_length": (None,),
-    "query_expansion": (None,),
+    **dict.fromkeys(("query_length", "document_length", "query_expansion"), (None,)),
 }
 """Keys that version 6 of sentence-transformers writes, with the values that are what is done here."""
 _SENTENCE_KEYS: Final = {
@@ -268,7 +264,10 @@ _ONLY: Final[dict[str, tuple[Any, ...]]] = {
 
 
 def check_config(raw: Mapping[str, Any], file: Path, kind: type[Config]) -> None:
-    """Refuse a key of config.json that isn't followed here and may change what a model of *kind* computes."""
+    """Refuse a key of config.json that isn't followed here and may change what a *kind* computes, and an adapter."""
+    adapter = file.with_name("adapter_config.json")
+    if adapter.exists():
+        raise CheckpointError(f"{adapter}: an adapter isn't served; merge it by peft: model.merge_and_unload()")
     known = _KNOWN.union(kind.__struct_fields__, kind.ignored)
     for key, value in raw.items():
         if key in _ONLY and key not in kind.__struct_fields__:
@@ -287,17 +286,25 @@ _OTHER_TOKENIZERS: Final = (
     *("vocab.txt", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
 _HELD: Final[dict[str, tuple[Any, ...]]] = {
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "bad_words_ids": (None, []),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "no_repeat_ngram_size": (None, 0),
-    "num_beams": (None, 1),
-    "stop_strings": (None, []),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids", "stop_strings"), (None, [])),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"), (None, [])),
+    **dict.fromkeys(("constraints", "sequence_bias", "exponential_decay_length_penalty"), (None, [], {})),
+    **dict.fromkeys(("dola_layers", "watermarking_config", "token_healing"), (None, False, {})),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (None, 0)),
+    **dict.fromkeys(("penalty_alpha", "encoder_no_repeat_ngram_size"), (None, 0)),
+    **dict.fromkeys(("num_beams", "guidance_scale", "encoder_repetition_penalty"), (None, 1)),
 }
+_NOTED: Final = (
+    "_from_model_config transformers_version trust_remote_code transformers.js_config use_model_defaults "
+    "generation_kwargs bos_token_id eos_token_id pad_token_id decoder_start_token_id max_length max_new_tokens "
+    "max_time use_cache cache_implementation cache_config return_legacy_cache low_memory prefill_chunk_size "
+    "compile_config disable_compile output_attentions output_hidden_states output_scores output_logits "
+    "return_dict_in_generate num_return_sequences renormalize_logits remove_invalid_values repetition_penalty "
+    "early_stopping length_penalty num_beam_groups diversity_penalty epsilon_cutoff eta_cutoff top_h is_assistant "
+    "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit "
+    "assistant_lookbehind target_lookbehind prompt_lookup_num_tokens max_matching_ngram_size"
+)
+"""Keys of generation_config.json that are followed or noted, or change no greedy answer: beams, sampling, drafts."""
 _PAIR_POST: Final = {"RobertaProcessing": 2, "BertProcessing": 1}
 _SAMPLING: Final = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
 
@@ -416,9 +423,8 @@ def check_generation(folder: Path) -> list[str]:
     """Refuse what would have to change a greedy answer and isn't done; return notes about what is left out."""
     file = folder / "generation_config.json"
     conf = read_optional(file)
-    for key, neutral in _HELD.items():
-        if conf.get(key) not in neutral:
-            raise CheckpointError(f"{file}: {key} {json.dumps(conf[key])} isn't followed here; generation is greedy")
+    _only(file, set(conf) - {*_NOTED.split(), *_HELD, *_SAMPLING}, "a greedy answer")
+    _held(file, conf, _HELD)
     notes = []
     left = [key for key in _SAMPLING if conf.get(key) not in (None, False)]
     if conf.get("do_sample") and left:

@@ -146,6 +146,9 @@ def read(file: Lines, name: str, column: str, on_bad: OnBad = None, *, before: i
                 yield Text("", f"{name}:{number}", f"{name}:{number}", blank=True)
             continue
         if not kind:
+            if suffix == ".json" and line.lstrip().startswith("["):
+                # Its lines read as texts would have vectors of brackets and quotes.
+                raise _bad(name, number, "a JSON array isn't read; write one value a line, as .jsonl")
             kind = ".jsonl" if line.lstrip().startswith("{") or _is_json_string(line) else ".txt"
         where = f"{name}:{number}"
         if kind == ".txt":

@@ -89,6 +89,7 @@ def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
         ("a.csv", b"text\na\nb,c\n", "a.csv:3: has 2 fields, the head has 1"),
         ("a.csv", b'text\n"a\n', "a.csv:2: not valid CSV"),
         ("a.csv", b"body\na\n", "a.csv: there is no column 'text'"),
+        ("a.json", b'[\n"a",\n"b"\n]\n', "a.json:1: a JSON array isn't read"),
         ("none.txt", None, "none.txt: can't be read"),
     ],
 )

@@ -66,7 +66,7 @@ def test_documents_and_exit_codes_are_the_same(host: Running, ask: Ask, models: 
     assert ask("embed", "--file", "texts.jsonl", "--model", "toy", "--out", "index.npy", "--local").code == 0
     calls: list[tuple[tuple[str, ...], int]] = [
         (("embed", "a b", "c", "--model", "toy"), 0),
-        (("embed", "--file", "texts.jsonl", "--model", "toy"), 0),
+        (("embed", "--file", "texts.jsonl", "--model", "toy", "--dimensions", "3"), 0),
         (("embed", "a " * 100, "b", "--model", "toy", "--truncate"), 0),
         (("rerank", "a", "b", "c d", "--model", "judge", "--raw"), 0),
         (("rerank", "--file", "pairs.jsonl", "--model", "judge"), 0),
