@@ -392,14 +392,10 @@ class Host:
     async def load(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> None:
         """Start the lane's worker and load the model now instead of later; opens a quarantined catalog lane."""
         until = absolute(deadline)
-        assignment = self._lanes.find_any(model, lane)
-        serving = self._lanes.serving(assignment)
-        texts = assignment.bundle.manifest.tokenizer is not UNSET
-        if texts:
-            self._encoders.begin(model)  # beside the worker's start: the first text waits for neither
+        serving = self._lanes.serving(self._lanes.find_any(model, lane))
+        self._encoders.begin(model)  # beside the worker's start: the first text waits for neither
         await serving.load(deadline=until)
-        if texts:
-            await self._encoders.ready(model, until)
+        await self._encoders.begun(model, until)
 
     async def unload(self, model: str, *, lane: str | None = None) -> None:
         """Unload the model from its worker and forget the lane's strikes; ModelInUse while requests run.

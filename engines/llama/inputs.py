@@ -61,12 +61,11 @@ def plan_chunks(lengths: Sequence[int], *, cap: int, slots: int) -> list[Chunk]:
     filled: list[list[int]] = [[] for _ in range(min(len(usual), -(-fewest // slots) * slots))]
     open_chunks = [(0, number) for number in range(len(filled))]  # a heap of (tokens, chunk)
     for row in usual:
-        tokens, number = open_chunks[0] if open_chunks else (cap, 0)
-        if tokens + lengths[row] > cap:
+        if not open_chunks or open_chunks[0][0] + lengths[row] > cap:
             for _ in range(slots):
                 heappush(open_chunks, (0, len(filled)))
                 filled.append([])
-            tokens, number = open_chunks[0]
+        tokens, number = open_chunks[0]
         filled[number].append(row)
         if len(filled[number]) < MAX_SEQUENCES:
             heapreplace(open_chunks, (tokens + lengths[row], number))

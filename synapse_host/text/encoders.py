@@ -35,22 +35,22 @@ class Encoders:
 
         Calls that come while it is being opened wait for the same one; a failure is tried again at the next call.
         """
+        self.begin(model)
         tokenizer = self._opened.get(model)
-        return await _within(self.begin(model), until) if tokenizer is None else tokenizer
+        return await _within(self._opening[model], until) if tokenizer is None else tokenizer
 
-    async def ready(self, model: str, until: float | None) -> None:
-        """Wait until a model's tokenizer is open, or can't be opened, which the first text says; at most *until*."""
-        if model not in self._opened:
-            timeout = None if until is None else max(0.0, until - asyncio.get_running_loop().time())
-            await asyncio.wait([self.begin(model)], timeout=timeout)
-
-    def begin(self, model: str) -> asyncio.Future[TextTokenizer]:
-        """Begin to open a model's tokenizer, unless that is under way; nobody has to wait for it."""
-        opening = self._opening.get(model)
-        if opening is None:
+    def begin(self, model: str) -> None:
+        """Begin to open a model's tokenizer where it isn't open yet; nobody has to wait for it."""
+        if model not in self._opened and model not in self._opening:
             opening = self._opening[model] = beside(lambda: TextTokenizer(self._bundles[model], model=model))
             opening.add_done_callback(lambda done: self._settle(model, done))
-        return opening
+
+    async def begun(self, model: str, until: float | None) -> None:
+        """Wait until what was begun is over, whatever became of it: a failure is the first text's."""
+        opening = self._opening.get(model)
+        if opening is not None:
+            timeout = None if until is None else max(0.0, until - asyncio.get_running_loop().time())
+            await asyncio.wait([opening], timeout=timeout)
 
     def _settle(self, model: str, done: asyncio.Future[TextTokenizer]) -> None:
         self._opening.pop(model, None)

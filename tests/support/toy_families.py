@@ -126,7 +126,8 @@ def write_gemma(
     prompts = {"query": "task: search result | query: ", "document": "title: none | text: "}
     toy_models._json(folder / "config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": None})
     specials = {"<pad>": 0, "<eos>": 1, "<bos>": 2}
-    toy_models.write_bytelevel_tokenizer(folder, vocab, specials, frame=("<bos> $A <eos>", "<bos> $A <eos> $B:1 <eos>:1"))
+    frame = ("<bos> $A <eos>", "<bos> $A <eos> $B:1 <eos>:1")
+    toy_models.write_bytelevel_tokenizer(folder, vocab, specials, frame=frame)
     roles = {f"{role}_token": f"<{role}>" for role in ("bos", "eos", "pad")}
     toy_models._json(folder / "tokenizer_config.json", {"tokenizer_class": "GemmaTokenizer", **roles})
     return folder
