@@ -1,6 +1,6 @@
 """The benchmark suite: one run, rivals in the same rounds, a table, a JSON document and a picture.
 
-    synapse bench [--quick] [--only wire,lifecycle,scale,models] [--out DIR]        or: python -m bench
+    synapse bench [--quick] [--only wire,lifecycle,scale,models,ray] [--out DIR]        or: python -m bench
 
 Exit 0 when the run is complete, whether or not targets were reached: a figure is a finding, not a test. Ctrl-C ends it
 in order, with 130; --guarded does so when stdin ends.

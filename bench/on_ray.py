@@ -3,8 +3,10 @@
     python -m bench --only ray [--quick]            the rows, under 3 minutes on a quiet machine
     python -m bench.on_ray FOLDER LINES [LINES …]   what 20000, 200000 … lines take in memory, by process
 
-A contestant's rate is taken between its first finished piece and its last one: starting Ray, the actor and the model
-takes seconds that a job of hours doesn't notice. The whole job's seconds stand beside it.
+On Ray a rate is taken between the first finished part and the last one: starting Ray, the actor and the model takes
+seconds that a job of hours doesn't notice. That of the single command is taken from its first text with the model
+loaded: two of its blocks are under way at a time, so there is no earlier moment with a clean cut. The whole job's
+seconds stand beside it.
 """
 
 from __future__ import annotations
@@ -154,7 +156,7 @@ async def rows(plan: Plan) -> list[Row]:
 
         class Noting(Console):
             def bar(self, label: str, total: int, *, unit: str) -> Any:
-                return nullcontext(lambda done: made.append((time.time(), done)) if done else None)
+                return nullcontext(lambda done: made.append((time.time(), done)))
 
         begun = time.time()
         with Watch() as watch:

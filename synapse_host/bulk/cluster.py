@@ -199,6 +199,8 @@ def _run(ray: Any, placed: dict[str, Any], blocks: list[str], writer: tuple[Any,
     """
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = display is None
+    # The other one needs tqdm, and shows nothing without it.
+    context.enable_rich_progress_bars, context.use_ray_tqdm = True, False
     # A worker's death under an actor is not one of the actor, and the host doesn't retry: the block is asked for again.
     context.actor_task_retry_on_errors = list(AGAIN)
     gpus = 1 if placed["device"].startswith("cuda") else 0

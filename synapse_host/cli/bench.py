@@ -38,7 +38,8 @@ def configure(parser: Parser) -> None:
         synapse bench --only wire --json
     """)
     parser.add_argument("--quick", action="store_true", help="under 3 minutes: fewer rounds, smaller batches")
-    parser.add_argument("--only", metavar="GROUP,…", help="of wire, lifecycle, scale, models (default: all)")
+    groups = "of wire, lifecycle, scale, models, ray (default: all but ray)"
+    parser.add_argument("--only", metavar="GROUP,…", help=groups)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write bench.json and bench.html here")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of every contestant (default: usable cores)")
 

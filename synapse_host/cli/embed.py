@@ -161,7 +161,7 @@ def _on_ray(args: argparse.Namespace, console: Console) -> int:
             column=args.column,
             address=None if args.ray == "local" else args.ray,
             display=console,
-            interactive=console.bars,
+            interactive=console.bars and console.interactive,  # Ray's bar is one for stdout
             lane=args.lane,
             engine=args.engine,
             matrix=None if args.matrix is None else str(args.matrix),

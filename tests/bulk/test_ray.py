@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
+from bench.on_ray import memory
 from synapse_host.bulk import Policy
 from synapse_host.bulk.cluster import Embedder
 from synapse_host.cli import main
@@ -130,6 +131,13 @@ def test_a_program_s_own_dataset(tmp_path: Path) -> None:
     rows = sorted(done.take_all(), key=lambda row: row["more"])
     assert [row["vector"].tolist() for row in rows] == [vector(word) for word in place.words[:300]]
     assert not any(row["truncated"] for row in rows)
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    """30,000 rows are 46 MB. The figures of 200,000: python -m bench.on_ray."""
+    found = memory(tmp_path, 30_000, dims=384)
+    assert found["lines"] == 30_000
+    assert max(found[process]["grown"] for process in ("driver", "actor", "worker")) < 24, found
 
 
 @pytest.mark.parametrize(
