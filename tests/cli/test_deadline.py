@@ -135,7 +135,7 @@ def test_of_a_whole_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             cleaned.append(verb)
         return 0
 
-    monkeypatch.setattr(import_module(f"synapse_host.cli.{verb}"), "run", run)
+    monkeypatch.setattr(import_module(f"synapse_host.cli.{VERBS[verb].module or verb}"), "run", run)
     before = signal.getsignal(signal.SIGALRM)
     assert main([*WHOLE[verb], "--deadline", "0.2"]) == 5
     assert capsys.readouterr().err == f"synapse: the deadline of 0.2 s passed while synapse {verb} ran\n"

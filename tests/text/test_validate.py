@@ -44,8 +44,8 @@ def test_rows_that_are_no_list_are_refused(rows: Any) -> None:
 
 
 def test_ids_may_be_lists_arrays_and_other_sequences() -> None:
-    rows = checked([[1, 2], np.array([3], np.int64), (4,), np.array([5, 6], np.uint16)])
-    assert rows.ids.tolist() == [1, 2, 3, 4, 5, 6] and rows.ids.dtype == np.int32
+    rows = checked([[0, 2], np.array([3], np.int64), (4,), np.array([5, 6], np.uint16)])
+    assert rows.ids.tolist() == [0, 2, 3, 4, 5, 6] and rows.ids.dtype == np.int32
     assert rows.lengths == [2, 1, 1, 2] and checked([]).lengths == []
     others = [array.array("i", [1, 2]), deque([3]), range(4, 6), [np.int64(6), np.uint8(7)], memoryview(b"\x08"),
               [np.array(9)]]  # fmt: skip
