@@ -144,6 +144,8 @@ def build(
         raise InvalidRequest(f"format {unknown[0] if unknown else ''!r} is not one of {', '.join(FORMATS)}")
     try:
         checkpoint = Checkpoint.open(checkpoint_folder.absolute(), task=task)  # type: ignore[arg-type]
+        for name in formats:
+            checkpoint.need_format(name)
         known = facts.of_checkpoint(checkpoint)
         _check_tokenizer(checkpoint_folder / TOKENIZER)
         with staging(out) as folder:

@@ -378,7 +378,6 @@ def test_whatever_stands_in_a_config_is_served_or_refused_by_key(family: Any) ->
         ({"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}, "auto_map: its own code"),
         ({"head_dim": 32}, "head_dim: times num_attention_heads"),
         ({"use_sliding_window": True}, "sliding windows"),
-        ({"is_causal": False}, "is_causal is False"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "a qwen2 reranker isn't served"),
     ],
 )
