@@ -145,9 +145,8 @@ class Host:
         one; ``"none"`` for no prompt. InvalidRequest lists the names there are. *dimensions*: only the first so many
         numbers of each vector, for models trained for it (Matryoshka); of length 1 again where the model normalises.
         """
-        options: dict[str, Any] = {"lane": lane, "deadline": deadline, "truncate": truncate, "prompt": prompt}
-        options["dimensions"] = dimensions
-        return (await self.embed_result(model, texts, **options)).vectors
+        options: dict[str, Any] = {"lane": lane, "truncate": truncate, "prompt": prompt, "dimensions": dimensions}
+        return (await self.embed_result(model, texts, deadline=deadline, **options)).vectors
 
     @memory.typed
     async def embed_result(

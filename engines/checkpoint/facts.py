@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.checkpoint import pipeline
+from engines.checkpoint import pipeline, tokenizer
 from engines.checkpoint.read import Checkpoint, CheckpointError, read_optional
 from engines.protocol.messages import Pooling
 
@@ -64,12 +64,12 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
     # A package has no folder of its own: its config stands in the manifest, checked when it was built.
     raw = read_optional(folder / "config.json") or config
     pipeline.check_config(raw, folder / "config.json", type(known))
-    lowers = pipeline.check_tokenizer_files(folder)
+    lowers = tokenizer.check_tokenizer_files(folder)
     steps = pipeline.read_pipeline(folder)
     embed, generate = task == "embed", task == "generate"
     prompts, default = pipeline.read_prompts(folder) if embed else ({}, None)
     notes = _prompt_notes(prompts, default) if embed else pipeline.check_generation(folder) if generate else []
-    if embed and (ended := pipeline.with_end(folder)) is not None:
+    if embed and (ended := tokenizer.with_end(folder)) is not None:
         notes.append(f"add_eos_token: {ended[0]!r} is put behind every text, which tokenizer.json didn't say")
     dense, width = steps.dense if steps is not None and embed else (), config["hidden_size"]
     for module in dense:
@@ -80,7 +80,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
     if short is not None:
         notes.append(f"vectors have the first {short} of {width} numbers by default; --dimensions N asks for others")
     limits = [known.positions, pipeline.read_limit(folder, tokenizer_lowers=lowers)]
-    limits.append(None if generate else pipeline.tokenizer_limit(folder))
+    limits.append(None if generate else tokenizer.tokenizer_limit(folder))
     return Facts(
         dims=1 if task == "rerank" else width,
         max_tokens=min(limit for limit in limits if limit),
@@ -89,8 +89,8 @@ def of_checkpoint(checkpoint: Checkpoint) -> Facts:
         special_ids=special_ids(checkpoint),
         head=head(checkpoint, steps) if task == "rerank" else None,
         token_types=True if task == "rerank" and known.token_types else None,
-        pair_separators=pipeline.pair_separators(folder) if task == "rerank" and not known.causal else 1,
-        chat_template=pipeline.chat_template(folder) if generate else None,
+        pair_separators=tokenizer.pair_separators(folder) if task == "rerank" and not known.causal else 1,
+        chat_template=tokenizer.chat_template(folder) if generate else None,
         score=pipeline.read_score(raw, folder / "config.json") if task == "rerank" else None,
         prompts=prompts,
         default_prompt=default,

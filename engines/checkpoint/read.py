@@ -22,7 +22,7 @@ and names than its class; a model that computes what BERT computes is a class an
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -322,3 +322,8 @@ def _select(
                 f"{file.path}: tensor {name!r} is not part of a {family} {task} model and can't be left out"
             )
     return MappedTensors({key: places[key] for key in shapes}, skipped=skipped, zeros=zeros)
+
+
+def quoted(keys: Iterable[str]) -> str:
+    """Return the first eight of *keys* in their order, for a message."""
+    return ", ".join(repr(key) for key in sorted(keys)[:8])

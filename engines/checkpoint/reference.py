@@ -23,9 +23,10 @@ import numpy as np
 
 from engines.bundle import digest, fixtures
 from engines.bundle.fixtures import Reference
-from engines.checkpoint import facts, pipeline, probes, program
+from engines.checkpoint import facts, probes, program
 from engines.checkpoint.dequantize import QUANTIZED_DIGEST, QUANTIZED_DTYPE
 from engines.checkpoint.read import Checkpoint, CheckpointError
+from engines.checkpoint.tokenizer import with_end
 
 STEPS: Final = 8
 DECIDED: Final = 0.25
@@ -71,7 +72,7 @@ def _tokenizer(folder: Path) -> Any:
     file = folder / "tokenizer.json"
     if not file.exists():
         raise CheckpointError(f"{file} is missing: fixtures start from texts")
-    ended = pipeline.with_end(folder)
+    ended = with_end(folder)
     tokenizer = Tokenizer.from_file(str(file)) if ended is None else Tokenizer.from_str(json.dumps(ended[1]))
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -115,12 +116,14 @@ def _cut(bare: list[int], frame: tuple[list[int], list[int]], limit: int) -> lis
     return [*prefix, *bare[: limit - len(prefix) - len(suffix)], *suffix]
 
 
-def _frame(tokenizer: Any, special: dict[str, int], encoder: bool) -> tuple[list[int], list[int]]:
-    """Return the special ids around a row, read off the tokenizer's own post-processor."""
+def _frame(tokenizer: Any, special: dict[str, int], family: str) -> tuple[list[int], list[int]]:
+    """Return the special ids around a row: as the tokenizer's own post-processor puts them, else as the host does."""
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a").ids
     if whole == bare:
-        return ([special["cls"]], [special["sep"]]) if encoder else ([], [])
+        if family == "qwen3" and "eos" in special:
+            return [], [special["eos"]]
+        return ([special["cls"]], [special["sep"]]) if "cls" in special else ([], [])
     at = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     return whole[:at], whole[at + len(bare) :]
 
@@ -128,7 +131,7 @@ def _frame(tokenizer: Any, special: dict[str, int], encoder: bool) -> tuple[list
 def _embed(checkpoint: Checkpoint, known: facts.Facts, out: Path, by: Reference, limit: int, progress: Progress) -> int:
     torch = import_module("torch")
     tokenizer = _tokenizer(checkpoint.folder)
-    frame = _frame(tokenizer, known.special_ids, not checkpoint.known.causal)
+    frame = _frame(tokenizer, known.special_ids, checkpoint.family)
     texts = probes.texts()
     # As a host serves it: without a word of the caller, the model's default prompt is before every text.
     before = known.prompts.get(known.default_prompt or "", "")
@@ -166,13 +169,15 @@ def _rerank(
     cls, sep = known.special_ids["cls"], known.special_ids["sep"]
     pairs = probes.pairs()
     bare = {text: tokenizer.encode(text, add_special_tokens=False).ids for pair in pairs for text in pair}
-    room = {query: limit - 3 - len(bare[query]) for query, _ in pairs}
+    between = [sep] * known.pair_separators
+    most = limit - 2 - len(between)
+    room = {query: most - len(bare[query]) for query, _ in pairs}
     pairs = [(query, document) for query, document in pairs if bare[query] and bare[document] and room[query] > 0]
     queries = list(dict.fromkeys(query for query, _ in pairs))
     candidates = [bare[document][: room[query]] for query, document in pairs]
     # Candidates at the edges belong to a query of one id, which comes last.
     short = [candidates[0][0]]
-    extra = probes.edges([id for row in candidates for id in row], limit - 3 - len(short))
+    extra = probes.edges([id for row in candidates for id in row], most - len(short))
     asked = [*((bare[query], row) for (query, _), row in zip(pairs, candidates, strict=True))]
     asked += [(short, row) for row in extra]
     query_of = [*(queries.index(query) for query, _ in pairs), *[len(queries)] * len(extra)]
@@ -180,7 +185,7 @@ def _rerank(
     logits = []
     with torch.no_grad():
         for done, (query_row, candidate) in enumerate(asked, 1):
-            head = [cls, *query_row, sep]
+            head = [cls, *query_row, *between]
             row = torch.tensor([[*head, *candidate, sep]])
             options = {}
             if known.token_types:

@@ -23,7 +23,7 @@ from msgspec import UNSET
 from engines.bundle import digest, manifest
 from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Manifest
 from engines.bundle.preparation import sweep
-from engines.checkpoint import facts, pipeline
+from engines.checkpoint import facts, tokenizer
 from engines.checkpoint.package import profile_of
 from engines.checkpoint.read import Checkpoint, plain_numbers
 from synapse_host.errors import BundleInvalid, InvalidRequest, StorageFull, of_os
@@ -153,8 +153,7 @@ def build(
             pooling = (overrides or {}).get("pooling")
             for name in formats:
                 for dtype in dtypes.get(name) or [""]:
-                    options = ["--pooling", pooling] if pooling and name == "gguf" else []
-                    artifacts.append(_artifact(name, dtype, checkpoint, folder, model_id, options, progress))
+                    artifacts.append(_artifact(name, dtype, checkpoint, folder, model_id, pooling, progress))
             fields: dict[str, Any] = {
                 "tokenizer": _tokenizer(checkpoint, folder / TOKENIZER),
                 "fixtures": _fixtures(checkpoint, known, folder, fixtures, reference, overrides or {}, progress),
@@ -274,7 +273,7 @@ def _artifact(
     checkpoint: Checkpoint,
     folder: Path,
     model_id: str,
-    options: Sequence[str],
+    pooling: str | None,
     progress: Progress,
 ) -> Artifact:
     source = str(checkpoint.folder)
@@ -283,6 +282,7 @@ def _artifact(
     if name == "gguf":
         dtype = dtype or "f16"
         out = folder / f"model-{dtype}.gguf"
+        options = ["--pooling", pooling] if pooling else []
         argv = ["engines.llama", "build", source, str(out), "--dtype", dtype, "--name", model_id, *task, *options]
     elif name == "safetensors-package":
         dtype = dtype or checkpoint.stored_dtype
@@ -316,7 +316,7 @@ def _coreml(out: Path, result: dict[str, Any]) -> Artifact:
 
 def _tokenizer(checkpoint: Checkpoint, target: Path) -> FileRef | None:
     """Take the tokenizer along; an embedder's with the end-of-text token that its settings add to every text."""
-    ended = pipeline.with_end(checkpoint.folder) if checkpoint.task == "embed" else None
+    ended = tokenizer.with_end(checkpoint.folder) if checkpoint.task == "embed" else None
     if ended is None:
         return take(checkpoint.folder / TOKENIZER, target)
     target.write_text(json.dumps(ended[1], ensure_ascii=False), encoding="utf-8")

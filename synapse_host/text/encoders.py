@@ -10,8 +10,9 @@ from typing import Any, Final, TypeVar
 from engines.bundle.manifest import Bundle
 from synapse_host.errors import DeadlineExceeded
 from synapse_host.text.background import beside
+from synapse_host.text.limits import FREE_CHARACTERS
 from synapse_host.text.rows import Rows
-from synapse_host.text.tokenizer import FREE_CHARACTERS, TextTokenizer
+from synapse_host.text.tokenizer import TextTokenizer
 from synapse_host.text.validate import check_source
 
 CHUNK: Final = 1024

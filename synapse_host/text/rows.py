@@ -99,7 +99,7 @@ def special_frame(bundle: Bundle, *, composed: bool = True) -> Frame:
     InvalidRequest where the manifest doesn't say them, unless a worker composes the pairs and only their number counts.
     """
     special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
-    separators = 2 if bundle.manifest.family in ("roberta", "xlm-roberta") else 1
+    separators = 2 if bundle.manifest.family in ("roberta", "xlm-roberta", "mpnet") else 1
     if composed and not {"cls", "sep"} <= special.keys():
         raise InvalidRequest(
             f"bundle {bundle.manifest.model_id} has neither a tokenizer nor special_ids cls and sep: "

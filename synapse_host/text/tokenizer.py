@@ -18,8 +18,7 @@ from msgspec import UNSET
 from engines.bundle.manifest import Bundle
 from synapse_host.errors import BundleInvalid, InvalidRequest
 from synapse_host.text import tokenizer_file
-from synapse_host.text.limits import FREE_CHARACTERS as FREE_CHARACTERS
-from synapse_host.text.limits import budget, too_long
+from synapse_host.text.limits import FREE_CHARACTERS, budget, too_long
 from synapse_host.text.literals import Literals
 from synapse_host.text.rows import Frame, Rows, flatten, joined, pair_frame, single_frame
 from synapse_host.text.spelling import speller

@@ -52,6 +52,7 @@ TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "engines.checkpoint.safetensors": ("tests/checkpoint/test_safetensors.py",),
     "engines.checkpoint.dense": ("tests/checkpoint/test_dense.py",),
     "engines.checkpoint.pipeline": ("tests/checkpoint/test_pipeline.py",),
+    "engines.checkpoint.tokenizer": ("tests/checkpoint/test_pipeline.py", "tests/models/test_families.py"),
     "engines.checkpoint.facts": ("tests/checkpoint/test_pipeline.py",),
     "engines.checkpoint.quantize": ("tests/checkpoint/test_quantize.py",),
     "engines.llama.gguf": ("tests/llama/test_gguf.py",),

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engines.ane.families import serves
-from engines.checkpoint import facts, pipeline
+from engines.checkpoint import facts, tokenizer
 from engines.checkpoint.families.base import FORMATS
 from engines.checkpoint.read import Checkpoint, CheckpointError
 from engines.cuda.graphs import families as graphs
@@ -174,8 +174,8 @@ def test_gte_qwen2_s_end_of_text_is_added_and_said(tmp_path: Path) -> None:
     assert TextTokenizer(bundle).rows(["yes"]).ids.tolist() == [*bare, 0]
     # A file that adds it already stays as it is.
     (checkpoint / "tokenizer.json").write_bytes((bundle.root / "tokenizer.json").read_bytes())
-    assert pipeline.with_end(checkpoint) is None
+    assert tokenizer.with_end(checkpoint) is None
     settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
     (checkpoint / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|none|>"}))
     with pytest.raises(CheckpointError, match=r"eos_token '<\|none\|>' is no token"):
-        pipeline.with_end(checkpoint)
+        tokenizer.with_end(checkpoint)

@@ -14,7 +14,8 @@ from engines.bundle.manifest import read
 from synapse_host.errors import BundleInvalid, DeadlineExceeded, SequenceTooLong
 from synapse_host.text import encoders as encoding
 from synapse_host.text.encoders import Encoders
-from synapse_host.text.tokenizer import FREE_CHARACTERS, TextTokenizer
+from synapse_host.text.limits import FREE_CHARACTERS
+from synapse_host.text.tokenizer import TextTokenizer
 from tests.support.small_bundle import write_bundle
 
 
