@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import signal
 from collections.abc import Sequence
@@ -240,7 +241,9 @@ async def test_kills_while_exchanges_are_shared_give_nobody_anothers_answer(make
     running = True
 
     async def caller(number: int) -> None:
-        for turn in range(30):
+        for turn in itertools.count():
+            if turn >= 30 and ends.count("crash"):
+                return
             firsts = [1000 * number + turn, 7 + turn % 3]
             try:
                 check(await lane.submit(rows(*firsts), stage="embed", deadline=soon(60)), *firsts)
@@ -262,4 +265,4 @@ async def test_kills_while_exchanges_are_shared_give_nobody_anothers_answer(make
     await asyncio.gather(*(caller(number) for number in range(12)))
     running = False
     await killing
-    assert len(ends) == 12 * 30 and ends.count("crash") and exchanges(lane) < len(ends)
+    assert len(ends) >= 12 * 30 and exchanges(lane) < len(ends)
