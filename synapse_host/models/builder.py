@@ -26,7 +26,7 @@ from engines.bundle.preparation import sweep
 from engines.checkpoint import facts, tokenizer
 from engines.checkpoint.package import profile_of
 from engines.checkpoint.read import Checkpoint, plain_numbers
-from synapse_host.errors import BundleInvalid, InvalidRequest, StorageFull, of_os
+from synapse_host.errors import BundleInvalid, InvalidRequest, QueueFull, StorageFull, of_os
 from synapse_host.models.bundles import Progress, silent
 from synapse_host.placement import interpreter, places
 from synapse_host.text import tokenizer_file
@@ -172,6 +172,7 @@ def build(
             )
             manifest.write(folder, built)
             try_tokenizer(manifest.read(folder), checkpoint.config["vocab_size"])
+            try_template(manifest.read(folder))
             dense.read(manifest.read(folder))
         return manifest.read(out)
     except BundleError as exc:
@@ -200,6 +201,28 @@ def try_tokenizer(bundle: Bundle, vocab_size: int) -> None:
         tokenizer.rows(["a"], truncate=True)
     except InvalidRequest as exc:
         raise BundleInvalid(f"{bundle.manifest.tokenizer.path}: it can't read the text 'a': {exc}") from exc
+
+
+def try_template(bundle: Bundle) -> None:
+    """Have a bundle's chat template parsed: one that no chat could use must not be built. Raises BundleInvalid.
+
+    Templates that refuse a message, or fail over it, are taken: others may pass. Without jinja2 nothing is parsed.
+    """
+    from synapse_host.text.chat import Renderer
+
+    if bundle.manifest.chat_template is UNSET:
+        return
+    renderer = Renderer(bundle.root)
+    try:
+        messages = [{"role": "user", "content": "a"}]
+        renderer.render(bundle.manifest.chat_template, messages, name=bundle.manifest.model_id)
+    except (InvalidRequest, QueueFull):
+        pass
+    except BundleInvalid as exc:
+        if not exc.details["readable"]:
+            raise
+    finally:
+        renderer.close()
 
 
 def _described(checkpoint: Checkpoint, known: facts.Facts) -> dict[str, Any]:

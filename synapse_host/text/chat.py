@@ -164,7 +164,7 @@ class Renderer:
                 details={"missing": "jinja2"},
             )
         why = "can't be read" if kind == UNREADABLE else "fails"
-        raise BundleInvalid(f"bundle {name}: its chat template {why}: {text}")
+        raise BundleInvalid(f"bundle {name}: its chat template {why}: {text}", details={"readable": kind != UNREADABLE})
 
     async def aclose(self) -> None:
         """End the process beside the loop: it is reaped, and a template may be in the middle."""

@@ -224,6 +224,23 @@ def test_what_cannot_be_built_leaves_the_target_untouched(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m2"]
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [("{% for m in messages %}{{ m.content }}", "can't be read"), ("{{ raise_exception('two of them') }}", None)],
+    ids=["no end", "refuses"],
+)
+def test_a_chat_template_that_no_chat_could_use_is_not_built(tmp_path: Path, template: str, said: str | None) -> None:
+    checkpoint = toy_models.write_llama(tmp_path / "m")
+    (checkpoint / "chat_template.jinja").write_text(template)
+    if said is None:
+        made = builder.build(checkpoint, tmp_path / "out", formats=["gguf"], dtypes={}, model_id="toy")
+        assert made.manifest.chat_template == template
+        return
+    with pytest.raises(BundleInvalid, match=said):
+        builder.build(checkpoint, tmp_path / "out", formats=["gguf"], dtypes={}, model_id="toy")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_default_prompt_is_the_bundles_and_must_leave_room(tmp_path: Path) -> None:
     checkpoint = toy_models.write_bert(tmp_path / "c")
     file = checkpoint / "config_sentence_transformers.json"
