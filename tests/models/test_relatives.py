@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,10 @@ from synapse_host.errors import BundleInvalid
 from synapse_host.host import Host
 from synapse_host.models import builder
 from tests.support import toy_models
+from tests.support.served import ENGINES, rows, serve
 
 pytestmark = pytest.mark.process
 GOLDENS = np.load(Path(__file__).parents[1] / "goldens" / "toys.npz")
-# bf16 dots of llama.cpp; onnxruntime computes in float32.
-ENGINES = {"safetensors-package": ("onnx-cpu", 2e-6), "gguf": ("llama-cpu", 1e-3)}
-
-
-def rows(toy: str) -> list[list[int]]:
-    ids, cu = GOLDENS[f"{toy}.ids"], GOLDENS[f"{toy}.cu"]
-    return [ids[first:last].tolist() for first, last in pairwise(cu)]
-
-
-def serve(bundle: Path, work: Any) -> Any:
-    async def main() -> Any:
-        async with Host.open(None, {"toy": bundle}) as host:
-            return await work(host)
-
-    return asyncio.run(main())
 
 
 @pytest.mark.llama
@@ -48,7 +32,7 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, toy: str, format: str
 
     async def work(host: Host) -> None:
         assert host.lane_of("toy").require().engine_id == engine
-        assert np.abs(await host.embed_ids("toy", rows(toy)) - GOLDENS[f"{toy}.out"]).max() < error
+        assert np.abs(await host.embed_ids("toy", rows(GOLDENS, toy)) - GOLDENS[f"{toy}.out"]).max() < error
 
     serve(bundle.root, work)
 
@@ -83,7 +67,7 @@ def test_pairs_have_the_template_of_their_kind(tmp_path: Path) -> None:
     """``<s> query </s></s> document </s>`` on either engine; BERT's template gives other, plausible scores."""
     checkpoint = toy_models.TOYS["roberta-rerank"](tmp_path / "checkpoint")
     # Every row of the golden file is <s> 5 6 7 </s></s> document </s>.
-    documents = [row[6:-1] for row in rows("roberta-rerank")]
+    documents = [row[6:-1] for row in rows(GOLDENS, "roberta-rerank")]
     for format, (_, error) in ENGINES.items():
         dtypes = {format: ["f32"]}
         bundle = builder.build(checkpoint, tmp_path / format, formats=[format], dtypes=dtypes, model_id="toy")

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 def metadata(writer: Any, checkpoint: Checkpoint, known: Facts) -> None:
     """Write the keys that llama.cpp wants of a decoder."""
+    shape(writer, checkpoint)
+    if not checkpoint.config["is_causal"]:
+        writer.add_causal_attention(False)
+
+
+def shape(writer: Any, checkpoint: Checkpoint) -> None:
+    """Write the keys of grouped heads with rotary positions and RMS norms."""
     c = checkpoint.config
     writer.add_vocab_size(c["vocab_size"])
     writer.add_head_count_kv(c["num_key_value_heads"])
@@ -23,8 +30,6 @@ def metadata(writer: Any, checkpoint: Checkpoint, known: Facts) -> None:
     writer.add_rope_dimension_count(c["head_dim"])
     writer.add_rope_freq_base(float(c["rope_theta"]))
     writer.add_layer_norm_rms_eps(float(c["rms_norm_eps"]))
-    if not c["is_causal"]:
-        writer.add_causal_attention(False)
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[GgufTensor]:

@@ -7,20 +7,15 @@ from typing import Any
 
 from engines.checkpoint.facts import Facts
 from engines.checkpoint.read import Checkpoint
+from engines.llama.build.decoder import shape
 from engines.llama.build.tensors import GgufTensor, same
 
 
 def metadata(writer: Any, checkpoint: Checkpoint, known: Facts) -> None:
     """Write the keys that llama.cpp wants of it."""
+    shape(writer, checkpoint)
     c = checkpoint.config
-    writer.add_vocab_size(c["vocab_size"])
-    writer.add_head_count_kv(c["num_key_value_heads"])
-    writer.add_key_length(c["head_dim"])
-    writer.add_value_length(c["head_dim"])
-    writer.add_rope_dimension_count(c["head_dim"])
-    writer.add_rope_freq_base(float(c["rope_theta"]))
     writer.add_float32("gemma-embedding.rope.freq_base_swa", float(c["rope_local_base_freq"]))
-    writer.add_layer_norm_rms_eps(float(c["rms_norm_eps"]))
     writer.add_causal_attention(False)
     writer.add_sliding_window(c["sliding_window"])
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in c["layer_types"]])
