@@ -203,11 +203,12 @@ class Host:
         assignment = self._lanes.find(model, lane, "embed")
         if not hasattr(offset, "__index__"):
             raise InvalidRequest(f"offset is {offset!r}, must be a whole number")
+        columns = width(assignment.bundle.manifest, dimensions)
         tokenizer = await self._encoders.of(model, until)
         chunks = encoders.chunks(tokenizer, texts, until, truncate=truncate, offset=offset, prompt=prompt)
         async with aclosing(chunks):
             async for rows in chunks:
-                vectors = await embedding.embed(self._lanes, assignment, rows, until, dimensions)
+                vectors = await embedding.embed(self._lanes, assignment, rows, until, columns)
                 yield EmbedResult(vectors, rows.truncated, *assignment.served_by(), len(rows.ids))
 
     @memory.typed
