@@ -195,9 +195,8 @@ class Host:
         """Yield results of consecutive chunks of at most 1,024 texts; memory stays bounded however many there are.
 
         The next chunk is read and tokenised in threads while the worker computes. Indices (in ``truncated`` and in
-        errors) count from *offset*. Aclose the iterator when leaving it early.
-
-        *texts* is read in a thread of the host's few: it may compute and read files, and should not wait for somebody.
+        errors) count from *offset*. Aclose the iterator when leaving it early. *texts* is read in a thread of the few
+        that the host has: it may compute and read files, and should not wait for somebody.
         """
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from synapse_host.arrays import IntArray
 
-
 T = TypeVar("T")
 
 # What the tokenizer makes of a text takes up to 250 bytes a character while it runs. So a text is read in growing
@@ -301,9 +300,7 @@ class TextTokenizer:
             else:
                 with budget.taken(sum(map(len, batch))):
                     encoded = self._run(lambda batch=batch: encode(batch, add_special_tokens=False))  # type: ignore[misc]
-                    found = [
-                        (self._literals.read(text, item).ids, True) for text, item in zip(batch, encoded, strict=True)
-                    ]
+                    found = [(item.ids, True) for item in map(self._literals.read, batch, encoded)]
                     del encoded
             for ids, whole in found:
                 if not ids:
