@@ -195,19 +195,19 @@ class Host:
         """Yield results of consecutive chunks of at most 1,024 texts; memory stays bounded however many there are.
 
         The next chunk is read and tokenised in threads while the worker computes. Indices (in ``truncated`` and in
-        errors) count from *offset*. Aclose the iterator when leaving it early.
-
-        *texts* is read in a thread of the host's few: it may compute and read files, and should not wait for somebody.
+        errors) count from *offset*. Aclose the iterator when leaving it early. *texts* is read in a thread of the few
+        that the host has: it may compute and read files, and should not wait for somebody.
         """
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")
         if not hasattr(offset, "__index__"):
             raise InvalidRequest(f"offset is {offset!r}, must be a whole number")
+        columns = width(assignment.bundle.manifest, dimensions)
         tokenizer = await self._encoders.of(model, until)
         chunks = encoders.chunks(tokenizer, texts, until, truncate=truncate, offset=offset, prompt=prompt)
         async with aclosing(chunks):
             async for rows in chunks:
-                vectors = await embedding.embed(self._lanes, assignment, rows, until, dimensions)
+                vectors = await embedding.embed(self._lanes, assignment, rows, until, columns)
                 yield EmbedResult(vectors, rows.truncated, *assignment.served_by(), len(rows.ids))
 
     @memory.typed

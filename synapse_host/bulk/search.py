@@ -117,7 +117,9 @@ class Index:
             if not np.isfinite(scores).all():
                 raise ValueError("it holds what is no number")
             for at, row in enumerate(scores):
-                few = np.argpartition(row, -count)[-count:] if len(row) > count else np.arange(len(row))
+                # All that are no worse than the last of the best: a partition takes any of equal ones.
+                least = np.partition(row, -count)[-count] if len(row) > count else -np.inf
+                few = np.flatnonzero(row >= least)
                 values = np.concatenate([best[at][0], row[few]])
                 rows = np.concatenate([best[at][1], few + first])
                 order = np.lexsort((rows, -values))[:count]

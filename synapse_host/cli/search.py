@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import DEFAULT_MODELS, lane_options, left, model_name, run_host
-from synapse_host.errors import EXIT_OK
+from synapse_host.errors import EXIT_OK, SequenceTooLong
+from synapse_host.text.limits import too_long
 
 if TYPE_CHECKING:
     from synapse_host.bulk.search import Hit, Index
@@ -75,7 +76,11 @@ async def _search(
     index.check_model(bundle, model)
     prompt = args.prompt or ("query" if "query" in (bundle.manifest.prompts or {}) else None)
     options: dict[str, Any] = {"lane": args.lane, "prompt": prompt, "dimensions": index.dims}
-    asked = await host.embed_result(model, args.queries, deadline=left(args), **options)
+    try:
+        asked = await host.embed_result(model, args.queries, deadline=left(args), **options)
+    except SequenceTooLong as exc:
+        row = {name: exc.details[name] for name in ("index", "tokens", "max_tokens")}
+        raise too_long(**row, model=model, noun="query") from exc  # the verb has no --truncate
     found = index.nearest(asked.vectors, 5 * args.top if args.rerank else args.top)
     texts: dict[int, str] = {}
     if args.rerank or args.text:

@@ -122,11 +122,12 @@ def run_host(
 async def _beside(starting: Awaitable[None], work: Awaitable[T]) -> T:
     """Return what *work* gives, while the worker that it needs starts: opening the tokenizer takes as long.
 
-    A failed start is the command's failure: work that came to it later would start another worker.
+    A failed start is the command's failure: work that came to it later would start another worker. Work that is done
+    first didn't need one: it has no text, or none but empty ones.
     """
     tasks = asyncio.ensure_future(starting), asyncio.ensure_future(work)
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             await tasks[0]
         return await tasks[1]

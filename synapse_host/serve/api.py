@@ -187,10 +187,16 @@ class Api:
         call = self._host.generate_ids if rows else self._host.generate
         results = []
         # One after another: all at once they would fill the lane's queue, and others be refused.
-        for prompt in rows or texts:
+        for index, prompt in enumerate(rows or texts):
             if until is not None:
                 options["deadline"] = until - asyncio.get_running_loop().time()
-            results.append(await call(answer.model, prompt, max_tokens=tokens, **options))  # type: ignore[arg-type]
+            try:
+                results.append(await call(answer.model, prompt, max_tokens=tokens, **options))  # type: ignore[arg-type]
+            except SynapseError as exc:
+                if "index" not in exc.details:
+                    raise
+                # It was the only prompt of its call.
+                raise exc.located(f"prompt {index}", "prompt 0 ").with_details(index=index) from exc
         return answer.whole(*results)
 
     async def chat(self, request: Request, body: Chat) -> Response:

@@ -252,7 +252,7 @@ class _Child:
 
     @property
     def killed_by_another(self) -> bool:
-        return signal_name(self._popen.poll()) == "SIGKILL"
+        return signal_name(self._popen.poll()) in ("SIGKILL", "SIGTERM")
 
     def exchange(self, request: bytes) -> bytes | str:
         """Return the reply to a request; or why there is none, and then the process is of no more use."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 
 class Literals:
@@ -35,12 +35,11 @@ class Literals:
         self._unknown = unknown if unknown in self._taken.values() else None
         self._marks = frozenset(id for id, content in self._taken.items() if content != unknown)
 
-    def ids(self, text: str, ids: list[int]) -> list[int]:
-        """Return the ids of a text, of which *ids* are right unless it spells a special token."""
-        if self._marks.isdisjoint(ids) and (self._unknown is None or self._unknown not in text):
-            return ids
-        again: list[int] = self._bare.encode(text, add_special_tokens=False).ids
-        return again
+    def read(self, text: str, encoding: Encoding) -> Encoding:
+        """Return the encoding of a text, of which *encoding* is right unless it spells a special token."""
+        if self._marks.isdisjoint(encoding.ids) and (self._unknown is None or self._unknown not in text):
+            return encoding
+        return self._bare.encode(text, add_special_tokens=False)
 
     @cached_property
     def _bare(self) -> Tokenizer:

@@ -26,10 +26,9 @@ from synapse_host.text.tokenizer_schema import MAX_IDS
 from synapse_host.text.validate import prompt_text
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
     from synapse_host.arrays import IntArray
-
 
 T = TypeVar("T")
 
@@ -205,7 +204,7 @@ class TextTokenizer:
         while True:
             window = text[start : start + size]
             with budget.taken(len(window)):
-                spans = self._run(lambda window=window: self._plain.encode(window, add_special_tokens=False).offsets)  # type: ignore[misc]
+                spans = self._encoding(self._plain, window).offsets
             last = start + size >= len(text)
             sure = len(spans) if last else len(spans) - MARGIN
             at = 0
@@ -301,9 +300,7 @@ class TextTokenizer:
             else:
                 with budget.taken(sum(map(len, batch))):
                     encoded = self._run(lambda batch=batch: encode(batch, add_special_tokens=False))  # type: ignore[misc]
-                    found = [
-                        (self._literals.ids(text, item.ids), True) for text, item in zip(batch, encoded, strict=True)
-                    ]
+                    found = [(item.ids, True) for item in map(self._literals.read, batch, encoded)]
                     del encoded
             for ids, whole in found:
                 if not ids:
@@ -318,14 +315,17 @@ class TextTokenizer:
         while True:
             piece = text if size >= len(text) else text[: min(size, end)]
             with budget.taken(len(piece)):
-                ids: list[int] = self._run(lambda piece=piece: tokenizer.encode(piece, add_special_tokens=False).ids)  # type: ignore[misc]
-            if tokenizer is self._plain:
-                ids = self._run(lambda piece=piece, ids=ids: self._literals.ids(piece, ids))  # type: ignore[misc]
+                ids: list[int] = self._encoding(tokenizer, piece).ids
             if len(piece) == len(text):
                 return ids, True
             if len(ids) > room + MARGIN or len(piece) == end:
                 return ids, False
             size *= 2
+
+    def _encoding(self, tokenizer: Tokenizer, text: str) -> Encoding:
+        """Return what a tokenizer makes of a text; :attr:`_plain` makes special tokens of none of its spellings."""
+        found = self._run(lambda: tokenizer.encode(text, add_special_tokens=False))
+        return self._run(lambda: self._literals.read(text, found)) if tokenizer is self._plain else found
 
     def _first_piece(self, room: int) -> int:
         return min(BATCH_CHARACTERS, self.max_characters, max(FREE_CHARACTERS, FIRST_PIECE * (room + MARGIN)))

@@ -150,20 +150,25 @@ def test_empty_texts_and_blank_lines_may_have_zeros(tmp_path: Path, empty: Any, 
 
 
 @pytest.mark.parametrize("name", ["x.npy", "x.parquet"])
-@pytest.mark.parametrize("lines", ["", '"a"\n"query b"\n'])
-def test_a_corpus_of_any_size_with_short_vectors(tmp_path: Path, name: str, lines: str) -> None:
-    """Cut and of length 1 again, as toy normalises; a search's queries are cut to what the index has."""
+@pytest.mark.parametrize(("lines", "best"), [("", 0), ('"a"\n"query b"\n', 1), ('"query b"\n' * 40, 0)])
+def test_a_corpus_of_any_size_with_short_vectors(tmp_path: Path, name: str, lines: str, best: int) -> None:
+    """Cut and of length 1 again, as toy normalises; a search's queries are cut to what the index has.
+
+    Of equal rows the first is found.
+    """
     if name == "x.parquet":
         pytest.importorskip("pyarrow", reason="the extra parquet isn't installed")
     source, out = tmp_path / "in.jsonl", tmp_path / name
     source.write_text(lines)
 
     async def work(host: Host) -> Any:
-        short = await host.embed("toy", ["a", "query b"][: lines.count("\n")], dimensions=3)
+        short = await host.embed("toy", [json.loads(line) for line in lines.splitlines()], dimensions=3)
         document = await embed_file(host, "toy", Corpus.of(source), out, policy=Policy(dimensions=3))
         for wrong in (0, 9, True, 2.0):
             with pytest.raises(InvalidRequest, match="dimensions is"):
                 await host.embed("toy", [], dimensions=wrong)  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequest, match="dimensions is"):
+                await anext(host.embed_stream("toy", [], dimensions=wrong))  # type: ignore[arg-type]
         return short, document["n"], document["dims"], await host.embed("toy", ["query b"], dimensions=3)
 
     short, n, dims, query = run(tmp_path, work)
@@ -171,7 +176,7 @@ def test_a_corpus_of_any_size_with_short_vectors(tmp_path: Path, name: str, line
     index = Index(out)
     assert (index.rows, index.dims) == short.shape
     [hits] = index.nearest(query, 1)
-    assert [(hit.row, round(hit.score, 5)) for hit in hits] == [(1, 1.0)] * bool(n)
+    assert [(hit.row, round(hit.score, 5)) for hit in hits] == ([(best, 1.0)] if n else [])
     if name == "x.npy":
         assert np.load(out).tolist() == short.tolist()
 

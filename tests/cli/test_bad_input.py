@@ -220,6 +220,7 @@ def test_a_dead_or_wrong_worker(cli: Command, here: Here, script: dict[str, Any]
     assert done.out == "" and done.err.startswith("synapse: ")
     for word in words:
         assert word in done.err
+    assert here("embed", "--model", "toy", "--empty", "zero", "").code == 0, "it needs no worker"
     error = here("embed", "--model", "toy", "a", "--json").document["error"]
     assert error["message"] and error["class"] in ("transient", "permanent")
     cli.check_clean("")

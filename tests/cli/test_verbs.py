@@ -56,6 +56,8 @@ def test_a_prompt_is_chosen_by_its_name_and_search_takes_the_query(cli: Command,
     for more, best in (((), 1), (("--prompt", "doc"), 2), (("--prompt", "none"), None)):
         (hit, *_) = here("search", "--json", "x.npy", "a", *more).document["results"][0]["hits"]
         assert (hit["row"] if hit["score"] > 0.99999 else None) == best
+    refused = here("search", "x.npy", "a " * 30)
+    assert refused.code == 2 and refused.err == "synapse: the query has 33 tokens, asks takes 16. Shorten it.\n"
     (shown,) = here("models", "show", "asks", "--json").document["models"]
     assert (shown["prompts"], shown["default_prompt"]) == ({"query": "query ", "doc": "b "}, "doc")
 

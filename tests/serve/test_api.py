@@ -169,6 +169,8 @@ REFUSED = [
     ("/v1/rerank", {**RERANK, "max_tokens_per_doc": 10}, 400, "max_tokens_per_doc"),
     ("/v1/completions", {"prompt": ["a", "b"], "stream": True}, 400, "prompt"),
     ("/v1/completions", {"prompt": ["a", "b " * 100]}, 422, None),
+    ("/v1/completions", {"prompt": ["a", ""]}, 400, None),
+    ("/v1/completions", {"prompt": [[2, 3], []]}, 400, None),
     ("/v1/embeddings/", EMBED, 404, None),
     ("/v1/completions", {**PROMPT, "temperature": 0.7}, 400, "temperature"),
     ("/v1/completions", {**PROMPT, "n": 2}, 400, "n"),
@@ -196,6 +198,8 @@ def test_what_is_not_honoured_is_refused_by_name(serve: Any) -> None:
             assert (answer.status_code, error["param"]) == (status, param), (route, body, error)
             assert error["type"] == "invalid_request_error" and error["code"] and error["message"]
             assert param is None or f"{param}" in error["message"]
+            if len(body.get("prompt", "a")) == 2 and not param:
+                assert error["message"].startswith("prompt 1: ") and error["details"]["index"] == 1
         harmless = {"seed": 1, "user": "me", "n": 1, "top_p": 1, "presence_penalty": 0, "logit_bias": {}, "suffix": ""}
         assert (await up.call("/v1/completions", **PROMPT, **harmless)).status_code == 200
         assert up.host.health()["lanes"]["embed"]["strikes"] == 0

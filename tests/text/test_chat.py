@@ -208,8 +208,8 @@ def ended(pid: int) -> bool:
     return not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
-@pytest.mark.parametrize("way", ["killed by somebody", "closed"])
-def test_an_end_in_the_middle_of_a_template_is_no_fault_of_the_bundle(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM, "closed"])
+def test_an_end_in_the_middle_of_a_template_is_no_fault_of_the_bundle(tmp_path: Path, way: int | str) -> None:
     others, made = children(), Renderer(tmp_path)
     failed: list[BaseException] = []
 
@@ -225,10 +225,10 @@ def test_an_end_in_the_middle_of_a_template_is_no_fault_of_the_bundle(tmp_path: 
         caller.start()
         time.sleep(0.1)
         started = time.monotonic()
-        if way == "closed":
+        if isinstance(way, str):
             made.close()
         else:
-            os.kill(*(children() - others), signal.SIGKILL)
+            os.kill(*(children() - others), way)
         caller.join(10)
         assert time.monotonic() - started < template_child.CPU_S - 1, "the template was left to run"
         assert not caller.is_alive() and len(failed) == 1

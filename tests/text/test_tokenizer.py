@@ -98,6 +98,8 @@ def test_a_special_tokens_literal_is_text(tmp_path: Path, kind: str) -> None:
             assert plain == wanted and not {1, 2} & set(ids), text
         assert found.mentions_special(text) == ("s>" in text)
     assert kind.startswith("Word") or VOCABULARY["<"] in found.literal("<unk>")
+    # Pieces are counted as they are encoded; a word that is cut may have two more.
+    assert max(len(found.literal(piece)) for piece in found.pieces("a <s> b " * 20, 12)) <= 14
 
 
 def test_too_long_is_refused_by_index_and_cut_only_on_request(tmp_path: Path) -> None:
