@@ -149,11 +149,9 @@ def build(
         known = facts.of_checkpoint(checkpoint)
         _check_tokenizer(checkpoint_folder / TOKENIZER)
         with staging(out) as folder:
-            artifacts: list[Artifact] = []
             pooling = (overrides or {}).get("pooling")
-            for name in formats:
-                for dtype in dtypes.get(name) or [""]:
-                    artifacts.append(_artifact(name, dtype, checkpoint, folder, model_id, pooling, progress))
+            wanted = [(name, dtype) for name in formats for dtype in dtypes.get(name) or [""]]
+            artifacts = [_artifact(*each, checkpoint, folder, model_id, pooling, progress) for each in wanted]
             fields: dict[str, Any] = {
                 "tokenizer": _tokenizer(checkpoint, folder / TOKENIZER),
                 "fixtures": _fixtures(checkpoint, known, folder, fixtures, reference, overrides or {}, progress),
@@ -171,14 +169,21 @@ def build(
                 **{key: value for key, value in fields.items() if value is not None},
             )
             manifest.write(folder, built)
-            try_tokenizer(manifest.read(folder), checkpoint.config["vocab_size"])
-            try_template(manifest.read(folder))
-            dense.read(manifest.read(folder))
+            try_bundle(manifest.read(folder), checkpoint.config["vocab_size"])
         return manifest.read(out)
     except BundleError as exc:
         raise BundleInvalid(str(exc)) from exc
     except OSError as exc:
         raise of_os(exc, f"{exc.filename or out}: {exc.strerror or exc}", otherwise=BundleInvalid) from exc
+
+
+def try_bundle(bundle: Bundle, vocab_size: int) -> None:
+    """Use a bundle once, as a host would: its tokenizer, its chat template, its dense modules. Raises BundleInvalid."""
+    from engines.checkpoint import dense
+
+    try_tokenizer(bundle, vocab_size)
+    try_template(bundle)
+    dense.read(bundle)
 
 
 def try_tokenizer(bundle: Bundle, vocab_size: int) -> None:

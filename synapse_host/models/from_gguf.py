@@ -69,8 +69,7 @@ def build(
             )
             manifest.write(folder, built)
             bundle = manifest.read(folder)
-            builder.try_tokenizer(bundle, known["config"]["vocab_size"])
-            builder.try_template(bundle)
+            builder.try_bundle(bundle, known["config"]["vocab_size"])
             _check_parity(bundle, read["samples"], read["framed"], tokenizer)
         return manifest.read(out)
     except BundleError as exc:
