@@ -74,7 +74,8 @@ def prompt_text(manifest: Manifest, name: str | None) -> str:
         return prompts.get(name, "")
     known = [*sorted(prompts), NO_PROMPT]
     raise InvalidRequest(
-        f"{manifest.model_id} has no prompt {name!r}; there are: {', '.join(known)}", details={"prompts": known}
+        f"{manifest.model_id} has no prompt {name!r}; there are: {', '.join(known)} ({NO_PROMPT}: no prompt)",
+        details={"prompts": known},
     )
 
 
