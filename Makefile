@@ -1,6 +1,7 @@
 # Two commands do what most people want: `make demo` and `make test`. Each makes .venv when it is missing.
 #
 #   make demo      set up, build the default models, embed, rerank, generate, kill a worker on purpose
+#   make help      this page
 #   make test      set up and pass every test that this machine can run
 #   make clients   clients of other people (openai, cohere, …) and a browser against `synapse serve`
 #   make ray       bulk embedding on Ray, on this machine
@@ -38,11 +39,14 @@ GOLDENS := $(wildcard tests/*/make_goldens.py)
 POLICY := errors placement.matrix placement.select residency.core supervision.quarantine supervision.queueing \
   text.limits worker.handshake worker.output worker.watchdog
 
-.PHONY: figures setup demo test clients ray lint lock wheel doctor certify faults faults-nightly coverage mutants bench bench-rivals goldens \
+.PHONY: help figures setup demo test clients ray lint lock wheel doctor certify faults faults-nightly coverage mutants bench bench-rivals goldens \
   hw-cuda hw-ane hw-metal rehearse-cuda hw-mac-cpu
 
 setup:
 	@$(or $(PYTHON),python3) scripts/setup.py
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 demo: setup
 	@$(BIN)/python -m synapse_host demo
