@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -16,7 +15,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stderr.flush()
-    # The models are closed and the answers sent: taking two libraries apart would only keep the host waiting.
-    os._exit(status)
+    sys.exit(main())
