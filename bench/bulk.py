@@ -31,21 +31,28 @@ def resident() -> dict[str, float]:
     return found
 
 
-async def run(folder: Path, lines: int) -> tuple[float, float, float]:
-    """Return texts a second, anonymous MiB grown after a tenth of the lines, and the highest anonymous MiB."""
-    bundle = write_bundle(folder / "bulk-bundle", dims=DIMS, max_tokens=64)
-    source = folder / "bulk.jsonl"
+def echo_corpus(folder: Path, lines: int, dims: int = DIMS) -> tuple[Path, Path, Path]:
+    """Write a bundle, a .jsonl of *lines* texts of 7 to 56 words, and a matrix whose engine computes nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    bundle = write_bundle(folder / "echo", dims=dims, max_tokens=64)
+    source = folder / f"{lines}.jsonl"
     with source.open("w") as file:
         for number in range(lines):
             text = "a b c d e f query " * (1 + number % 8)
             file.write(json.dumps(text.strip()) + "\n")
-    command = json.dumps([*echo_worker.command(DIMS)])
-    matrix = folder / "bulk.yaml"
+    command = json.dumps([*echo_worker.command(dims)])
+    matrix = folder / "echo.yaml"
     matrix.write_text(
         "version: 1\nhardware: {any: {}}\nengines:\n"
         f"  echo: {{engine: llama, device: cpu, format: gguf, requires: any, worker: {{command: {command}}}}}\n"
         "lanes:\n  embed: {task: embed, engines: [echo]}\n"
     )
+    return bundle, source, matrix
+
+
+async def run(folder: Path, lines: int) -> tuple[float, float, float]:
+    """Return texts a second, anonymous MiB grown after a tenth of the lines, and the highest anonymous MiB."""
+    bundle, source, matrix = echo_corpus(folder, lines)
     samples: list[tuple[int, float]] = []
 
     class Watching:

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from bench import echo_worker, texts
+from bench import texts
+from bench.bulk import echo_corpus
 from bench.models import AGREEMENT, host, matrix
 from bench.rivals import Missing, Rival
 from bench.rounds import Row, interleaved, row
 from synapse_host.bulk import Corpus, embed_file
 from synapse_host.cli.console import Console
 from synapse_host.models import catalogue
-from tests.support.small_bundle import write_bundle
 
 if TYPE_CHECKING:
     from bench.plan import Plan
@@ -212,19 +212,7 @@ def memory(folder: Path, lines: int, dims: int = 32) -> dict[str, Any]:
     """Embed *lines* on Ray with an engine that computes nothing; return each kind of process's anonymous MiB."""
     from synapse_host.bulk.cluster import embed_on_ray
 
-    folder.mkdir(parents=True, exist_ok=True)
-    bundle = write_bundle(folder / "echo", dims=dims, max_tokens=64)
-    source = folder / f"{lines}.jsonl"
-    with source.open("w") as file:
-        for number in range(lines):
-            file.write(json.dumps(("a b c d e f query " * (1 + number % 8)).strip()) + "\n")
-    command = json.dumps([*echo_worker.command(dims)])
-    lanes = folder / "echo.yaml"
-    lanes.write_text(
-        "version: 1\nhardware: {any: {}}\nengines:\n"
-        f"  echo: {{engine: llama, device: cpu, format: gguf, requires: any, worker: {{command: {command}}}}}\n"
-        "lanes:\n  embed: {task: embed, engines: [echo]}\n"
-    )
+    bundle, source, lanes = echo_corpus(folder, lines, dims)
     begun = time.time()
     with Watch(_kind) as watch:
         document = embed_on_ray(

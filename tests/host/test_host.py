@@ -230,7 +230,8 @@ async def test_owned_lanes_get_composed_sequences(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("family", "tokenizer", "longest"), [("bert", True, 12), ("roberta", True, 12),
-                                                             ("bert", False, 12), ("roberta", False, 11)])  # fmt: skip
+                                                             ("bert", False, 12), ("roberta", False, 11),
+                                                             ("mpnet", False, 11)])  # fmt: skip
 async def test_the_special_ids_of_a_pair_count_whoever_composes_it(
     bench: Bench, family: str, tokenizer: bool, longest: int
 ) -> None:
