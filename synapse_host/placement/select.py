@@ -258,7 +258,7 @@ def fastest_dtype(profile: HostProfile) -> str | None:
     """Return the GGUF dtype llama.cpp multiplies fastest on this processor, or None where its usual order holds.
 
     With AVX512-BF16 alone (AMD EPYC, MiniLM, 256 mixed texts) bf16 did 248 texts/s and f16 190. Intel's processors that
-    have AVX512-FP16 too execute bf16 products at half the rate of f32 ones: docs/performance.md, section 4.
+    have AVX512-FP16 too execute bf16 products at half the rate of f32 ones: docs/performance.md, section 2.
     """
     if "avx512_fp16" in profile.cpu_features:
         return "f32"
