@@ -32,7 +32,8 @@ from typing import Any, Final
 
 from synapse_host.bulk import parts
 from synapse_host.bulk.actors import AGAIN, Embedder, PartWriter, check_same
-from synapse_host.bulk.embedding import Display, Policy
+from synapse_host.bulk.embedding import Display
+from synapse_host.bulk.entries import Policy
 from synapse_host.bulk.parts import Block
 from synapse_host.errors import BackendMissing, EngineCrashed, InvalidRequest, SynapseError, revive
 from synapse_host.placement import places

@@ -13,7 +13,8 @@ from synapse_host.cli.session import OWN_HOST, left, limited, model_name, readin
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from synapse_host.bulk.embedding import Block, Policy
+    from synapse_host.bulk import Policy
+    from synapse_host.bulk.embedding import Block
     from synapse_host.host import Host
 
 NOTHING: Final = "nothing to embed: give texts or --file F. See: synapse embed --help"

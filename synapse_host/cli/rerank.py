@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from synapse_host.bulk.corpus import opened, query_of, values
+from synapse_host.bulk.corpus import opened, queries
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import OWN_HOST, left, model_name, reading, run_host, served_by, serving_options, watched
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _file(args: argparse.Namespace, console: Console) -> int:
     name = "stdin" if args.file == "-" else args.file
     with reading(args), opened(args.file) as file:
-        pairs = [query_of(value, name, number)[:2] for number, value in values(file, name)]
+        pairs = [(one.query, one.docs) for _, one in queries(file, name)]
     if not pairs:
         raise UsageError(f"{name} holds no query")
     model = model_name(args.model)

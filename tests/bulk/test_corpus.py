@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from engines.bundle import manifest
-from synapse_host.bulk import Chunking, Corpus
-from synapse_host.bulk.entries import Empty, entries
+from synapse_host.bulk import Chunking, Corpus, Policy
+from synapse_host.bulk.entries import Empty
 from synapse_host.errors import InvalidRequest, SynapseError
 from synapse_host.text.tokenizer import TextTokenizer
 from tests.support.small_bundle import write_bundle
@@ -81,7 +81,7 @@ def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
     [
         ("a.jsonl", b'"a"\n{"text": 1}\n', "a.jsonl:2: must be"),
         ("a.jsonl", b'"a"\n{\n', "a.jsonl:2: not valid JSON"),
-        ("a.jsonl", b'"a"\n' + b"[" * 100_000, "a.jsonl:2: n"),
+        ("a.jsonl", b'"a"\n' + b"[" * 100_000, "a.jsonl:2: must be"),
         ("a.jsonl", b'"a\\ud800"\n', "a.jsonl:1: not valid JSON"),
         ("a.jsonl", b'{"id": "\\ud800", "text": "a"}\n', "a.jsonl:1: not valid JSON"),
         ("a.jsonl", b'{"id": true, "text": "a"}\n', "a.jsonl:1: must be"),
@@ -122,12 +122,12 @@ def test_the_digest_tells_another_content_and_not_another_name(tmp_path: Path) -
 def test_empty_texts(empty: Empty, texts: list[str] | None) -> None:
     corpus = Corpus.of(["", "a"])
     if texts is not None:
-        assert [text.text for text in entries(corpus, empty=empty)] == texts
+        assert [text.text for text in Policy(empty=empty).entries(corpus, None)] == texts
         return
     with pytest.raises(InvalidRequest, match="text 0: the text is empty"):
-        list(entries(corpus, empty=empty))
+        list(Policy(empty=empty).entries(corpus, None))
     bad: list[SynapseError] = []
-    assert [text.text for text in entries(corpus, empty=empty, on_bad=bad.append)] == ["a"]
+    assert [text.text for text in Policy(empty=empty).entries(corpus, None, bad.append)] == ["a"]
     assert [error.details["where"] for error in bad] == ["text 0"]
 
 
@@ -144,8 +144,8 @@ def test_empty_texts(empty: Empty, texts: list[str] | None) -> None:
 )
 def test_chunks_are_cut_where_a_token_ends(tmp_path: Path, chunk: str, expected: list[str]) -> None:
     tokenizer = TextTokenizer(manifest.read(write_bundle(tmp_path)))
-    found = list(entries(Corpus.of(["a b c d e f a b" if len(expected) > 1 else expected[0]]),
-                         chunking=Chunking.of(chunk), tokenizer=tokenizer))  # fmt: skip
+    corpus = Corpus.of(["a b c d e f a b" if len(expected) > 1 else expected[0]])
+    found = list(Policy(chunking=Chunking.of(chunk)).entries(corpus, tokenizer))
     assert [text.text for text in found] == expected
     assert [text.id for text in found] == [f"0#{number}" for number in range(len(expected))]
 
