@@ -178,14 +178,15 @@ async def _forced(trial: Trial, matrix: HardwareMatrix, order: Order, config: Ho
 
 @dataclass(frozen=True, slots=True)
 class CarriedOut:
-    """What an order left. ``certificate``: what there is for the lane's engine and model now, looked up anew.
+    """What an order left. ``page``: None without jinja2, which renders it.
 
-    None where the order asked another question than the matrix does, and so changed nothing.
+    ``certificate``: what there is for the lane's engine and model now, looked up anew; None where the order asked
+    another question than the matrix does, and so changed nothing.
     """
 
     evidence: Evidence
     document: Path
-    page: Path
+    page: Path | None
     certificate: Certificate | None
 
 
