@@ -24,7 +24,7 @@ from synapse_host.certificates import binding, verdict
 from synapse_host.certificates import document as documents
 from synapse_host.certificates.binding import Identity
 from synapse_host.certificates.document import Evidence, Model
-from synapse_host.certificates.recheck import recheck, thresholds_of
+from synapse_host.certificates.recheck import recheck
 from synapse_host.errors import InvalidRequest, NotCertified
 from synapse_host.placement import hardware, places
 from synapse_host.placement.places import NoHome
@@ -100,7 +100,7 @@ def path_of(matrix: HardwareMatrix, engine: Engine, model: Model, data_dir: Path
         "dtype": model.dtype,
         "env": engine.env,
         "runtime_config": engine.runtime_config,
-        "thresholds": thresholds_of(matrix, engine, model),
+        "thresholds": verdict.thresholds(matrix, engine, task=model.task, dtype=model.dtype),
     }
     key = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:12]
     return folder(data_dir) / engine.id / f"{model.manifest_digest}-{key}.json"
@@ -112,16 +112,16 @@ def settle(evidence: Evidence, matrix: HardwareMatrix, data_dir: Path | None = N
     Returns the kept file. Nothing changes for an answer to another question than the matrix asks (other thresholds,
     ``--min-placement-share``) and for a run that never got the device.
     """
-    engine = matrix.engines[evidence.engine.id]
-    if evidence.thresholds != thresholds_of(matrix, engine, evidence.model):
+    engine, model = matrix.engines[evidence.engine.id], evidence.model
+    if evidence.thresholds != verdict.thresholds(matrix, engine, task=model.task, dtype=model.dtype):
         return None
     if evidence.verdict == "certified":
-        path = path_of(matrix, engine, evidence.model, data_dir)
+        path = path_of(matrix, engine, model, data_dir)
         documents.write(path, evidence)
         return path
     if evidence.fault is None or evidence.fault.code not in NOT_RUN:
         with suppress(NoHome):
-            path_of(matrix, engine, evidence.model, data_dir).unlink(missing_ok=True)
+            path_of(matrix, engine, model, data_dir).unlink(missing_ok=True)
     return None
 
 

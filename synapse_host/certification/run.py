@@ -34,7 +34,7 @@ import msgspec
 from engines.bundle import manifest
 from synapse_host.certificates import binding, standing, verdict
 from synapse_host.certificates import document as documents
-from synapse_host.certificates.document import Evidence, Placement
+from synapse_host.certificates.document import Evidence
 from synapse_host.certification import measurement, report
 from synapse_host.certification import probes as probe_set
 from synapse_host.certification.packing import Plans, plan_tool
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from synapse_host.certificates.standing import Certificate
     from synapse_host.placement.hardware import HostProfile
 
-FORCED: Final = {"ane": {"compute_units": "cpu_only", "placement": "off"}}
-"""LOAD keys that force an engine to the CPU, by its name in the matrix."""
+FORCED: Final = {"compute_units": "cpu_only", "placement": "off"}
+"""LOAD keys that force the Neural Engine's worker to the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,16 @@ async def certify(
     model = binding.model_of(assignment.bundle, artifact, assignment.model)
     on_ane, placement = engine.device_kind == "ane", run.placement
     if on_ane and placement is not None:
-        placement = await _placed(run, placement, only, order, config, plans)
-    precision = verdict.precision_of(model.dtype)
-    share = order.min_placement_share
-    thresholds = verdict.thresholds(
-        matrix, engine=engine.id, task=model.task, precision=precision, placement=on_ane, share=share
-    )
+        functions, allowed, reason = plans(assignment)
+        forced = await _forced(run, only, order, config)
+        placement = msgspec.structs.replace(
+            placement,
+            functions=functions,
+            cpu_allowed=allowed,
+            reason=reason,
+            forced_ms=forced,
+            native_ms=run.native_ms,
+        )
     return verdict.judge(
         Evidence(
             format="synapse-evidence-v1",
@@ -106,8 +110,10 @@ async def certify(
             model=model,
             engine=binding.engine_facts(only, engine, **run.said()),
             machine=binding.machine_facts(engine, host.profile),
-            precision=precision,
-            thresholds=thresholds,
+            precision=verdict.precision_of(model.dtype),
+            thresholds=verdict.thresholds(
+                only, engine, task=model.task, dtype=model.dtype, share=order.min_placement_share
+            ),
             placement_required=on_ane,
             fixture=run.fixture,
             tokens=run.tokens,
@@ -145,24 +151,12 @@ def _single_lane(matrix: HardwareMatrix, order: Order) -> HardwareMatrix:
     return msgspec.structs.replace(matrix, lanes={lane.id: pinned})
 
 
-async def _placed(
-    trial: Trial, placement: Placement, matrix: HardwareMatrix, order: Order, config: HostConfig, plans: Plans
-) -> Placement:
-    """Add where the framework runs each function, and the same rows with the engine forced to the CPU."""
-    functions, allowed, reason = plans(trial.assignment)
-    forced, native = await _forced(trial, matrix, order, config), trial.native_ms
-    return msgspec.structs.replace(
-        placement, functions=functions, cpu_allowed=allowed, reason=reason, forced_ms=forced, native_ms=native
-    )
-
-
 async def _forced(trial: Trial, matrix: HardwareMatrix, order: Order, config: HostConfig) -> list[float]:
+    """Time the trial's single requests with the engine forced to the CPU."""
     engine = matrix.engines[trial.assignment.require().engine_id]
-    keys = FORCED.get(engine.engine)
     probes = probe_set.opened(trial.bundle)
-    if keys is None or probes is None:
-        return []
-    slow = msgspec.structs.replace(engine, runtime_config={**engine.runtime_config, **keys})
+    assert probes is not None, "without probes nothing is known of placement"
+    slow = msgspec.structs.replace(engine, runtime_config={**engine.runtime_config, **FORCED})
     matrix = msgspec.structs.replace(matrix, engines={**matrix.engines, engine.id: slow})
     try:
         async with Host.open(matrix, {order.model: order.bundle}, config) as host:
@@ -178,14 +172,15 @@ async def _forced(trial: Trial, matrix: HardwareMatrix, order: Order, config: Ho
 
 @dataclass(frozen=True, slots=True)
 class CarriedOut:
-    """What an order left. ``certificate``: what there is for the lane's engine and model now, looked up anew.
+    """What an order left. ``page``: None without jinja2, which renders it.
 
-    None where the order asked another question than the matrix does, and so changed nothing.
+    ``certificate``: what there is for the lane's engine and model now, looked up anew; None where the order asked
+    another question than the matrix does, and so changed nothing.
     """
 
     evidence: Evidence
     document: Path
-    page: Path
+    page: Path | None
     certificate: Certificate | None
 
 

@@ -118,7 +118,7 @@ def _certify(args: argparse.Namespace, console: Console) -> int:
         {
             **_outcome(done),
             "gates": msgspec.to_builtins(evidence.gates),
-            "report": str(done.page),
+            "report": None if done.page is None else str(done.page),
             "precision": evidence.precision,
             "reported": evidence.reported,
         }
@@ -128,7 +128,7 @@ def _certify(args: argparse.Namespace, console: Console) -> int:
     good = evidence.verdict == "certified" and (done.certificate is None or done.certificate.valid)
     mark = _mark(good, console)
     console.line(f"{mark}  {done.document}")
-    console.line(f"      report: {done.page}")
+    console.line(f"      report: {done.page or 'none without jinja2: pip install synapse-workers[chat]'}")
     console.hang("      ", _standing(done.certificate, evidence), 6)
     return EXIT_OK if good else EXIT_FAILED
 

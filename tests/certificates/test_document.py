@@ -55,10 +55,10 @@ def with_format(document: Evidence) -> HardwareMatrix:
 def test_a_written_document_fits_the_schema_and_rechecks(kind: str, tmp_path: Path) -> None:
     document = KINDS[kind]()
     path = tmp_path / "deep" / "e.json"
-    digest = documents.write(path, document)
+    documents.write(path, document)
     plain = json.loads(path.read_text())
     jsonschema.validate(plain, documents.json_schema())
-    assert plain["digest"] == digest == documents.digest_of(plain)
+    assert plain["digest"] == documents.digest_of(plain)
     assert [file.name for file in path.parent.iterdir()] == ["e.json"]
     found = recheck(path, with_format(document))
     assert (found.problems, found.certified) == ([], True)

@@ -53,9 +53,9 @@ def test_rank_overlaps_of_too_few_rows_are_whole(n: int) -> None:
 
 @pytest.mark.parametrize(
     ("overlaps", "expected"),
-    [([], 1.0), ([0.5], 0.5), ([1.0] * 9 + [0.0], 0.0), ([1.0] * 10 + [0.0], 0.5), ([1.0] * 19 + [0.4], 0.7)],
+    [([], None), ([0.5], 0.5), ([1.0] * 9 + [0.0], 0.0), ([1.0] * 10 + [0.0], 0.5), ([1.0] * 19 + [0.4], 0.7)],
 )
-def test_worst_decile(overlaps: list[float], expected: float) -> None:
+def test_worst_decile(overlaps: list[float], expected: float | None) -> None:
     assert metrics.worst_decile(overlaps) == pytest.approx(expected)
 
 
@@ -97,7 +97,6 @@ def test_order_flips(scores: list[float], apart: float, expected: int) -> None:
 )
 def test_same_best_takes_equals_of_the_best(scores: list[float], expected: float) -> None:
     assert metrics.same_best([5.0, 5.0, 1.0, 1.0, 2.0], scores, [0, 0, 0, 1, 1]) == expected
-    assert metrics.same_best([], [], []) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -398,16 +398,17 @@ def test_without_a_placement_nothing_packs_on_a_neural_engine() -> None:
 
 def test_thresholds_come_from_the_matrix_and_the_engine_overrides() -> None:
     matrix = load()
-    found = verdict.thresholds(matrix, engine="llama-cpu", task="embed", precision="exact", placement=False)
+    engine = matrix.engines["llama-cpu"]
+    found = verdict.thresholds(matrix, engine, task="embed", dtype="f16")
     assert found["min_cosine"] == 0.999
     assert "placement_share" not in found
-    engine = msgspec.structs.replace(matrix.engines["llama-cpu"], thresholds={"embed": {"min_cosine": 0.9999}})
+    engine = msgspec.structs.replace(engine, thresholds={"embed": {"min_cosine": 0.9999}})
     strict = msgspec.structs.replace(matrix, engines={**matrix.engines, "llama-cpu": engine})
-    found = verdict.thresholds(strict, engine="llama-cpu", task="embed", precision="exact", placement=False)
+    found = verdict.thresholds(strict, engine, task="embed", dtype="f16")
     assert (found["min_cosine"], found["mean_cosine"]) == (0.9999, 0.9995)
-    found = verdict.thresholds(matrix, engine="ane", task="rerank", precision="exact", placement=True, share=0.97)
+    found = verdict.thresholds(matrix, matrix.engines["ane"], task="rerank", dtype="f16", share=0.97)
     assert (found["placement_share"], found["cost_share"], found["speedup"]) == (0.97, 0.98, 1.5)
-    found = verdict.thresholds(matrix, engine="nowhere", task="rerank", precision="approximate", placement=False)
+    found = verdict.thresholds(matrix, matrix.engines["onnx-cpu"], task="rerank", dtype="int8")
     assert (found["approximate_pearson"], found["approximate_top1"]) == (0.995, 0.95)
     assert "max_error" not in found
 
