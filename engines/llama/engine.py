@@ -234,7 +234,7 @@ def loses_token_types(descriptor: int, header: gguf.Header) -> bool:
         return False
     from engines.llama import gguf
 
-    rows = gguf.read_rows(descriptor, table)
+    rows = gguf.read_rows(descriptor, header, "token_types.weight")
     return rows is None or bool((rows[0] != rows[1]).any())
 
 

@@ -158,15 +158,10 @@ def trim(ids: list[int], special: SpecialIds) -> list[int]:
 
 
 def gather(batch: TokenBatch, rows: Sequence[int]) -> TokenBatch:
-    """Return the named rows laid end to end (a view where they already are neighbours)."""
+    """Return the named rows laid end to end."""
     bounds = batch.cu_seqlens
-    first, last = rows[0], rows[-1]
-    if list(rows) == list(range(first, last + 1)):
-        start = int(bounds[first])
-        return TokenBatch(batch.input_ids[start : int(bounds[last + 1])], bounds[first : last + 2] - start)
-    parts = [batch.input_ids[int(bounds[row]) : int(bounds[row + 1])] for row in rows]
-    lengths = [len(part) for part in parts]
-    return TokenBatch(np.concatenate(parts), np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
+    parts = [batch.input_ids[bounds[row] : bounds[row + 1]] for row in rows]
+    return TokenBatch(np.concatenate(parts), np.cumsum([0, *map(len, parts)]).astype(np.int32))
 
 
 def pool(states: FloatArray, bounds: IntArray, pooling: Pooling) -> FloatArray:

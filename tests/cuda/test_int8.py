@@ -21,7 +21,8 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime.engine import Probe, WorkerOptions
 from engines.runtime.progress import silent
 from tests.cuda.cases import case
-from tests.cuda.conftest import Bundles, Loader, batch_of, cosines, spec_of
+from tests.cuda.conftest import Bundles, Loader, spec_of
+from tests.support.numbers import batch_of, cosines
 from tests.support.owned_bundle import load_request
 
 

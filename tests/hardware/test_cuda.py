@@ -46,10 +46,10 @@ from engines.runtime.progress import silent
 from synapse_host.placement.probe import versions
 from tests.cuda import conftest as fixtures
 from tests.cuda.cases import CASES, SERVED, Case, case
-from tests.cuda.conftest import batch_of, cosines
 from tests.hardware import cuda_evidence, lanes
 from tests.hardware.cuda_evidence import judge
 from tests.support import toy_models
+from tests.support.numbers import batch_of, cosines
 from tests.support.worker_client import Exchange, WorkerClient, module_worker, require_loaded
 
 # The driver keeps descriptors of its own from the first context to the end of the process.

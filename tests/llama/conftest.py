@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +12,6 @@ import pytest
 from engines.llama.engine import LlamaEngine
 from engines.llama.model import LlamaModel
 from engines.protocol.messages import Load
-from engines.runtime.batch import TokenBatch
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import ProgressReporter, silent
 from tests.support import toy_models
@@ -68,17 +67,6 @@ def load(toys: Toys) -> Iterator[LoadModel]:
     yield call
     for model in models:
         model.close()
-
-
-def token_batch(rows: Sequence[Sequence[int]]) -> TokenBatch:
-    """Return rows as a TokenBatch."""
-    flat = np.array([id_ for row in rows for id_ in row], dtype=np.int32)
-    return TokenBatch(flat, np.cumsum([0, *map(len, rows)]).astype(np.int32))
-
-
-@pytest.fixture(name="token_batch")
-def _token_batch() -> Callable[[Sequence[Sequence[int]]], TokenBatch]:
-    return token_batch
 
 
 @pytest.fixture(scope="session")

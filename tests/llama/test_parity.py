@@ -1,8 +1,4 @@
-"""The default models on llama.cpp against the references that come with them (transformers in float64).
-
-Thresholds: cosine >= 0.9999 for F32, >= 0.997 for Q8_0; a batch against singles 0.99999 (Q8_0 0.997); logits within
-0.05 (Q8_0 0.3) and in the same order. The toys of test_model.py stand for the dtypes between the two.
-"""
+"""The default models on llama.cpp against the fixtures that are shipped with them: what transformers computes."""
 
 from __future__ import annotations
 
@@ -20,14 +16,12 @@ from engines.llama.build.convert import build
 from engines.protocol.messages import Pooling
 from engines.runtime.batch import RerankPairs, TokenBatch
 from engines.runtime.progress import silent
-from tests.llama import reference
+from tests.support.numbers import batch_of, cosines
 from tests.support.toy_gguf import ToyGguf, sha256
 
 pytestmark = [pytest.mark.llama, pytest.mark.numerics]
 
 SHIPPED = Path(__file__).parents[2] / "synapse_host" / "fixtures"
-COSINE = {"f32": 0.9999, "q8_0": 0.997}
-LOGIT = {"f32": 0.05, "q8_0": 0.3}
 
 Make = Callable[[str, str], ToyGguf]
 
@@ -64,35 +58,27 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return call
 
 
-@pytest.mark.parametrize("dtype", COSINE)
-def test_minilm(make: Make, load: Any, token_batch: Any, dtype: str) -> None:
-    """Rows of one to 256 tokens, together and alone."""
+@pytest.mark.parametrize(("dtype", "cosine"), [("f32", 0.9999), ("q8_0", 0.997)])
+def test_minilm(make: Make, load: Any, dtype: str, cosine: float) -> None:
     model = load(make("minilm", dtype), threads=1)  # spinning threads collapse beside others
-    known = fixtures.read(SHIPPED / "minilm.npz")
-    chosen = [*range(0, len(known), 5), *range(len(known) - 5, len(known))]
-    rows = [known.rows()[n].tolist() for n in chosen]
-
-    def embed(rows: TokenBatch) -> Any:
-        return model.embed(rows, pooling=Pooling.MEAN, normalize=True, packed_width=None, progress=silent())
-
-    ours = embed(token_batch(rows))
-    assert reference.cosine(ours, known.vectors[chosen]).min() >= COSINE[dtype]
-    alone = np.concatenate([embed(token_batch([row])) for row in rows])
-    assert reference.cosine(alone, ours).min() >= (0.99999 if dtype == "f32" else COSINE[dtype])
+    known = fixtures.read(SHIPPED / "minilm.npz").arrays
+    rows = TokenBatch(known["input_ids"], known["cu_seqlens"])
+    ours = model.embed(rows, pooling=Pooling.MEAN, normalize=True, packed_width=None, progress=silent())
+    assert cosines(ours, known["vectors_q"] * known["vectors_scale"][:, None]).min() >= cosine
 
 
-@pytest.mark.parametrize("dtype", LOGIT)
-def test_ms_marco(make: Make, load: Any, token_batch: Any, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "error"), [("f32", 0.05), ("q8_0", 0.3)])
+def test_ms_marco(make: Make, load: Any, dtype: str, error: float) -> None:
     """Logits near the reference's; pairs that the reference tells apart come in its order."""
     model = load(make("ms-marco", dtype), threads=1)
-    known = fixtures.read(SHIPPED / "ms-marco.npz")
-    candidates = known.rows("candidate")
-    for number, query in list(enumerate(known.rows("query")))[::6]:
-        mine = np.flatnonzero(known.arrays["query_of"] == number)
-        pairs = RerankPairs(query, token_batch([candidates[n].tolist() for n in mine]))
-        ours, theirs = model.rerank(pairs, progress=silent()), known.arrays["logits"][mine]
-        assert np.abs(ours - theirs).max() <= LOGIT[dtype], f"query {number}: {np.abs(ours - theirs).max():.4f}"
-        apart = np.subtract.outer(theirs, theirs) > 2 * LOGIT[dtype]
+    known = fixtures.read(SHIPPED / "ms-marco.npz").arrays
+    candidates = np.split(known["candidate_ids"], known["candidate_cu"][1:-1])
+    for number, query in list(enumerate(np.split(known["query_ids"], known["query_cu"][1:-1])))[::4]:
+        mine = np.flatnonzero(known["query_of"] == number)
+        pairs = RerankPairs(query, batch_of([candidates[n] for n in mine]))
+        ours, theirs = model.rerank(pairs, progress=silent()), known["logits"][mine]
+        assert np.abs(ours - theirs).max() <= error, f"query {number}: {np.abs(ours - theirs).max():.4f}"
+        apart = np.subtract.outer(theirs, theirs) > (1e-2 if dtype == "f32" else 2 * error)
         assert (np.subtract.outer(ours, ours)[apart] > 0).all()
 
 

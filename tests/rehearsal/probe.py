@@ -26,7 +26,7 @@ from engines.bundle import manifest
 from engines.cuda.engine import CudaEngine
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
-from tests.cuda.conftest import batch_of
+from tests.support.numbers import batch_of
 from tests.support.owned_bundle import load_request
 
 runtime = ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
