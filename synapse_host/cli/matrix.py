@@ -1,4 +1,13 @@
-"""``synapse matrix check|explain|schema``: is hw_matrix.yaml valid, and which engine does a lane get here, and why."""
+"""check: validate the matrix; an error names file, line, column, key and the nearest valid one.
+explain: per lane the chosen engine, and why each other one was passed over on this machine.
+schema: the file's JSON Schema, for an editor.
+
+Examples:
+  synapse matrix check
+  synapse matrix check --matrix my_matrix.yaml
+  synapse matrix explain embed
+  synapse matrix schema
+"""
 
 from __future__ import annotations
 
@@ -23,24 +32,9 @@ from synapse_host.placement.select import Considered, Placement, select
 
 def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
-    parser.description = (
-        "check: validate the matrix; an error names file, line, column, key and the nearest valid one.\n"
-        "explain: per lane the chosen engine, and why each other one was passed over on this machine.\n"
-        "schema: the file's JSON Schema, for an editor."
-    )
-    parser.examples("""
-        synapse matrix check
-        synapse matrix check --matrix my_matrix.yaml
-        synapse matrix explain embed
-        synapse matrix schema
-    """)
-    parser.add_argument(
-        "action", choices=["check", "explain", "schema"], metavar="check|explain|schema", help="what to do"
-    )
-    parser.add_argument("lane", nargs="?", metavar="LANE", help="one lane (default: all)")
-    parser.add_argument(
-        "--model", metavar="M", help="explain for this bundle (default: the lane's default model, if installed)"
-    )
+    parser.option("action", "check|explain|schema", "what to do", choices=["check", "explain", "schema"])
+    parser.option("lane", "LANE", "one lane (default: all)", nargs="?")
+    parser.option("--model", "M", "explain for this bundle (default: the lane's default model, if installed)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

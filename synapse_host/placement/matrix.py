@@ -142,12 +142,11 @@ class EngineKeys(_Part, frozen=True, kw_only=True):
 
 
 class Engine(EngineKeys, frozen=True, kw_only=True):
-    """An engine with its name and the line it is written in."""
+    """An engine with its name."""
 
     id: str
     dtype: tuple[str, ...] = ()
     thresholds: dict[str, dict[str, float]] = {}  # type: ignore[assignment]
-    line: int = 0
 
     @property
     def command(self) -> tuple[str, ...] | None:
@@ -234,9 +233,7 @@ def load(path: Path | str | None = None) -> HardwareMatrix:
         path=path.absolute(),
         name=source.name,
         hardware={id: Hardware(id=id, **_fields(keys)) for id, keys in file.hardware.items()},
-        engines={
-            id: Engine(id=id, line=source.line("engines", id), **_fields(keys)) for id, keys in file.engines.items()
-        },
+        engines={id: Engine(id=id, **_fields(keys)) for id, keys in file.engines.items()},
         lanes={id: Lane(id=id, line=source.line("lanes", id), **_fields(keys)) for id, keys in file.lanes.items()},
         thresholds=_plain(file.thresholds),
     )

@@ -262,28 +262,24 @@ def cuda_wheels() -> dict[str, str]:
 
 
 class FloorCache:
-    """Answers on disk, in the user's cache directory; None: nowhere, nothing is kept. *machine* names boot and build.
+    """Answers on disk, in the user's cache directory. *machine* names boot and build.
 
     An answer is good for the surroundings it was given in: the machine, the Python, every installed package (also one
     that was installed again in the same version, as doctor's fixes do), and the variables that a probe sees.
     """
 
-    def __init__(self, directory: Path | None, machine: str) -> None:
+    def __init__(self, directory: Path, machine: str) -> None:
         self._directory = directory
         python = [sys.executable, os.environ.get(interpreter.VARIABLE)]
         self._surroundings = [machine, *python, *_packages(), *_variables()]
 
-    def _file(self, engine: str, device: str) -> Path | None:
-        if self._directory is None:
-            return None
+    def _file(self, engine: str, device: str) -> Path:
         key = hashlib.sha256(json.dumps([*self._surroundings, engine, device]).encode()).hexdigest()[:32]
         return self._directory / f"floor-{engine}-{device}-{key}.json"
 
     def get(self, engine: str, device: str) -> Floor | None:
         """Return a cached answer that is still good."""
         file = self._file(engine, device)
-        if file is None:
-            return None
         try:
             age = time.time() - file.stat().st_mtime
             floor = msgspec.json.decode(file.read_bytes(), type=Floor)
@@ -294,8 +290,6 @@ class FloorCache:
     def put(self, engine: str, device: str, floor: Floor) -> None:
         """Remember an answer; a full or read-only disk is no reason to fail."""
         file = self._file(engine, device)
-        if file is None:
-            return
         try:
             if floor.status == "failed":
                 file.unlink(missing_ok=True)
