@@ -46,12 +46,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _page(report: Report, console: Console) -> None:
     host = report.host
     quota = f" (quota {host['quota']:.1f})" if host["quota"] is not None else ""
-    console.hang(
-        "",
-        f"synapse {host['version']} · {host['os']} {host['arch']} · Python {host['python']} · "
-        f"{host['cores']} cores{quota} · {host['ram_bytes'] / GB:.1f} GB RAM, {host['ram_free_bytes'] / GB:.1f} free",
-        0,
-    )
+    about = f"synapse {host['version']} · {host['os']} {host['arch']} · Python {host['python']}"
+    memory = f"{host['ram_bytes'] / GB:.1f} GB RAM, {host['ram_free_bytes'] / GB:.1f} free"
+    console.hang("", f"{about} · {host['cores']} cores{quota} · {memory}", 0)
     console.line()
     width = max(len(engine.id) for engine in report.engines) + 2
     words = {"ok": console.style("ok  ", "green"), "passed_over": "--  ", "failed": console.style("no  ", "yellow")}
@@ -74,9 +71,5 @@ def _page(report: Report, console: Console) -> None:
     if not failures and not warnings:
         console.line("Nothing to fix.")
         return
-    code = EXIT_FAILED if failures else EXIT_OK
-    console.line(f"{_counted(failures, 'failure')}, {_counted(warnings, 'warning')}. Exit {code}.")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    counted = [f"{n} {noun}{'' if n == 1 else 's'}" for n, noun in ((failures, "failure"), (warnings, "warning"))]
+    console.line(f"{', '.join(counted)}. Exit {EXIT_FAILED if failures else EXIT_OK}.")

@@ -92,11 +92,6 @@ def test_embed_to_a_file_resumes_where_it_stopped(cli: Command, here: Here) -> N
     assert array.dtype == np.float32 and array.shape == (3000, 8)
     expected = {word: vector([CLS, WORDS.index(word), SEP]) for word in set(words)}
     assert array.tolist() == [expected[word] for word in words]
-    # Another input doesn't go on with the old rows.
-    (cli.root / "out.npy.progress.json").write_text(json.dumps({**progress, "rows_done": 5}))
-    lines.write_text('"b"\n')
-    assert here(*arguments).document["resumed_at"] == 0
-    assert np.load(out).tolist() == [expected["b"]]
 
 
 def test_rerank(cli: Command, here: Here) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -127,25 +128,19 @@ def test_a_refusal_is_forgotten_once_something_is_installed_or_set(
     def kept() -> bool:
         return FloorCache(tmp_path / "c", "boot").get("cuda", "cuda") == refused
 
-    def install() -> None:
-        (site / "nvidia_cublas-13.0.dist-info").mkdir()
-
-    def install_again() -> None:
-        os.utime(site / "nvidia_cublas-13.0.dist-info", (1, 1))
-
-    def set_library_path() -> None:
-        monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda/lib64")
-
-    def set_python() -> None:
-        monkeypatch.setenv("SYNAPSE_PYTHON", sys.executable)
-
-    for change in (install, install_again, set_library_path, set_python):
+    wheel = site / "nvidia_cublas-13.0.dist-info"
+    changes: dict[str, Callable[[], object]] = {
+        "install": wheel.mkdir,
+        "install again": lambda: os.utime(wheel, (1, 1)),
+        "set the library path": lambda: monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda/lib64"),
+        "set Python": lambda: monkeypatch.setenv("SYNAPSE_PYTHON", sys.executable),
+    }
+    for name, change in changes.items():
         FloorCache(tmp_path / "c", "boot").put("cuda", "cuda", refused)
-        assert kept()
-        monkeypatch.setenv("EDITOR", change.__name__)  # what no probe sees changes nothing
+        monkeypatch.setenv("EDITOR", name)  # what no probe sees changes nothing
         assert kept()
         change()
-        assert not kept(), change.__name__
+        assert not kept(), name
 
 
 def test_a_broken_cache_is_no_cache(tmp_path: Path) -> None:
