@@ -120,17 +120,12 @@ def _of_gguf(args: argparse.Namespace, file: Path, out: Path, console: Console) 
 
 
 def _said(bundle: Bundle, notes: Sequence[str], console: Console) -> int:
-    console.document(
-        {
-            "bundle": str(bundle.root),
-            "manifest_digest": bundle.digest,
-            "artifacts": [
-                {"format": a.format, "path": a.path, "digest": a.digest, "bytes": a.bytes, "dtype": a.dtype}
-                for a in bundle.manifest.artifacts
-            ],
-            "notes": list(notes),
-        }
-    )
+    artifacts = [
+        {"format": a.format, "path": a.path, "digest": a.digest, "bytes": a.bytes, "dtype": a.dtype}
+        for a in bundle.manifest.artifacts
+    ]
+    made = {"bundle": str(bundle.root), "manifest_digest": bundle.digest}
+    console.document({**made, "artifacts": artifacts, "notes": list(notes)})
     console.line(f"{bundle.root}  {bundle.manifest.family} {bundle.manifest.task}, manifest {bundle.digest[:12]}")
     for artifact in bundle.manifest.artifacts:
         console.line(f"  {artifact.format:<20} {artifact.dtype:<5} {artifact.bytes:>12,} bytes  {artifact.path}")
@@ -182,11 +177,9 @@ def _overrides(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, An
 
 
 def _check_target(out: Path, *, force: bool) -> None:
-    if not out.exists():
-        return
-    if not out.is_dir():
+    if out.exists() and not out.is_dir():
         raise InvalidRequest(f"{out} is a file; name a folder that doesn't exist yet")
-    if not any(out.iterdir()):
+    if not out.exists() or not any(out.iterdir()):
         return
     if not (out / "manifest.json").exists():
         raise InvalidRequest(f"{out} is not empty and not a bundle; name a folder that doesn't exist yet")

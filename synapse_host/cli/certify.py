@@ -72,9 +72,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return _certificates(args, console)
     wanted = [args.lane is not None, args.all, args.recheck is not None, args.schema]
     if sum(wanted) != 1:
-        raise UsageError(
-            "name a lane, or give one of --all, --recheck and --schema, and not both. See: synapse certify --help"
-        )
+        either = "name a lane, or give one of --all, --recheck and --schema, and not both"
+        raise UsageError(f"{either}. See: synapse certify --help")
     if args.schema:
         # The schema is the document, with --json and without.
         print(json.dumps(documents.json_schema(), indent=2))
@@ -90,30 +89,18 @@ def _certify(args: argparse.Namespace, console: Console) -> int:
     source = args.model or (DEFAULT_MODELS[lane.task] if lane else None)
     if source is None:
         raise UsageError(f"no lane {args.lane!r} (have: {', '.join(matrix.lanes)}). See: synapse matrix explain")
-    order = Order(
-        lane=args.lane,
-        model=model_name(source),
-        bundle=bundle_of(source, args, console),
-        engine=args.engine,
-        min_placement_share=args.min_placement_share,
-    )
+    asked = {"engine": args.engine, "min_placement_share": args.min_placement_share}
+    order = Order(lane=args.lane, model=model_name(source), bundle=bundle_of(source, args, console), **asked)
     with console.stages(f"certifying {args.lane} · {order.model}", unit="probes") as progress:
         done = run_orderly(runs.carry_out(order, matrix, args.out, config_of(args), progress=progress))
     evidence = done.evidence
-    console.document(
-        {
-            **_outcome(done),
-            "gates": msgspec.to_builtins(evidence.gates),
-            "report": str(done.page),
-            "precision": evidence.precision,
-            "reported": evidence.reported,
-        }
-    )
+    measured = {"gates": msgspec.to_builtins(evidence.gates), "reported": evidence.reported}
+    about = {"report": str(done.page), "precision": evidence.precision}
+    console.document({**_outcome(done), **measured, **about})
     _page(evidence, console)
     # A certified run whose certificate no host would take is no success.
     good = evidence.verdict == "certified" and (done.certificate is None or done.certificate.valid)
-    mark = _mark(good, console)
-    console.line(f"{mark}  {done.document}")
+    console.line(f"{_mark(good, console)}  {done.document}")
     console.line(f"      report: {done.page}")
     console.hang("      ", f"certificate: {_standing(done.certificate, evidence)}", 6)
     return EXIT_OK if good else EXIT_FAILED
@@ -155,9 +142,8 @@ def _all(args: argparse.Namespace, console: Console) -> int:
         with console.stages(f"{number} of {len(found)}: {order.lane} · {order.engine} · {order.model}") as progress:
             try:
                 carried = runs.carry_out(order, wide, args.out, config_of(args), by_machine=True, progress=progress)
-                done = run_orderly(carried)
-                row = _outcome(done)
-                said = f"{done.document}" if not row["reasons"] else ", ".join(row["reasons"])
+                row = _outcome(run_orderly(carried))
+                said = ", ".join(row["reasons"]) or row["evidence"]
             except SynapseError as exc:
                 row = {"verdict": "error", "evidence": None, "reasons": [exc.code], "lane": order.lane}
                 row |= {"engine": order.engine, "model": order.model, "certificate": None}
@@ -166,9 +152,10 @@ def _all(args: argparse.Namespace, console: Console) -> int:
         good = row["verdict"] == "certified" and row["certificate"] is not None
         console.hang(f"{_mark(good, console)}  ", f"{order.lane} · {order.engine} · {order.model}   {said}", 6)
     certified = sum(row["certificate"] is not None for row in rows)
-    console.document({"verdict": "certified" if certified == len(rows) else "uncertified", "runs": rows})
+    good = 0 < certified == len(rows)
+    console.document({"verdict": "certified" if good else "uncertified", "runs": rows})
     console.line(f"{certified} of {len(rows)} certified. See them: synapse certificates")
-    return EXIT_OK if rows and certified == len(rows) else EXIT_FAILED
+    return EXIT_OK if good else EXIT_FAILED
 
 
 def _recheck(args: argparse.Namespace, console: Console) -> int:
@@ -177,17 +164,9 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
     bundle = next((one for one in installed if one.digest == recorded.model.manifest_digest), None)
     found = recheck(args.recheck, load(args.matrix), bundle=bundle, share=args.min_placement_share)
     evidence = found.evidence
-    verdict = evidence.verdict if not found.problems else "refused"
-    console.document(
-        {
-            "verdict": verdict,
-            "evidence": str(args.recheck),
-            "gates": msgspec.to_builtins(evidence.gates),
-            "problems": found.problems,
-            "reasons": evidence.reasons,
-            "bundle": None if bundle is None else str(bundle.root),
-        }
-    )
+    verdict = {"verdict": "refused" if found.problems else evidence.verdict, "evidence": str(args.recheck)}
+    why = {"problems": found.problems, "reasons": evidence.reasons, "gates": msgspec.to_builtins(evidence.gates)}
+    console.document({**verdict, **why, "bundle": None if bundle is None else str(bundle.root)})
     _page(evidence, console)
     for problem in found.problems:
         console.line(f"  {problem}")
@@ -200,8 +179,8 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
     return EXIT_OK if found.certified else EXIT_FAILED
 
 
-def _mark(passed: bool, console: Console) -> str:
-    return console.style("PASS", "green", "bold") if passed else console.style("FAIL", "red", "bold")
+def _mark(passed: bool, console: Console, word: str = "PASS") -> str:
+    return console.style(word, "green") if passed else console.style("FAIL", "red", "bold")
 
 
 def _page(evidence: Evidence, console: Console) -> None:
@@ -216,13 +195,13 @@ def _page(evidence: Evidence, console: Console) -> None:
         # In one line what is as it should be and has no number to look at; what fails has a row of its own.
         if section != "quality" and all(gate.passed for gate in gates):
             said = _setting(evidence) if section == "setting" else " · ".join(map(_placed, gates))
-            console.hang(f"  {section:<11} ", f"{said}   {_word(True, console)}", 14)
+            console.hang(f"  {section:<11} ", f"{said}   {_mark(True, console, 'pass')}", 14)
         else:
             for gate in gates:
                 bound = f"{SIGNS[gate.comparison]} {_threshold(gate)}"
                 label = rule_of(gate.name, model.task).label
-                value = f"{label:<20} {_value(gate):<10} {bound:<10}"
-                console.line(f"  {'' if gate is not gates[0] else section:<11} {value} {_word(gate.passed, console)}")
+                value, word = f"{label:<20} {_value(gate):<10} {bound:<10}", _mark(gate.passed, console, "pass")
+                console.line(f"  {'' if gate is not gates[0] else section:<11} {value} {word}")
     if not evidence.placement_required:
         console.line(f"  {'placement':<11} not required on this engine")
     if evidence.reported:
@@ -247,10 +226,6 @@ def _placed(gate: Gate) -> str:
     word = rule_of(gate.name).label
     number = f"{_value(gate)}{word}" if gate.name == "speedup" else f"{word} {_value(gate)}"
     return f"{number} {SIGNS[gate.comparison]} {_threshold(gate)}"
-
-
-def _word(passed: bool, console: Console) -> str:
-    return console.style("pass", "green") if passed else console.style("FAIL", "red", "bold")
 
 
 def _value(gate: Gate) -> str:

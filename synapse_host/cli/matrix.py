@@ -50,10 +50,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     lanes = [matrix.lanes[args.lane]] if args.lane else list(matrix.lanes.values())
     if args.action == "check":
         console.document({"matrix": str(matrix.path), "lanes": [_listed(lane) for lane in lanes]})
-        console.line(
-            f"{matrix.name}: ok, {len(matrix.hardware)} hardware classes, {len(matrix.engines)} engines, "
-            f"{len(matrix.lanes)} lanes"
-        )
+        size = f"{len(matrix.hardware)} hardware classes, {len(matrix.engines)} engines, {len(matrix.lanes)} lanes"
+        console.line(f"{matrix.name}: ok, {size}")
         return EXIT_OK
     return _explain(matrix, lanes, args, console)
 
@@ -76,14 +74,9 @@ def _explain(matrix: HardwareMatrix, lanes: list[Lane], args: argparse.Namespace
         speeds = speeds_here(matrix, [bundle] if bundle else [], profile)
         placement = select(matrix, lane_id=lane.id, profile=replace(profile, speeds=speeds), bundle=bundle)
         missing = missing or placement.engine is None
-        documents.append(
-            {
-                "lane": lane.id,
-                "model": bundle.manifest.model_id if bundle else None,
-                "placement": placement.engine,
-                "considered": [item.to_dict() for item in placement.considered],
-            }
-        )
+        considered = [item.to_dict() for item in placement.considered]
+        model = bundle.manifest.model_id if bundle else None
+        documents.append({"lane": lane.id, "model": model, "placement": placement.engine, "considered": considered})
         if number:
             console.line()
         _page(matrix, lane, placement, remark, console)
@@ -98,9 +91,8 @@ def _bundle(lane: Lane, args: argparse.Namespace, console: Console) -> tuple[Bun
         bundle = manifest.read(bundle_of(args.model, args, console))
         if bundle.manifest.task != lane.task:
             if args.lane:
-                raise BundleInvalid(
-                    f"{args.model} is a model to {bundle.manifest.task}, lane {lane.id} is to {lane.task}"
-                )
+                what = f"{args.model} is a model to {bundle.manifest.task}, lane {lane.id} is to {lane.task}"
+                raise BundleInvalid(what)
             return None, f"{args.model} is not for this task; formats not looked at"
         return bundle, ""
     name = DEFAULT_MODELS[lane.task]

@@ -150,7 +150,7 @@ def _verify(name: str, args: argparse.Namespace, console: Console) -> dict[str, 
     bundle = _found(name, args)
     with console.stages(name) as progress:
         wrong = builder.verify(bundle, progress)
-    console.line(f"{name:<12} {console.style('ok', 'green') if not wrong else console.style('WRONG', 'red')}")
+    console.line(f"{name:<12} {console.style('WRONG', 'red') if wrong else console.style('ok', 'green')}")
     for line in wrong:
         console.line(f"  {line}")
     return {**describe(name, bundle), "ok": not wrong, "wrong": wrong}

@@ -105,12 +105,11 @@ class RunningHost:
         found = [one for one in served["lanes"] if wanted in (one["matrix_lane"], one["lane"])]
         if not found:
             raise InvalidRequest(f"the running server has no lane {wanted!r} for {model}")
-        load = SimpleNamespace(artifact_digest=found[0]["artifact_digest"])
-        spec = SimpleNamespace(engine_id=found[0]["engine"], device=found[0]["device"], load=load)
-        bundle = manifest.read(served["path"])
-        lane_id = found[0]["lane"]
-        maker = (model, lane_id, spec.engine_id, spec.device)
-        return SimpleNamespace(lane_id=lane_id, bundle=bundle, require=lambda: spec, served_by=lambda: maker)
+        one, bundle = found[0], manifest.read(served["path"])
+        load = SimpleNamespace(artifact_digest=one["artifact_digest"])
+        spec = SimpleNamespace(engine_id=one["engine"], device=one["device"], load=load)
+        maker = _served_by({"model": model, **one})
+        return SimpleNamespace(lane_id=one["lane"], bundle=bundle, require=lambda: spec, served_by=lambda: maker)
 
     async def embed_result(
         self, model: str, texts: Sequence[str], *, deadline: float | None = None, **options: Any

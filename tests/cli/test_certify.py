@@ -147,10 +147,14 @@ def test_everything_that_runs_here_and_the_list_of_it(certifiable: Command, here
     assert not row["valid"] and "configures its engine otherwise" in row["why"] and row["fix"] is None
 
 
-def test_without_a_model_there_is_nothing_to_certify(cli: Command, here: Here) -> None:
+def test_without_a_model_or_an_engine_there_is_nothing_to_certify(cli: Command, here: Here) -> None:
     done = here("certify", "--all", "--models-dir", str(cli.root / "none"))
     assert done.code == 2 and "synapse models install" in done.err
     assert here("certificates").out.startswith("No lane is certified on this machine.")
+    with cli.bent_matrix() as matrix:
+        matrix["hardware"]["any"] = {"cpu_features": ["warp_drive"]}
+    done = here("certify", "--all", "--json")
+    assert (done.code, done.document) == (1, {"verdict": "uncertified", "runs": []})
 
 
 @pytest.mark.parametrize(
