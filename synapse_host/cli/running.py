@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from engines.bundle import manifest
-from synapse_host.cli import host_version
 from synapse_host.cli.console import Console
 from synapse_host.cli.remote import ANSWER_S, BASE, checked, connect, gone, late, packed, runtime_dir
 from synapse_host.errors import InvalidRequest, SynapseError, UnknownModel
 from synapse_host.models import catalogue
+from synapse_host.placement.interpreter import VERSION
 from synapse_host.results import EmbedResult, Generation, RerankResult
 from synapse_host.text.encoders import CHUNK
 from synapse_host.text.validate import absolute
@@ -35,10 +35,10 @@ CHARACTERS: Final = 1024 * 1024
 def find(args: argparse.Namespace, models: Mapping[str, str], console: Console) -> RunningHost | None:
     """Return the running server where it serves just what the command would: these models, by the same bundles.
 
-    None for --local, --engine and for verbs without these options; where none runs, or it ends or is of another
-    version; and where the command names another matrix, or another bundle of that name.
+    None for --local and --engine; where none runs, or it ends or is of another version; and where the command names
+    another matrix, or another bundle of that name.
     """
-    if getattr(args, "local", True) or getattr(args, "engine", None) or find_spec("httpx") is None:
+    if args.local or args.engine or find_spec("httpx") is None:
         return None
     try:
         with connect(runtime_dir(args), args.deadline) as remote:
@@ -47,7 +47,7 @@ def find(args: argparse.Namespace, models: Mapping[str, str], console: Console) 
         return None
     host = told["host"]
     other_matrix = args.matrix is not None and os.path.realpath(args.matrix) != os.path.realpath(host["matrix"])
-    if host["stopping"] or host["version"] != host_version() or other_matrix:
+    if host["stopping"] or host["version"] != VERSION or other_matrix:
         return None
     try:
         for name, source in models.items():
@@ -105,12 +105,11 @@ class RunningHost:
         found = [one for one in served["lanes"] if wanted in (one["matrix_lane"], one["lane"])]
         if not found:
             raise InvalidRequest(f"the running server has no lane {wanted!r} for {model}")
-        load = SimpleNamespace(artifact_digest=found[0]["artifact_digest"])
-        spec = SimpleNamespace(engine_id=found[0]["engine"], device=found[0]["device"], load=load)
-        bundle = manifest.read(served["path"])
-        lane_id = found[0]["lane"]
-        maker = (model, lane_id, spec.engine_id, spec.device)
-        return SimpleNamespace(lane_id=lane_id, bundle=bundle, require=lambda: spec, served_by=lambda: maker)
+        one, bundle = found[0], manifest.read(served["path"])
+        load = SimpleNamespace(artifact_digest=one["artifact_digest"])
+        spec = SimpleNamespace(engine_id=one["engine"], device=one["device"], load=load)
+        maker = _served_by({"model": model, **one})
+        return SimpleNamespace(lane_id=one["lane"], bundle=bundle, require=lambda: spec, served_by=lambda: maker)
 
     async def embed_result(
         self, model: str, texts: Sequence[str], *, deadline: float | None = None, **options: Any

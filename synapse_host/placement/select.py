@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from msgspec import structs
@@ -33,11 +33,7 @@ if TYPE_CHECKING:
 
 OS_NAMES: Final = {"darwin": "macOS", "linux": "Linux", "windows": "Windows"}
 
-_DTYPE_ORDER: Final = {
-    "llama": ("f16", "f32", "q8_0"),
-    "cuda": ("f16", "f32"),
-    "ane": ("f16",),
-}
+_DTYPE_ORDER: Final = {"llama": ("f16", "f32", "q8_0"), "cuda": ("f16", "f32"), "ane": ("f16",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ class Considered:
 
     def to_dict(self) -> dict[str, str]:
         """Return the JSON form of ``synapse matrix explain``."""
-        return {"engine": self.engine, "verdict": self.verdict, "reason": self.reason}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
