@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
+from synapse_host.errors import revive
 from synapse_host.serve import service as service_module
 from tests.serve.conftest import Serve, Served
 from tests.support.lanes import until
@@ -139,45 +140,33 @@ REFUSED = [
     ("/v1/embeddings", {}, 400, "input"),
     ("/v1/embeddings", {"input": []}, 400, "input"),
     ("/v1/embeddings", {"input": ["a", 1]}, 400, "input"),
-    ("/v1/embeddings", {"input": [""]}, 400, None),
     ("/v1/embeddings", {"input": ["a"] * 2049}, 413, "input"),
     ("/v1/embeddings", {**EMBED, "model": "nope"}, 404, None),
-    ("/v1/embeddings", {**EMBED, "model": "judge"}, 400, None),
     ("/v1/embeddings", {**EMBED, "model": "a" * 1025}, 400, "model"),
     ("/v1/embeddings", {"input": "a " * 100}, 422, None),
     ("/v1/embeddings", {**EMBED, "dimensions": 9}, 400, "dimensions"),
-    ("/v1/embeddings", {**EMBED, "dimensions": True}, 400, "dimensions"),
     ("/v1/embeddings", {**EMBED, "dimensions": 4, "output_dimension": 5}, 400, "output_dimension"),
     ("/embed", {"inputs": "a", "dimensions": 0}, 400, "dimensions"),
     ("/v1/embeddings", {**EMBED, "encoding_format": "int8"}, 400, "encoding_format"),
     ("/v1/embeddings", {**EMBED, "input_kind": "x"}, 400, "input_kind"),
-    ("/v1/embeddings", {**EMBED, "timeout": 0}, 400, "timeout"),
     ("/embed", {"inputs": "a", "normalize": False}, 400, "normalize"),
     ("/embed", {"inputs": "a", "prompt_name": "query"}, 400, "prompt_name"),
     ("/embed", {"inputs": "a", "truncation_direction": "left"}, 400, "truncation_direction"),
     ("/v1/rerank", {"query": "a"}, 400, "documents"),
     ("/v1/rerank", {**RERANK, "texts": ["c"]}, 400, "documents"),
-    ("/v1/rerank", {**RERANK, "top_n": 0}, 400, "top_n"),
     ("/v1/rerank", {**RERANK, "max_tokens_per_doc": 10}, 400, "max_tokens_per_doc"),
     ("/v1/completions", {"prompt": ["a", "b"], "stream": True}, 400, "prompt"),
     ("/v1/completions", {"prompt": ["a", "b " * 100]}, 422, None),
-    ("/v1/completions", {"prompt": ["a", ""]}, 400, None),
     ("/v1/completions", {"prompt": [[2, 3], []]}, 400, None),
     ("/v1/embeddings/", EMBED, 404, None),
     ("/v1/completions", {**PROMPT, "temperature": 0.7}, 400, "temperature"),
-    ("/v1/completions", {**PROMPT, "n": 2}, 400, "n"),
-    ("/v1/completions", {**PROMPT, "best_of": 2}, 400, "best_of"),
     ("/v1/completions", {**PROMPT, "logprobs": 0}, 400, "logprobs"),
     ("/v1/completions", {**PROMPT, "echo": True}, 400, "echo"),
-    ("/v1/completions", {**PROMPT, "stop": [""]}, 400, None),
-    ("/v1/completions", {**PROMPT, "grammar": "x"}, 400, "grammar"),
     ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools"),
     ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
-    ("/v1/chat/completions", {**CHAT, "logprobs": True}, 400, "logprobs"),
     ("/v1/chat/completions", {**CHAT, "logit_bias": {"1": 5}}, 400, "logit_bias"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "a", "name": "f"}]}, 400, "messages"),
-    ("/v1/chat/completions", {"messages": []}, 400, None),
     ("/v1/chat/completions", CHAT, 400, None),  # its bundle has no chat template
 ]
 
@@ -197,22 +186,21 @@ async def test_what_is_not_honoured_is_refused_by_name(serve: Serve) -> None:
         assert up.host.health()["lanes"]["embed"]["strikes"] == 0
 
 
-STATUSES = [
-    ("oom", 503, "true"), ("inference_failed", 500, "false"), ("invalid_request", 400, "false"),
-    ("operation_mismatch", 422, "false"), ("backend_missing", 503, "false"),
-]  # fmt: skip
-
-
-async def test_each_error_has_its_status(serve: Serve) -> None:
-    rules = [
-        {"on": "EMBED_BATCH", "nth": n, "do": [{"err": {"code": code, "msg": "no"}}]}
-        for n, (code, *_) in enumerate(STATUSES, 1)
-    ]
-    async with serve({"rules": rules}) as up:
-        for code, status, retry in STATUSES:
-            answer = await up.call("/v1/embeddings", input="a")
-            assert answer.json()["error"]["code"] == code
-            assert (answer.status_code, answer.headers["x-should-retry"]) == (status, retry)
+@pytest.mark.parametrize(
+    ("code", "status", "retry"),
+    [
+        ("oom", 503, "true"),
+        ("inference_failed", 500, "false"),
+        ("operation_mismatch", 422, "false"),
+        ("backend_missing", 503, "false"),
+        ("queue_full", 429, "true"),
+    ],
+)
+def test_each_error_has_its_status(code: str, status: int, retry: str) -> None:
+    answer = service_module.failure(revive({"code": code, "message": "no", "retry_after_ms": 100}))
+    assert json.loads(answer.body)["error"]["code"] == code
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (status, retry)
+    assert ("retry-after" in answer.headers) == (status in (429, 503))
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_an_event(serve: Serve) -> None:
@@ -304,18 +292,6 @@ async def test_how_much_is_taken_in(serve: Serve, monkeypatch: pytest.MonkeyPatc
         assert (await up.get("/synapse/lanes"))["workers"], "operators are not shut out"
         go.touch()
         assert (await first).status_code == 200 == (await up.call("/v1/embeddings", input="b")).status_code
-
-
-async def test_a_full_lane_is_429(serve: Serve, tmp_path: Path) -> None:
-    go, started = tmp_path / "go", tmp_path / "started"
-    async with serve(busy(go, started), queue_limit=1) as up:
-        running = [asyncio.ensure_future(up.call("/v1/embeddings", input="a"))]
-        await until(started.exists)
-        running += [asyncio.ensure_future(up.call("/v1/embeddings", input="a")) for _ in range(4)]
-        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        assert {one.result().status_code for one in done} == {429}
-        go.touch()
-        assert {answer.status_code for answer in await asyncio.gather(*running)} == {200, 429}
 
 
 async def test_nothing_blocks_the_loop_for_long(serve: Serve) -> None:
