@@ -12,8 +12,7 @@ import pytest
 
 from engines.bundle import manifest
 from synapse_host.bulk import Chunking, Corpus, Policy
-from synapse_host.bulk.entries import Empty
-from synapse_host.errors import InvalidRequest, SynapseError
+from synapse_host.errors import InvalidRequest
 from synapse_host.text.tokenizer import TextTokenizer
 from tests.support.small_bundle import write_bundle
 
@@ -116,19 +115,6 @@ def test_the_digest_tells_another_content_and_not_another_name(tmp_path: Path) -
     same, moved, other = (Corpus.of(tmp_path / name).digest() for name in ("a.txt", "b.txt", "c.txt"))
     assert same == moved != other
     assert Corpus.of(["x"]).digest() != Corpus.of(["y"]).digest()
-
-
-@pytest.mark.parametrize(("empty", "texts"), [("skip", ["a"]), ("zero", ["", "a"]), ("error", None)])
-def test_empty_texts(empty: Empty, texts: list[str] | None) -> None:
-    corpus = Corpus.of(["", "a"])
-    if texts is not None:
-        assert [text.text for text in Policy(empty=empty).entries(corpus, None)] == texts
-        return
-    with pytest.raises(InvalidRequest, match="text 0: the text is empty"):
-        list(Policy(empty=empty).entries(corpus, None))
-    bad: list[SynapseError] = []
-    assert [text.text for text in Policy(empty=empty).entries(corpus, None, bad.append)] == ["a"]
-    assert [error.details["where"] for error in bad] == ["text 0"]
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
