@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import sys
@@ -52,8 +51,8 @@ def test_a_parquet_table_and_its_column(tmp_path: Path) -> None:
     body = pyarrow.array([b"a", b"b", None, b"\xff"]).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"id": [10, None, 12, 13], "body": body}), file)
     bad: list[str] = []
-    corpus = dataclasses.replace(Corpus.of(file, column="body"), on_bad=lambda error: bad.append(error.message))
-    assert [(text.id, text.text) for text in corpus] == [("10", "a"), (f"{file}:2", "b")]
+    found = Corpus.of(file, column="body").read(lambda error: bad.append(error.message))
+    assert [(text.id, text.text) for text in found] == [("10", "a"), (f"{file}:2", "b")]
     assert bad == [f"{file}:3: column body holds NoneType, not text", f"{file}:4: not UTF-8 text"]
     with pytest.raises(InvalidRequest, match="there is no column 'text'"):
         list(Corpus.of(file))
@@ -104,9 +103,13 @@ def test_a_bad_text_is_named(
 
 
 def test_what_can_t_be_read_twice_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
-    corpus = Corpus.of("-")
-    assert [text.where for text in corpus] == [text.where for text in corpus] == ["stdin:1", "stdin:2"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'"one"\n{\n"two"\n')))
+    corpus, bad = Corpus.of("-"), list[InvalidRequest]()
+    for _ in range(2):
+        assert [text.where for text in corpus.read(bad.append)] == ["stdin:1", "stdin:3"]
+    assert [error.details["line"] for error in bad] == [2, 2]
+    with pytest.raises(InvalidRequest, match="stdin:2: not valid JSON"):
+        list(corpus)
 
 
 def test_the_digest_tells_another_content_and_not_another_name(tmp_path: Path) -> None:
