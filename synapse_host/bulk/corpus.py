@@ -18,16 +18,16 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated, Any, BinaryIO, Final, Protocol, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from synapse_host.errors import BackendMissing, InvalidRequest, SynapseError
+from synapse_host.errors import BackendMissing, InvalidRequest
 
-OnBad: TypeAlias = Callable[[SynapseError], None] | None
+OnBad: TypeAlias = Callable[[InvalidRequest], None] | None
 """Gets the error of a line that can't be read, which is left out then; None: the error is raised."""
 
 MAX_LINE: Final = 64 * 1024 * 1024
@@ -78,16 +78,15 @@ _QUERY: Final = msgspec.json.Decoder(Query)
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Texts that can be read more than once: of files, or at hand.
+    """Texts that can be read more than once: of files, or at hand. ``column``: which one of a table holds the text.
 
-    ``column``: which column of a table holds the text. ``on_bad``: called with the error of a line that can't be read;
-    it may raise it, else the line is left out.
+    ``bad``: the errors of those that could be read only once, and weren't texts.
     """
 
     files: tuple[str, ...] = ()
     texts: tuple[Text, ...] = ()
     column: str = "text"
-    on_bad: OnBad = field(default=None, compare=False)
+    bad: tuple[InvalidRequest, ...] = ()
 
     @classmethod
     def of(cls, source: str | Path | Iterable[str], *, column: str = "text") -> Corpus:
@@ -110,21 +109,23 @@ class Corpus:
         corpus = cls(files=(str(source),), column=column)
         if str(source) != "-" and path.is_file():
             return corpus
-        return cls(texts=tuple(corpus), column=column)
-
-    @property
-    def name(self) -> str | None:
-        """The file that errors name; None for texts at hand and for several files."""
-        return self.files[0] if len(self.files) == 1 else None
+        bad: list[InvalidRequest] = []
+        return cls(texts=tuple(corpus.read(bad.append)), column=column, bad=tuple(bad))
 
     def __iter__(self) -> Iterator[Text]:
-        """Iterate over the texts. InvalidRequest {file, line} where one can't be read, unless ``on_bad`` takes it."""
+        """Iterate over the texts. InvalidRequest {file, line} where one can't be read."""
+        return self.read()
+
+    def read(self, on_bad: OnBad = None) -> Iterator[Text]:
+        """Iterate over the texts. *on_bad* gets the error of one that can't be read, and may raise it."""
+        for error in self.bad:
+            refuse(error, on_bad)
         yield from self.texts
         for name in self.files:
             # Names and ids are written as UTF-8, and a file's name may be other bytes.
             shown = "stdin" if name == "-" else name.encode("utf-8", "backslashreplace").decode()
             with opened(name) as file:
-                yield from read(file, shown, self.column, self.on_bad)
+                yield from read(file, shown, self.column, on_bad)
 
     def digest(self) -> str:
         """Return the SHA-256 of all that is read: what tells a changed corpus from the one of an earlier run."""
@@ -264,10 +265,6 @@ def _csv(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
         raise _bad(name, table.line_num, f"not valid CSV: {exc}") from exc
 
 
-def _parquet(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
-    yield from table_rows(file, name, column, on_bad)
-
-
 def table_rows(file: Any, name: str, column: str, on_bad: OnBad, groups: range | None = None) -> Iterator[Text]:
     """Iterate over the texts of a parquet table: of all its row groups, or of *groups*."""
     arrow, parquet = arrow_modules()
@@ -308,7 +305,7 @@ def arrow_modules() -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-_TABLES: Final = {".csv": _csv, ".parquet": _parquet, ".md": _md}
+_TABLES: Final = {".csv": _csv, ".parquet": table_rows, ".md": _md}
 
 
 def _column(name: str, head: list[str], column: str) -> int:

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from contextlib import AbstractContextManager, aclosing, closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -105,7 +105,7 @@ async def embed_file(
             arrow_modules()
         count, digest, bad = await beside(reader.survey)
         key = {**output.key_of(assignment, digest, count), **policy.facts()}
-        source = corpus.name or "the corpus"
+        source = corpus.files[0] if len(corpus.files) == 1 else "the corpus"
         with Growing(file, key, source, head=_head(count, dims), width=4 * dims) as growing:
             started, first = time.monotonic(), growing.record
             if first.read and display:
@@ -175,8 +175,8 @@ class Reader:
         """Iterate over the entries from number *first* on. *on_bad* gets the error of each text that is left out."""
         if self._policy.on_error == "skip":
             on_bad = on_bad or (lambda error: None)
-        corpus = replace(self.corpus, on_bad=on_bad)
-        return islice(self._policy.entries(corpus, self._tokenizer, on_bad), first, None)
+        texts = self.corpus.read(on_bad)
+        return islice(self._policy.entries(texts, self._tokenizer, on_bad), first, None)
 
     def kept(self, left_out: Collection[int]) -> Iterator[Text]:
         """Iterate over the entries that have a row: all but those of the numbers *left_out*."""

@@ -122,22 +122,26 @@ class RunningHost:
         offset = 0
         for chunk in _chunks(texts):
             left = None if end is None else max(0.001, end - asyncio.get_running_loop().time())
-            answers.append(await self._ask("embed", model, {**options, "deadline": left}, texts=chunk, offset=offset))
+            told = await self._ask("embed", model, {**options, "deadline": left}, texts=chunk, offset=offset)
+            answers.append({**told, "vectors": _floats(told["vectors"]).reshape(len(chunk), -1)})
             offset += len(chunk)
-        vectors = np.concatenate([_floats(one["vectors"]).reshape(-1, one["dims"]) for one in answers])
-        truncated = [index for one in answers for index in one["truncated"]]
-        return EmbedResult(vectors, truncated, *_served_by(answers[0]), sum(one["tokens"] for one in answers))
+        return EmbedResult(
+            **{
+                **answers[0],
+                "vectors": np.concatenate([one["vectors"] for one in answers]),
+                "truncated": [index for one in answers for index in one["truncated"]],
+                "tokens": sum(one["tokens"] for one in answers),
+            }
+        )
 
     async def rerank_result(self, model: str, query: str, documents: Sequence[str], **options: Any) -> RerankResult:
         """As :meth:`Host.rerank_result`."""
         told = await self._ask("rerank", model, options, query=query, documents=documents)
-        return RerankResult(_floats(told["scores"]), told["truncated"], *_served_by(told))
+        return RerankResult(**{**told, "scores": _floats(told["scores"])})
 
     async def generate(self, model: str, prompt: str, **options: Any) -> Generation:
         """As :meth:`Host.generate`."""
-        told = await self._ask("generate", model, options, prompt=prompt)
-        counts = (told["text"], told["n_prompt"], told["n_gen"], told["finish_reason"])
-        return Generation(*counts, (), *_served_by(told))
+        return Generation(**await self._ask("generate", model, options, prompt=prompt))
 
 
 def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -157,7 +161,3 @@ def _floats(data: str) -> FloatArray:
     import numpy as np
 
     return np.frombuffer(base64.b64decode(data), np.float32)
-
-
-def _served_by(told: dict[str, Any]) -> tuple[str, str, str, str]:
-    return told["model"], told["lane"], told["engine"], told["device"]

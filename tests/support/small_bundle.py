@@ -10,10 +10,15 @@ from typing import Any
 from engines.bundle import manifest
 from engines.bundle.manifest import Artifact, FileRef, Manifest
 from engines.protocol.messages import Pooling
-from tests.support.scripted import command
+from tests.support.scripted import command, expected_vector
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdef", "query", "probe", "<|im_start|>", "<|im_end|>"]
 CLS, SEP = 2, 3
+
+
+def vector(text: str) -> list[float]:
+    """Return what a scripted worker makes of a text of WORDS."""
+    return expected_vector([CLS, *(WORDS.index(word) for word in text.split()), SEP])
 
 
 def write_tokenizer(path: Path, *, frame: bool = True) -> None:
