@@ -114,7 +114,7 @@ def test_a_host_at_work(on_host: Any) -> None:
 def test_buckets_are_cumulative(on_host: Any) -> None:
     async def work(host: Host) -> str:
         for seconds in (0.0001, 0.002, 0.002, 99.0):
-            host.counters["embed"].served("embed", seconds)
+            host.counters["embed"].durations["embed"].add(seconds)
         return metrics.text(host)
 
     text = on_host(work)
@@ -148,10 +148,10 @@ def test_another_thread_may_ask_while_the_lanes_work(on_host: Any) -> None:
     async def work(host: Host) -> int:
         counts = host.counters["embed"]
         for n in range(500):
-            counts.served(f"op{n}", 0.1)
+            counts.durations[f"op{n}"].add(0.1)
         asking = asyncio.gather(*(asyncio.to_thread(metrics.text, host) for _ in range(4)))
         while not asking.done():
-            counts.served(f"op{len(counts.durations)}", 0.1)
+            counts.durations[f"op{len(counts.durations)}"].add(0.1)
             await asyncio.sleep(0)
         await asking
         health = await asyncio.to_thread(host.health)

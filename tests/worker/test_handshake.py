@@ -7,11 +7,10 @@ import dataclasses
 import msgspec
 import pytest
 
-from engines.protocol.errors import VersionMismatch
 from engines.protocol.messages import EngineInfo, Hello
 from synapse_host.errors import LaneRefused
 from synapse_host.placement.spec import LaneSpec, LoadSpec
-from synapse_host.worker.handshake import HandshakeFault, Peer, refused_version, verify
+from synapse_host.worker.handshake import HandshakeFault, Peer, verify
 
 NONCE = "0123456789abcdef"
 DIGEST = "a" * 64
@@ -126,8 +125,3 @@ def test_a_fault_comes_before_a_refusal():
         check(hello(engine=OTHER, nonce="bad", pid=7))
     with pytest.raises(HandshakeFault, match="pid"):
         check(hello(engine=OTHER, pid=7))
-
-
-def test_another_version_is_a_refusal():
-    error = refused_version(spec(), VersionMismatch(2, 3))
-    assert error.details == {"lane_id": "l", "reason": "version", "expected": 3, "observed": 2}

@@ -23,6 +23,7 @@ from engines.runtime.transport import Transport, TransportFailed
 from engines.runtime.worker import hello
 from synapse_host.worker import transport as host_transport
 from synapse_host.worker import windows
+from synapse_host.worker.counters import LaneCounters
 from synapse_host.worker.listener import Listener, RuntimeDirectory
 from synapse_host.worker.transport import Channel
 
@@ -63,12 +64,17 @@ def reach(listener: Listener, *, limit: float = 5.0) -> Transport:
 class HostSide:
     """A host's channel that collects what happens to it."""
 
-    def __init__(self, *, max_frame: int = 64 * MIB) -> None:
+    def __init__(self) -> None:
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         self.faults: list[Exception] = []
         self.lost = asyncio.Event()
+        self.counters = LaneCounters()
         self.channel = Channel(
-            max_frame=max_frame, on_event=self.events.put_nowait, on_fault=self.faults.append, on_lost=self.lost.set
+            max_frame=64 * MIB,
+            on_event=self.events.put_nowait,
+            on_fault=self.faults.append,
+            on_lost=self.lost.set,
+            counters=self.counters,
         )
 
 
@@ -173,6 +179,9 @@ def test_payloads_of_every_size_cross_both_ways(
             assert vectors.flags.writeable and np.array_equal(vectors, ids.astype(np.float32))
             assert not side.channel.sending
         assert side.faults == []
+        # Headers and lengths are some 200 bytes a message; ids and vectors have four bytes a token.
+        for counted in (side.counters.sent, side.counters.received):
+            assert 8 * tokens < counted < 8 * tokens + 1000
 
     conversation(end, worker, host)
 
