@@ -80,8 +80,8 @@ def walk(kind: LaneKind, steps: int, seed: int, row: Row) -> None:
         elif name == "edge" and model.shut_at is not None:
             now = max(now, model.shut_at + cool_down - rng.choice((0.0, 0.001)))
         model.tick(now)
-        seen = (told, real.admits(now), real.strikes(now), real.remaining(now))
-        wanted = (expected, model.shut_at is None, model.count, model.remaining(now))
+        seen = (told, real.admits(now), real.open, real.strikes(now), real.remaining(now))
+        wanted = (expected, model.shut_at is None, model.shut_at is None, model.count, model.remaining(now))
         if seen != wanted:
             row.problems.append(f"{kind}, seed {seed}, step {step} ({name}): {seen}, the model says {wanted}")
             return

@@ -12,7 +12,6 @@ import re
 import struct
 import subprocess
 import sys
-import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,49 +172,36 @@ def test_a_job_that_cannot_hold_the_child_is_closed(kernel: Kernel, call: str) -
 # --- no module needs Unix --------------------------------------------------------------------------------------------
 
 WINDOWS = """
-import asyncio, asyncio.subprocess, concurrent.futures, ctypes.wintypes, ctypes.util, importlib, importlib.metadata
-import logging.handlers, multiprocessing, os, pkgutil, select, shutil, signal, socket, socketserver, ssl, subprocess
-import sys, tempfile, types, urllib.request, zipfile, http.server, uuid, mmap, getpass, pathlib, selectors
-import msgspec, numpy, psutil, yaml, platformdirs, rich.console, rich.progress, rich.table, tokenizers
-for name in ("jinja2", "jsonschema", "gguf", "prometheus_client", "uvicorn", "starlette.applications", "httpx"):
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        pass
+import asyncio, importlib, os, pkgutil, select, signal, socket, sys, types
+import engines, synapse_host
 
-UNIX_ONLY = {"fcntl", "grp", "pwd", "resource", "termios", "tty", "pty", "syslog", "crypt", "readline", "spwd"}
+def load():
+    names = []
+    for package in (engines, synapse_host):
+        for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if not found.name.endswith("__main__"):
+                importlib.import_module(found.name)
+                names.append(found.name)
+    return names
 
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name in UNIX_ONLY:
-            raise ModuleNotFoundError(f"{name} does not exist on Windows", name=name)
-
-for name in UNIX_ONLY:
-    sys.modules.pop(name, None)
-sys.meta_path.insert(0, Refuse())
+load()  # with all that isn't ours
+for name in [name for name in sys.modules if name.startswith(("engines.", "synapse_host."))]:
+    del sys.modules[name]
+for name in "fcntl grp pwd resource termios tty pty syslog readline".split():
+    sys.modules[name] = None
 sys.modules["msvcrt"] = types.ModuleType("msvcrt")
 sys.platform = "win32"
-MISSING = {
-    os: "getuid geteuid getgid getegid killpg getpgid getpgrp setpgid getsid setsid pidfd_open waitid fork forkpty "
-        "sched_getaffinity sched_setaffinity sysconf chown mkfifo openpty uname P_PID WNOHANG WNOWAIT WEXITED "
-        "O_CLOEXEC O_DIRECTORY O_NOFOLLOW O_NONBLOCK getloadavg ctermid ttyname statvfs pread preadv nice".split(),
-    signal: "SIGUSR1 SIGUSR2 SIGKILL SIGHUP SIGSTOP SIGCONT SIGALRM SIGCHLD SIGPIPE SIGQUIT".split(),
-    socket: "AF_UNIX SO_PEERCRED socketpair_ SCM_RIGHTS CMSG_LEN send_fds recv_fds".split(),
-    select: "poll epoll kqueue kevent POLLIN POLLRDHUP".split(),
-    asyncio: "start_unix_server open_unix_connection".split(),
-}
-for module, names in MISSING.items():
-    for name in names:
-        if hasattr(module, name):
-            delattr(module, name)
-
-import engines, synapse_host
-names = []
-for package in (engines, synapse_host):
-    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not found.name.endswith("__main__"):
-            importlib.import_module(found.name)
-            names.append(found.name)
+for module, names in (
+    (os, "getuid geteuid getgid getegid killpg getpgid setpgid getsid setsid pidfd_open waitid fork sysconf mkfifo "
+         "sched_getaffinity uname P_PID WNOHANG WNOWAIT WEXITED O_CLOEXEC O_DIRECTORY O_NOFOLLOW O_NONBLOCK statvfs"),
+    (signal, "SIGUSR1 SIGUSR2 SIGKILL SIGHUP SIGSTOP SIGCONT SIGALRM SIGCHLD SIGPIPE SIGQUIT"),
+    (socket, "AF_UNIX SO_PEERCRED SCM_RIGHTS send_fds recv_fds"),
+    (select, "poll epoll kqueue kevent POLLIN POLLRDHUP"),
+    (asyncio, "start_unix_server open_unix_connection"),
+):
+    for name in names.split():
+        vars(module).pop(name, None)
+print(*load())
 from engines.machine import usable_cores
 from engines.runtime.transport import TransportFailed, connect_socket
 assert usable_cores() >= 1
@@ -223,7 +209,6 @@ try:
     connect_socket("x")
 except TransportFailed as exc:
     assert str(exc) == "this Python has no Unix sockets; use --pipe"
-print(*names)
 """
 
 
@@ -231,7 +216,7 @@ print(*names)
 def test_every_module_imports_where_unix_is_missing() -> None:
     """Every module of engines and synapse_host, with ``sys.platform`` win32."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(WINDOWS)],
+        [sys.executable, "-c", WINDOWS],
         capture_output=True,
         text=True,
         timeout=120,
