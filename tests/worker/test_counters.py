@@ -74,7 +74,7 @@ async def test_a_lane_counts_what_its_callers_got(make, tmp_path: Path):
     ("reason", "actions"),
     [
         ("malformed", [{"bytes": "05000000" + b"hello".hex()}, {"sleep": 60}]),
-        ("torn", [{"torn": {"length": 100, "send": 5}}, {"exit": 3}]),
+        ("torn", [{"bytes": "64000000" + "00" * 5}, {"exit": 3}]),
     ],
 )
 async def test_breaches_by_reason(make, reason, actions):

@@ -131,7 +131,7 @@ async def test_a_lane_closed_while_a_failed_handshake_is_looked_into_leaves_no_p
     ("script", "text"),
     [
         ({"start": [{"sleep": 600}]}, "did not connect"),
-        ({"ignore": ["SIGTERM"], "hello": [{"torn": {"length": 100, "send": 10}}, {"sleep": 600}]}, "sent no HELLO"),
+        ({"ignore": ["SIGTERM"], "hello": [{"bytes": "64000000" + "00" * 10}, {"sleep": 600}]}, "sent no HELLO"),
     ],
 )
 async def test_one_deadline_bounds_the_handshake(make, script, text):
