@@ -72,7 +72,7 @@ def socket_length(runtime: Path) -> int:
 
 def abandoned_findings(roots: Iterable[Path]) -> Iterator[Finding]:
     """Report private runtime directories whose hosts were killed; the next one-shot verb removes them."""
-    found = [path for root in roots for path in runtime_dir.abandoned(root)]
+    found = [path for root in roots for path in runtime_dir.sweep(root, remove=False)]
     if found:
         number = "1 runtime directory" if len(found) == 1 else f"{len(found)} runtime directories"
         what = f"{number} of hosts that were killed, first {found[0]}; the next synapse embed removes what is left"

@@ -38,7 +38,7 @@ from synapse_host.errors import EngineCrashed, SynapseError
 from synapse_host.placement.spec import LaneSpec
 from synapse_host.supervision.health import LaneHealth
 from synapse_host.supervision.lifecycle import Generations, Idle
-from synapse_host.supervision.queueing import Permits, Turns, expire
+from synapse_host.supervision.queueing import Permits, Turns, refuse
 from synapse_host.supervision.sharing import ALONE, Sharing
 from synapse_host.supervision.standing import Standing
 from synapse_host.worker import refusals
@@ -75,9 +75,7 @@ class Supervisor:
         self._quarantine = self._standing.quarantine
         self._turns = Turns(self._standing, limit=config.queue_limit)
         self._health = LaneHealth(spec)
-        self._workers = Generations(
-            context, self._standing, owner=self, health=self._health, spawned=lambda: self.idle.start(), admit=admit
-        )
+        self._workers = Generations(context, self._standing, owner=self, health=self._health, admit=admit)
         self.idle = Idle(context, self._turns, self._workers, self._health)
         self._closer: asyncio.Task[None] | None = None
         self._sharing = Sharing(self._turns, spec)
@@ -111,14 +109,8 @@ class Supervisor:
         nonfinite_output, oom, and the class of the worker's ERR code. A caller that leaves (deadline, cancellation)
         neither harms the worker nor frees the lane early.
         """
-        started = time.monotonic()
-        try:
-            outcome = await self.exchange(build, deadline=deadline, stage=stage, generation=generation, lease=lease)
-        except BaseException as exc:
-            self.counters.failed(stage, exc)
-            raise
-        self.counters.served(stage, time.monotonic() - started)
-        return outcome
+        with self.counters.call(stage):
+            return await self.exchange(build, deadline=deadline, stage=stage, generation=generation, lease=lease)
 
     async def exchange(
         self,
@@ -374,7 +366,7 @@ class Supervisor:
 
     def overdue(self, exchange: Exchange) -> None:
         """Answer the caller; its exchange keeps stream and permit until the reply is drained."""
-        expire(exchange.waiter, self.spec.lane_id, exchange.stage)
+        refuse(exchange.waiter, lambda: refusals.late(self.spec.lane_id, exchange.stage))
 
     def alive(self, session: Session) -> None:
         """Validated progress: health is fresh."""

@@ -37,9 +37,9 @@ class Channel(asyncio.BufferedProtocol):
         on_event: Callable[[Event], None],
         on_fault: Callable[[RemoteProtocolError | MemoryError], None],
         on_lost: Callable[[], None],
-        counters: LaneCounters | None = None,
+        counters: LaneCounters,
     ) -> None:
-        self._counters = counters or LaneCounters()
+        self._counters = counters
         self.connection = Connection(Role.HOST, max_frame=max_frame, allocate=_allocate)
         self._on_event = on_event
         self._on_fault = on_fault
@@ -82,10 +82,6 @@ class Channel(asyncio.BufferedProtocol):
             # Without room for a reply the stream has lost its place as well.
             self.closed = True
             self._on_fault(exc)
-
-    def eof_received(self) -> bool:
-        """Close the transport: nobody half-closes in this protocol."""
-        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell once that the stream is over."""

@@ -30,9 +30,9 @@ EXTENDED_LIMIT_INFORMATION: Final = 9
 KILL_ON_JOB_CLOSE: Final = 0x2000
 
 
-def pipe_name(runtime_dir: Path, worker_id: str, *, pid: int | None = None) -> str:
+def pipe_name(runtime_dir: Path, worker_id: str) -> str:
     """Return the pipe's name: pipes share one name space, so directory, host and worker are mixed into it."""
-    mixed = f"{runtime_dir}\0{os.getpid() if pid is None else pid}\0{worker_id}"
+    mixed = f"{runtime_dir}\0{os.getpid()}\0{worker_id}"
     return rf"\\.\pipe\synapse-{hashlib.sha256(mixed.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 

@@ -35,7 +35,7 @@ async def r12(ground: Arena, mebibytes: int) -> None:
         *(go, {"stderr": pour}, {"touch": f"{done}2"}),
     ]
     script.write_text(
-        json.dumps({"background": background, "rules": [{"first_id": 50, "do": [{"signal": "SIGKILL"}]}]})
+        json.dumps({"ready": [{"thread": background}], "rules": [{"first_id": 50, "do": [{"signal": "SIGKILL"}]}]})
     )
     lane = ground.lanes(str(script))
     finished = [ground.file("done1"), ground.file("done2")]

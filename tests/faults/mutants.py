@@ -63,7 +63,7 @@ TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "synapse_host.requests.batching": ("tests/requests/test_batching.py",),
     "synapse_host.worker.watchdog": ("tests/worker/test_watchdog.py",),
     "synapse_host.worker.handshake": ("tests/worker/test_handshake.py",),
-    "synapse_host.supervision.queueing": ("tests/supervision/test_turns.py", "tests/supervision/test_permits.py"),
+    "synapse_host.supervision.queueing": ("tests/supervision/test_queueing.py",),
     "synapse_host.residency.core": ("tests/residency/test_core.py", "tests/residency/test_machine.py"),
     "synapse_host.certificates.verdict": ("tests/certificates/test_verdict.py",),
     "synapse_host.text.background": ("tests/text/test_background.py",),

@@ -76,7 +76,7 @@ async def test_a_host_at_work(serve: Serve) -> None:
             await up.host.embed("toy", [""])
         await up.host.ping("toy")
         for seconds in (0.0001, 0.002, 0.002, 99.0):
-            up.host.counters["embed"].served("made_up", seconds)
+            up.host.counters["embed"].durations["made_up"].add(seconds)
         text = metrics.text(up.host)
     assert value(text, "requests_total", op="embed", outcome="ok") == 3
     assert value(text, "requests_total", op="ping", outcome="ok") == 1
@@ -118,10 +118,10 @@ async def test_another_thread_may_ask_while_the_lanes_work(serve: Serve) -> None
         async with serve() as up:
             counts = up.host.counters["embed"]
             for n in range(500):
-                counts.served(f"op{n}", 0.1)
+                counts.durations[f"op{n}"].add(0.1)
             asking = asyncio.gather(*(asyncio.to_thread(metrics.text, up.host) for _ in range(4)))
             while not asking.done():
-                counts.served(f"op{len(counts.durations)}", 0.1)
+                counts.durations[f"op{len(counts.durations)}"].add(0.1)
                 await asyncio.sleep(0)
             await asking
             assert len(counts.durations) > 500

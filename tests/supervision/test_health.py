@@ -11,7 +11,7 @@ import pytest
 
 from engines.protocol.messages import EngineInfo, Hello, PackedCapability, Pong
 from synapse_host.config import Windows
-from synapse_host.supervision.health import Fault, LaneHealth, Refresher
+from synapse_host.supervision.health import Fault, LaneHealth
 from synapse_host.worker.process import Death
 from tests.support.lanes import FAST, crash, lane, lanes_in, on, poison, serve, until
 
@@ -63,23 +63,6 @@ def test_a_worker_rests_from_its_last_answer_on():
     assert [health.rests(now, 5.0) for now in (104.9, 105.0)] == [False, True], "a PING is no work"
     health.ended()
     assert not health.rests(1e9, 5.0) and (health.age(110.0), health.facts.rss_mb) == (None, None)
-
-
-def test_the_refresher_stops():
-    async def main():
-        calls = []
-        refresher = Refresher(0.001, lambda: calls.append(1))
-        refresher.start()
-        refresher.start()
-        while len(calls) < 3:
-            await asyncio.sleep(0.001)
-        refresher.stop()
-        refresher.stop()
-        count = len(calls)
-        await asyncio.sleep(0.02)
-        assert len(calls) == count
-
-    asyncio.run(main())
 
 
 @pytest.mark.process

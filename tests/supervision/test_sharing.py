@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from engines.protocol.messages import Pooling
-from synapse_host.errors import DeadlineExceeded, EngineCrashed, QueueFull, SynapseError
+from synapse_host.errors import DeadlineExceeded, EngineCrashed, SynapseError
 from synapse_host.placement.spec import LoadSpec
 from synapse_host.requests.batching import Batch
 from synapse_host.supervision.supervisor import Supervisor
@@ -218,21 +218,6 @@ async def test_no_memory_to_join_them_leaves_nobody_waiting(make, gates):
     gates.open()
     for n, outcome in enumerate(await answers([first, *tasks])):
         check(outcome, n)
-
-
-async def test_closing_answers_all(make, gates):
-    lane = make({"rules": [gates.hold(1), gates.hold(2)]}, load=limited(8))
-    await lane.load()
-    tasks = await queued(lane, 6, gates)
-    await until(lambda: exchanges(lane) == 2)
-    closing = asyncio.create_task(lane.aclose(drain=30.0))
-    await asyncio.sleep(0)
-    gates.open(2)
-    await closing
-    found = await answers(tasks)
-    for n in range(5):
-        check(found[n], n)
-    assert [type(one) for one in found[5:]] == [QueueFull] * 2
 
 
 async def test_kills_while_exchanges_are_shared_give_nobody_anothers_answer(make):

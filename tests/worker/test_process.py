@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from synapse_host.placement import probe
-from synapse_host.placement.child import signal_name
 from synapse_host.worker.process import Death, WorkerProcess, diagnose
 from tests.support.lanes import alive, until
 
@@ -68,13 +67,6 @@ async def test_a_status_that_somebody_else_took_is_unknown_and_not_zero(sigchld_
     assert (silent.code, silent.why) == ("probe_crashed", "its probe ended with an unknown status: boom")
     assert probe.version_line((sys.executable, "-c", "print('x 1')"), cwd=None, env={}) == "x 1"
     assert probe.probe((sys.executable, "-c", "import time; time.sleep(60)"), limit=0.5).code == "probe_timeout"
-
-
-@pytest.mark.parametrize(
-    ("code", "name"), [(0, None), (3, None), (None, None), (-9, "SIGKILL"), (-4, "SIGILL"), (-63, "SIG63")]
-)
-def test_signal_names(code, name):
-    assert signal_name(code) == name
 
 
 @pytest.mark.parametrize(
