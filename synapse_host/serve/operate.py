@@ -10,7 +10,7 @@ import asyncio
 import codecs
 import math
 import time
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -215,7 +215,7 @@ class Calls:
 
     async def embed(self, request: Request, body: EmbedCall) -> Response:
         """Vectors of texts."""
-        stream = self._host.embed_stream(
+        result = await self._host.embed_result(
             body.model,
             body.texts,
             lane=body.lane,
@@ -225,8 +225,6 @@ class Calls:
             dimensions=body.dimensions,
             offset=body.offset,
         )
-        async with aclosing(stream) as results:
-            result = await anext(results)  # the only one: a chunk of the host's takes as many texts as a body may hold
         vectors = {"dims": result.vectors.shape[1], "vectors": result.vectors.tobytes()}
         return json_response({**_served_by(result), **vectors, "truncated": result.truncated, "tokens": result.tokens})
 
