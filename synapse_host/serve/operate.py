@@ -10,7 +10,7 @@ import asyncio
 import codecs
 import math
 import time
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -218,9 +218,7 @@ class Calls:
 
     async def embed(self, request: Request, body: EmbedCall) -> Response:
         """Vectors of texts."""
-        async with aclosing(self._host.embed_stream(**_arguments(request, body))) as results:
-            # The only one: a chunk of the host's takes as many texts as a body may hold.
-            return _result(await anext(results))
+        return _result(await self._host.embed_result(**_arguments(request, body)))
 
     async def rerank(self, request: Request, body: RerankCall) -> Response:
         """Scores of documents."""
