@@ -103,7 +103,7 @@ def items(lengths: list[int]) -> list[Item]:
 # --- handshake and the ends of a life ---------------------------------------------------------------------------------
 
 
-def test_hello(engine: EngineUnderTest, worker: WorkerClient) -> None:
+def test_hello_and_the_small_idle_worker(engine: EngineUnderTest, worker: WorkerClient) -> None:
     hello = worker.hello
     assert (hello.v, hello.nonce, hello.pid) == (3, worker.nonce, worker.process.pid)
     assert hello.engine.engine == engine.hello_name and hello.engine.version
@@ -111,31 +111,16 @@ def test_hello(engine: EngineUnderTest, worker: WorkerClient) -> None:
     assert 1 <= hello.max_frame <= 64 * 1024 * 1024
     assert isinstance(hello.manifest_digest, str) is engine.owned
     assert isinstance(hello.kernel_revision, str) is engine.owned
-
-
-def test_ping_before_load_and_the_small_idle_worker(worker: WorkerClient) -> None:
     pong = worker.ping()
     assert pong.models_loaded == 0
     assert 1 <= pong.rss_mb < 40, "an idle worker before LOAD has imported nothing heavy"
 
 
-def test_shutdown_exits_0(worker: WorkerClient, subject: Subject) -> None:
-    load(worker, subject)
-    assert worker.shutdown() == 0
+@pytest.mark.parametrize("end", [WorkerClient.shutdown, WorkerClient.hang_up])
+def test_both_ends_of_a_life_exit_0(end: Callable[[WorkerClient], int], worker: WorkerClient, subject: Subject) -> None:
+    worker.embed(load(worker, subject), rows_of([3]))
+    assert end(worker) == 0
     assert worker.stdout() == "", "stdout is never written to"
-
-
-def test_end_of_stream_exits_0(worker: WorkerClient, subject: Subject) -> None:
-    ref = load(worker, subject)
-    worker.embed(ref, rows_of([3]))
-    assert worker.hang_up() == 0
-    assert worker.stdout() == ""
-
-
-def test_a_stream_that_cannot_be_trusted_ends_the_worker(worker: WorkerClient) -> None:
-    worker.write_frame(b'{"type":"PING","req_id":"1","x":1}')
-    assert worker.process.wait(30) == 1
-    assert len(worker.stderr().strip().splitlines()) == 1 and "Traceback" not in worker.stderr()
 
 
 def test_the_host_may_leave_in_mid_call(start: Start, long_subject: Subject) -> None:
