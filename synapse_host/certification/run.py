@@ -43,7 +43,6 @@ from synapse_host.config import HostConfig
 from synapse_host.errors import InvalidRequest, SynapseError
 from synapse_host.host import Host
 from synapse_host.models.bundles import silent
-from synapse_host.placement import hardware
 from synapse_host.placement.matrix import ENCODERS, HardwareMatrix
 from synapse_host.placement.select import fit
 
@@ -196,24 +195,17 @@ def possible(
     for task in dict.fromkeys(lane.task for lane in matrix.lanes.values()):
         home = lanes.get(task) or next(lane for lane in lanes.values() if lane.task == task)
         named = {id for lane in lanes.values() if lane.task == task for id in lane.engines}
-        others = [id for id, one in matrix.engines.items() if id not in named and _serves(one.engine, task)]
+        fitting = {id for id, one in matrix.engines.items() if task != "generate" or one.engine not in ENCODERS}
+        others = [id for id in matrix.engines if id in fitting - named]
         lanes[home.id] = msgspec.structs.replace(home, engines=(*home.engines, *others))
     wide = msgspec.structs.replace(matrix, lanes=lanes)
     orders: list[Order] = []
     for name, bundle in bundles.items():
-        done: set[str] = set()
-        for lane in lanes.values():
-            if lane.task != bundle.manifest.task:
-                continue
-            for id in lane.engines:
-                if id not in done and fit(wide, wide.engines[id], profile, bundle)[0]:
-                    done.add(id)
-                    orders.append(Order(lane.id, name, bundle.root, id))
+        of_task = [lane for lane in lanes.values() if lane.task == bundle.manifest.task]
+        homes = {id: lane.id for lane in reversed(of_task) for id in lane.engines}  # the first lane that has it
+        fits = (id for id in homes if fit(wide, wide.engines[id], profile, bundle)[0])
+        orders += [Order(homes[id], name, bundle.root, id) for id in fits]
     return orders, wide
-
-
-def _serves(engine: str, task: str) -> bool:
-    return task != "generate" or engine not in ENCODERS
 
 
 async def carry_out(
@@ -248,8 +240,7 @@ def _standing(order: Order, evidence: Evidence, matrix: HardwareMatrix, config: 
     artifact = next((one for one in artifacts if one.digest == evidence.model.artifact_digest), None)
     if artifact is None:
         return None
-    profile = hardware.detect(hardware.floor_keys(matrix, [engine.id]))
-    return standing.look_up(matrix, engine, bundle, artifact, profile, data_dir=config.data_dir)
+    return standing.look_up(matrix, engine, bundle, artifact, data_dir=config.data_dir)
 
 
 def folder_of(engine_id: str, *, chip: str, os: str, os_version: str) -> str:

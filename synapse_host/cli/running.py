@@ -108,7 +108,7 @@ class RunningHost:
         one, bundle = found[0], manifest.read(served["path"])
         load = SimpleNamespace(artifact_digest=one["artifact_digest"])
         spec = SimpleNamespace(engine_id=one["engine"], device=one["device"], load=load)
-        maker = _served_by({"model": model, **one})
+        maker = (model, one["lane"], spec.engine_id, spec.device)
         return SimpleNamespace(lane_id=one["lane"], bundle=bundle, require=lambda: spec, served_by=lambda: maker)
 
     async def embed_result(

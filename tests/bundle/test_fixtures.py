@@ -109,6 +109,11 @@ def test_the_shipped_references_say_from_which_weights_they_come() -> None:
         assert ("rounding" in str(by)) == (by.stored != "f32")
 
 
+def test_a_reference_by_an_engine_of_ours_is_not_independent() -> None:
+    for program in ("llama.cpp", "llama-cpp-python", "onnxruntime", "owned-cuda", "ane-reference", "Synapse"):
+        assert not fixtures.independent(fixtures.Reference(program, "1", "float64", "sha256:" + "0" * 64, "f32"))
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"no zip")
     np.savez(tmp_path / "y.npz", a=np.zeros(2))

@@ -80,6 +80,15 @@ def fixture(**changes: Any) -> Fixture:
 
 
 INPUTS = {"embed": embed_inputs, "rerank": rerank_inputs, "generate": generate_inputs}
+KINDS: dict[str, dict[str, Any]] = {
+    "embed": {"task": "embed"},
+    "rerank": {"task": "rerank"},
+    "generate": {"task": "generate"},
+    "embed int8": {"task": "embed", "dtype": "int8"},
+    "rerank int8": {"task": "rerank", "dtype": "int8"},
+    "embed ane": {"task": "embed", "ane": True},
+    "rerank ane": {"task": "rerank", "ane": True},
+}
 
 
 def function(name: str = "s128", *, ane: int = 95, cpu: int = 5, **more: Any) -> Function:
@@ -120,7 +129,7 @@ def evidence(task: str = "embed", *, ane: bool = False, dtype: str = "f16", **ch
         created="2026-11-29T12:00:00+00:00",
         lane=task,
         software={"python": "3.11.7"},
-        model=Model("toy", "toy", "bert", task, 8, 64, "b" * 64, DIGEST, "gguf", dtype),  # type: ignore[arg-type]
+        model=Model("toy", "toy", "bert", task, 8, 64, "b" * 64, DIGEST, "coreml" if ane else "gguf", dtype),  # type: ignore[arg-type]
         engine=EngineFacts(
             id="ane" if ane else "llama-cpu",
             device=device,
