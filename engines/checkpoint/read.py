@@ -327,3 +327,16 @@ def _select(
 def quoted(keys: Iterable[str]) -> str:
     """Return the first eight of *keys* in their order, for a message."""
     return ", ".join(repr(key) for key in sorted(keys)[:8])
+
+
+def only(file: Path, unknown: set[str], what: str) -> None:
+    """Refuse keys of a file that aren't known here; *what* they may change."""
+    if unknown:
+        raise CheckpointError(f"{file}: {quoted(unknown)} isn't known here and may change {what}")
+
+
+def held(file: Path, conf: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse a key whose value isn't one of those that mean what is done here."""
+    for key, served in values.items():
+        if conf.get(key) not in served:
+            raise CheckpointError(f"{file}: {key} is {json.dumps(conf[key])[:200]}, which isn't served")

@@ -66,14 +66,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb; return the exit code."""
     out: Path = places.expanded(args.out)
     _check_target(out, force=args.force)
-    folder, source = places.expanded(Path(args.checkpoint)), None
+    folder, source = places.expanded(Path(args.checkpoint)), ""
     if folder.is_file():
         return _of_gguf(args, folder, out, console)
     if args.tokenizer is not None:
         raise InvalidRequest("--tokenizer is for a GGUF; a checkpoint is built with its own tokenizer.json")
     if hub.is_name(args.checkpoint):
         console.note(f"fetching {args.checkpoint}")
-        folder, source = (fetched := hub.fetch(args.checkpoint, bars=console.bars)).folder, fetched.source
+        folder, source = hub.fetch(args.checkpoint, bars=console.bars)
     checkpoint = Checkpoint.open(folder, task=args.task)
     formats = args.formats or _possible(checkpoint)
     limit = checkpoint.config["max_position_embeddings"]

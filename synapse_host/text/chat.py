@@ -77,7 +77,7 @@ def chat_ids(
             advice={"python": "Generate without chat=True.", "command": "Generate without --chat."},
         )
     messages = _messages(prompt, tokenizer.max_characters)
-    special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
+    special = bundle.manifest.special_ids or {}
     tokens = {f"{role}_token": tokenizer.token(id) for role, id in special.items() if role in ("bos", "eos")}
     if not any(tokenizer.mentions_special(message["content"]) for message in messages):
         return tokenizer.template(renderer.render(template, messages, name=name, tokens=tokens))

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from msgspec import UNSET
-
 from synapse_host.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -98,7 +96,7 @@ def special_frame(bundle: Bundle, *, composed: bool = True) -> Frame:
 
     InvalidRequest where the manifest doesn't say them, unless a worker composes the pairs and only their number counts.
     """
-    special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
+    special = bundle.manifest.special_ids or {}
     separators = 2 if bundle.manifest.family in ("roberta", "xlm-roberta", "mpnet") else 1
     if composed and not {"cls", "sep"} <= special.keys():
         raise InvalidRequest(

@@ -102,10 +102,9 @@ def test_the_shipped_references_say_from_which_weights_they_come() -> None:
     """Where the published file is quantised, its rounding is part of the reference, and that is said."""
     found = {name: fixtures.read(SHIPPED / f"{name}.npz").computed_by for name in ("minilm", "ms-marco", "smollm2")}
     assert {name: by.stored for name, by in found.items()} == {"minilm": "f32", "ms-marco": "int8", "smollm2": "q4_1"}
-    files = {"minilm": "model.safetensors", "ms-marco": "model.onnx", "smollm2": "model-q4_1.gguf"}
+    files = {"minilm": "model.safetensors", "ms-marco": "model.onnx", "smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf"}
     for name, by in found.items():
-        pinned = dict(DEFAULTS[name].package.files.values())
-        assert by.weights == PREFIX + pinned[files[name]]
+        assert by.weights == PREFIX + DEFAULTS[name].package.files[files[name]]
         assert ("rounding" in str(by)) == (by.stored != "f32")
 
 

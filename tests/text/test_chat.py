@@ -55,18 +55,14 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Renderer]:
 
 @pytest.fixture
 def ids(renderer: Renderer) -> Ids:
-    def call(found: Bundle, prompt: Any) -> list[int]:
-        return chat_ids(found, TextTokenizer(found), renderer, prompt)
-
-    return call
+    return lambda found, prompt: chat_ids(found, TextTokenizer(found), renderer, prompt)
 
 
 @pytest.fixture
 def render(renderer: Renderer) -> Render:
-    def call(text: str, messages: Any = (), **tokens: str) -> str:
-        return renderer.render(text, messages or [{"role": "user", "content": "a"}], name="toy", tokens=tokens)
-
-    return call
+    """The text of a template, by default for one message."""
+    one = [{"role": "user", "content": "a"}]
+    return lambda text, messages=one, **tokens: renderer.render(text, messages, name="toy", tokens=tokens)
 
 
 def test_the_templates_marks_are_tokens_and_the_message_is_text(tmp_path: Path, ids: Ids) -> None:
@@ -128,13 +124,10 @@ def test_a_hostile_or_broken_template_is_a_broken_bundle(render: Render, templat
 HOSTILE = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}",
     "a tower of powers": "{{ 9 ** (9 ** 9) }}",
-    "bytes of a number": "{{ (1).to_bytes(10**10, 'big') | length }}",
     "translate": "{% set t = {97: 'b' * 4000} %}{% set n = namespace(s='a' * 4000) %}{% for _ in range(9) %}"
     "{% set n.s = n.s.translate(t).replace('b', 'a') %}{% endfor %}",
     "doubled by ~": "{% set n = namespace(s='ab') %}{% for _ in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "a width": "{{ 'a' | center(10000000000) }}",
-    "a width of a method": "{{ 'a'.ljust(2**62) }}",
-    "joined": "{{ range(99999) | join('b' * 100000) }}",
 }
 
 
@@ -261,18 +254,6 @@ def test_the_process_ends_with_its_host(tmp_path: Path) -> None:
     while not ended(pid):
         assert time.monotonic() < until, "it outlives its host"
         time.sleep(0.01)
-
-
-def test_what_templates_do(render: Render) -> None:
-    template = (
-        "{% set n = namespace(out='') %}{% for m in messages if m.role != 'system' %}"
-        "{% set n.out = n.out + '%s: **%s**' % (m.role, m.content | trim) ~ '\n' %}{% endfor %}{{ n.out }}"
-        "{{ strftime_now('%Y') | int > 2000 }}{{ ''.__class__ }}{{ messages.__init__ }}\n"
-        "{{ ['a', 'b'] | map('upper') | join('-') }} {{ {'k': [1, 2]} | tojson }} {{ '{:>3}'.format('x') }} "
-        "{% for k, v in [('a', 1), ('b', 2)] %}{{ k * v }}{% endfor %} {{ (3, 1) | sort | first }} {{ 7 % 4 }}"
-    )
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": " u "}]
-    assert render(template, messages) == 'user: **u**\nTrue\nA-B {"k": [1, 2]}   x abb 1 3'
 
 
 def test_a_template_may_refuse(render: Render) -> None:

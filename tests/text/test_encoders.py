@@ -44,7 +44,7 @@ def soon() -> float:
     return asyncio.get_running_loop().time() + 0.05
 
 
-def test_a_request_past_its_deadline(tokenizer: TextTokenizer, stuck: threading.Event) -> None:
+def test_a_request_and_a_stream_past_their_deadline(tokenizer: TextTokenizer, stuck: threading.Event) -> None:
     texts = ["a " * FREE_CHARACTERS]
 
     async def body() -> None:
