@@ -22,8 +22,8 @@ from engines.runtime.engine import Probe, WorkerOptions
 from engines.runtime.progress import silent
 from tests.cuda.cases import case
 from tests.cuda.conftest import Bundles, Loader, spec_of
-from tests.support.numbers import batch_of, cosines
 from tests.support.owned_bundle import load_request
+from tests.support.rows import batch_of, cosines
 
 
 @pytest.mark.parametrize("name", ["bert-mean", "bert-cls", "bert-rerank"])

@@ -49,7 +49,7 @@ from tests.cuda.cases import CASES, SERVED, Case, case
 from tests.hardware import cuda_evidence, lanes
 from tests.hardware.cuda_evidence import judge
 from tests.support import toy_models
-from tests.support.numbers import batch_of, cosines
+from tests.support.rows import batch_of, cosines
 from tests.support.worker_client import Exchange, WorkerClient, module_worker, require_loaded
 
 # The driver keeps descriptors of its own from the first context to the end of the process.

@@ -19,7 +19,7 @@ from engines.runtime.inference import bytes_of
 from engines.runtime.progress import ProgressReporter, silent
 from tests.cuda.cases import case
 from tests.support import toy_models
-from tests.support.numbers import batch_of, cosines
+from tests.support.rows import batch_of, cosines
 from tests.support.toy_gguf import ToyGguf, build_toy, rewrite
 from tests.support.toy_models import toy_rows
 
