@@ -20,7 +20,7 @@ from engines.protocol.errors import EngineError, ErrorCode
 from tests.cuda.cases import CASES, Case, case
 from tests.cuda.conftest import Bundles, spec_of
 from tests.cuda.contrib_operators import evaluate
-from tests.support.numbers import batch_of, cosines
+from tests.support.rows import batch_of, cosines
 
 NAMES = [c.name for c in CASES]
 

@@ -21,7 +21,7 @@ from engines.runtime.batch import TokenBatch
 from engines.runtime.progress import ProgressReporter, silent
 from tests.cuda.cases import CASES, case
 from tests.cuda.conftest import Bundles, Loader, real_bundle
-from tests.support.numbers import batch_of, cosines
+from tests.support.rows import batch_of, cosines
 
 NAMES = [c.name for c in CASES]
 

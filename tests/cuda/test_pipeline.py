@@ -26,7 +26,7 @@ from engines.runtime.progress import ProgressReporter, silent
 from tests.cuda.cases import case
 from tests.cuda.conftest import Bundles, spec_of
 from tests.cuda.host_cuda import HostCuda
-from tests.support.numbers import batch_of, cosines
+from tests.support.rows import batch_of, cosines
 
 NAMES = ("input_ids", "lens")
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from engines.llama.engine import LlamaEngine
@@ -25,7 +23,6 @@ _RECIPES: dict[str, Callable[[Path], Path]] = {
     "bert512": lambda folder: toy_models.write_bert(folder, max_positions=512),
     "bert2048": lambda folder: toy_models.write_bert(folder, max_positions=2048),
 }
-GOLDENS = Path(__file__).parents[1] / "goldens" / "toys.npz"
 
 
 @pytest.fixture(scope="session")
@@ -67,16 +64,3 @@ def load(toys: Toys) -> Iterator[LoadModel]:
     yield call
     for model in models:
         model.close()
-
-
-@pytest.fixture(scope="session")
-def golden() -> Callable[[str], tuple[list[list[int]], dict[str, np.ndarray]]]:
-    """Return the rows of a toy and what transformers computed for them (tests/goldens)."""
-    stored = dict(np.load(GOLDENS))
-
-    def get(name: str) -> tuple[list[list[int]], dict[str, np.ndarray]]:
-        known = {key.removeprefix(name + "."): value for key, value in stored.items() if key.startswith(name + ".")}
-        cu = known["cu"].tolist()
-        return [known["ids"][start:end].tolist() for start, end in pairwise(cu)], known
-
-    return get

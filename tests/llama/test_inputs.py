@@ -12,7 +12,7 @@ from engines.llama.gguf import Header, SpecialIds
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Pooling
 from engines.runtime.batch import RerankPairs
-from tests.support.numbers import batch_of
+from tests.support.rows import batch_of
 
 BERT = SpecialIds(bos=2, sep=3, eos=3)
 XLM = SpecialIds(bos=0, sep=2, eos=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,20 @@ from engines.llama.binding import ContextShape, NativeContext, NativeModel
 from engines.llama.model import LlamaModel
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import FinishReason, Phase, Pooling
-from engines.runtime.batch import RerankPairs, TokenBatch
+from engines.runtime.batch import Generation, RerankPairs, TokenBatch
 from engines.runtime.inference import bytes_of
 from engines.runtime.progress import ProgressReporter, silent
 from tests.cuda.cases import case
 from tests.support import toy_models
-from tests.support.numbers import batch_of, cosines
-from tests.support.toy_gguf import ToyGguf, build_toy, rewrite
+from tests.support.rows import batch_of, cosines
+from tests.support.served import rows as golden_rows
+from tests.support.toy_gguf import ToyGguf, build_toy, rewrite, sha256
 from tests.support.toy_models import toy_rows
 
 pytestmark = pytest.mark.llama
 
-GOLDENS = np.load(Path(__file__).parents[1] / "cuda" / "goldens.npz")
+GOLDENS = np.load(Path(__file__).parents[1] / "goldens" / "toys.npz")
+CASES = np.load(Path(__file__).parents[1] / "cuda" / "goldens.npz")
 """What transformers computes for the toys of tests/cuda/cases.py."""
 MIXED = [1, 7, 60, 33, 12, 64, 2, 2, 50, 1, 17]
 
@@ -33,6 +36,10 @@ MIXED = [1, 7, 60, 33, 12, 64, 2, 2, 50, 1, 17]
 def embed(model: LlamaModel, batch: TokenBatch, pooling: Pooling = Pooling.MEAN, **keywords: Any) -> np.ndarray:
     options: dict[str, Any] = {"normalize": True, "packed_width": None, "progress": silent(), **keywords}
     return model.embed(batch, pooling=pooling, **options)
+
+
+def generate(model: LlamaModel, ids: list[int], most: int, progress: ProgressReporter | None = None) -> Generation:
+    return model.generate(np.array(ids, np.int32), max_tokens=most, progress=progress or silent())
 
 
 def refused(code: ErrorCode, call: Callable[[], object]) -> str:
@@ -60,12 +67,12 @@ def refused(code: ErrorCode, call: Callable[[], object]) -> str:
     ],
 )
 def test_vectors_as_transformers_computes_them(
-    load: Any, golden: Any, toy: str, pooling: Pooling, floor: float, config: dict[str, Any]
+    load: Any, toy: str, pooling: Pooling, floor: float, config: dict[str, Any]
 ) -> None:
-    rows, known = golden(toy.partition(":")[0])
-    ours = embed(load(toy, **config), batch_of(rows), pooling)
+    name = toy.partition(":")[0]
+    ours = embed(load(toy, **config), batch_of(golden_rows(GOLDENS, name)), pooling)
     assert ours.dtype == np.float32 and ours.flags.c_contiguous
-    assert cosines(ours, known["out"]).min() >= floor
+    assert cosines(ours, GOLDENS[f"{name}.out"]).min() >= floor
     assert np.abs(np.linalg.norm(ours, axis=1) - 1).max() < 1e-5
 
 
@@ -73,7 +80,7 @@ def test_without_normalisation_the_length_is_the_models(load: Any, tmp_path: Pat
     toy = case("bert-cls")
     model = load(build_toy(tmp_path, toy.name, toy.write, **toy.options))
     ours = embed(model, batch_of(toy.rows()), Pooling.CLS, normalize=False)
-    assert np.abs(ours - GOLDENS[toy.name]).max() < 1e-2
+    assert np.abs(ours - CASES[toy.name]).max() < 1e-2
     assert np.abs(np.linalg.norm(ours, axis=1) - 1).max() > 0.1, "the toy's vectors are not of length one by themselves"
 
 
@@ -161,7 +168,7 @@ def test_rerank_gives_the_cross_encoders_logits(load: Any, tmp_path: Path, dtype
     """Token types included: transformers was given type 1 behind the first separator."""
     toy = case("bert-rerank")
     model = load(build_toy(tmp_path, toy.name, toy.write, dtype=dtype, **toy.options))
-    for row, logit in list(zip(toy.rows(), GOLDENS[toy.name], strict=True))[4:]:  # shorter ones are no pairs
+    for row, logit in list(zip(toy.rows(), CASES[toy.name], strict=True))[4:]:  # shorter ones are no pairs
         middle = len(row) // 2
         (ours,) = model.rerank(pairs(row[: middle + 1], [row[middle + 1 :]]), progress=silent())
         assert abs(ours - logit) <= error
@@ -187,12 +194,11 @@ def test_a_pair_longer_than_the_model(load: Any) -> None:
     [("llama-generate", {"ubatch_size": 3}), ("qwen3-generate", {"batch_size": 1}), ("qwen2-generate", {}),
      ("mistral-generate", {})],
 )  # fmt: skip
-def test_greedy_tokens_as_transformers_computes_them(load: Any, golden: Any, toy: str, blocks: dict[str, int]) -> None:
+def test_greedy_tokens_as_transformers_computes_them(load: Any, toy: str, blocks: dict[str, int]) -> None:
     """Also what proves llama's rotary order: a wrong one changes every token."""
-    rows, known = golden(toy)
     model = load(toy, **blocks)
-    for row, expected in zip(rows, known["greedy"], strict=True):
-        found = model.generate(np.array(row, np.int32), max_tokens=8, progress=silent())
+    for row, expected in zip(golden_rows(GOLDENS, toy), GOLDENS[f"{toy}.greedy"], strict=True):
+        found = generate(model, row, 8)
         assert list(found.generated_token_ids) == expected.tolist()
         assert (found.n_prompt, found.n_gen, found.finish_reason) == (len(row), 8, FinishReason.LENGTH)
 
@@ -208,7 +214,6 @@ def test_nonfinite_states_are_typed(toys: Any, load: Any, tmp_path: Path) -> Non
     with poisoned.path.open("r+b") as file:
         file.seek(int(info.data_offset) + 7 * 64 * 4)
         file.write(np.full(64, np.nan, dtype="<f4").tobytes())
-    from tests.support.toy_gguf import sha256
 
     model = load(ToyGguf(poisoned.path, poisoned.checkpoint, sha256(poisoned.path)))
     vectors = embed(model, batch_of([[5], [7, 8]]))
@@ -223,49 +228,38 @@ def test_weights_beyond_free_memory_are_oom(load: Any, monkeypatch: pytest.Monke
 
 def test_a_cache_beyond_free_memory_is_oom(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load("llama-generate")
-    ids = np.array([5], dtype=np.int32)
     monkeypatch.setattr("engines.llama.contexts.free_memory", lambda: 1000)
-    refused(ErrorCode.OOM, lambda: model.generate(ids, max_tokens=4, progress=silent()))
+    refused(ErrorCode.OOM, lambda: generate(model, [5], 4))
     monkeypatch.undo()
-    assert model.generate(ids, max_tokens=4, progress=silent()).n_gen == 4
+    assert generate(model, [5], 4).n_gen == 4
 
 
 def test_a_generator_without_a_vocabulary_cannot_say_text(toys: Any, load: Any, tmp_path: Path) -> None:
     nameless = load(rewrite(toys("qwen3").path, tmp_path / "nameless.gguf", qwen3__pooling_type=-1))
-    ids = np.array([5], dtype=np.int32)
-    refused(ErrorCode.MODEL_UNSUPPORTED, lambda: nameless.generate(ids, max_tokens=1, progress=silent()))
+    refused(ErrorCode.MODEL_UNSUPPORTED, lambda: generate(nameless, [5], 1))
 
 
-class Recorder:
-    """A reporter without coalescing, and what it emitted."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self._now = 0.0
-        self.reporter = ProgressReporter(self._emit, phase=Phase.INFERENCE, clock=self._clock)
-
-    def _emit(self, completed: int, _phase: Phase) -> None:
-        self.seen.append(completed)
-
-    def _clock(self) -> float:
-        self._now += 1.0
-        return self._now
+def recorder() -> tuple[ProgressReporter, list[int]]:
+    """Return a reporter without coalescing, and what it emitted."""
+    seen: list[int] = []
+    emit = lambda completed, _phase: seen.append(completed)  # noqa: E731
+    return ProgressReporter(emit, phase=Phase.INFERENCE, clock=itertools.count().__next__), seen
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_each_finished_chunk_is_its_layers(load: Any, threads: int) -> None:
-    recorder = Recorder()
-    embed(load("bert", threads=threads), batch_of(toy_rows(1, [64] * 24)), progress=recorder.reporter)
-    assert recorder.seen == [2, 4, 6, 8, 10, 12], "six chunks of four rows, two layers each"
+    progress, seen = recorder()
+    embed(load("bert", threads=threads), batch_of(toy_rows(1, [64] * 24)), progress=progress)
+    assert seen == [2, 4, 6, 8, 10, 12], "six chunks of four rows, two layers each"
 
 
 @pytest.mark.parametrize("toy", ["bert512", "qwen3"])
 def test_a_slow_call_reports_each_layer(load: Any, monkeypatch: pytest.MonkeyPatch, toy: str) -> None:
     plain = embed(load(toy), batch_of(toy_rows(1, [400])))
     monkeypatch.setattr(model_module, "SLOW_CALL_S", 0.0)
-    recorder = Recorder()
-    watched = embed(load(toy), batch_of(toy_rows(1, [400])), progress=recorder.reporter)
-    assert recorder.seen == [1, 2]
+    progress, seen = recorder()
+    watched = embed(load(toy), batch_of(toy_rows(1, [400])), progress=progress)
+    assert seen == [1, 2]
     assert watched.tobytes() == plain.tobytes(), "watching changes nothing"
 
 
@@ -273,13 +267,12 @@ def test_a_prompt_that_takes_long_is_cut_into_blocks_that_are_reported(
     load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A 7B model's prompt on two slow cores was silent beyond the host's 120 s, and a live worker was killed."""
-    ids = np.array([5, 6, 7, 8] * 12, dtype=np.int32)
-    quick = load("llama-generate").generate(ids, max_tokens=6, progress=silent())
+    quick = generate(load("llama-generate"), [5, 6, 7, 8] * 12, 6)
     assert quick.n_gen == 6
     monkeypatch.setattr(model_module, "BLOCK_S", 0.0)
-    recorder = Recorder()
-    slow = load("llama-generate").generate(ids, max_tokens=6, progress=recorder.reporter)
-    assert recorder.seen == list(range(1, 9)), "three blocks of 16 tokens, five decoded tokens: the sixth is never read"
+    progress, seen = recorder()
+    slow = generate(load("llama-generate"), [5, 6, 7, 8] * 12, 6, progress)
+    assert seen == list(range(1, 9)), "three blocks of 16 tokens, five decoded tokens: the sixth is never read"
     assert slow.generated_token_ids == quick.generated_token_ids
 
 
@@ -292,9 +285,9 @@ def test_a_large_vocabulary_is_counted_before_the_kernel_counts_it(
     monkeypatch.setattr("engines.llama.contexts.free_memory", lambda: 2_000_000_000)
     refused(ErrorCode.OOM, lambda: embed(model, batch_of(toy_rows(1, [4096]))))
     rows = batch_of(toy_rows(2, [64] * 12))
-    recorder = Recorder()
-    assert np.isfinite(embed(model, rows, progress=recorder.reporter)).all(), "usual rows fit, in smaller chunks"
-    assert recorder.seen == [2, 4, 6], "three chunks of 256 tokens, of two layers each"
+    progress, seen = recorder()
+    assert np.isfinite(embed(model, rows, progress=progress)).all(), "usual rows fit, in smaller chunks"
+    assert seen == [2, 4, 6], "three chunks of 256 tokens, of two layers each"
 
 
 def test_close_is_idempotent(load: Any) -> None:

@@ -16,7 +16,7 @@ from engines.llama.build.convert import build
 from engines.protocol.messages import Pooling
 from engines.runtime.batch import RerankPairs, TokenBatch
 from engines.runtime.progress import silent
-from tests.support.numbers import batch_of, cosines
+from tests.support.rows import batch_of, cosines
 from tests.support.toy_gguf import ToyGguf, sha256
 
 pytestmark = [pytest.mark.llama, pytest.mark.numerics]

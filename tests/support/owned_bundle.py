@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from engines.bundle import manifest
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import Artifact, Bundle, Manifest
-from engines.checkpoint import facts
+from engines.checkpoint import facts, safetensors
 from engines.checkpoint.package import profile_of, write_package
 from engines.checkpoint.read import Checkpoint, plain_numbers
 from engines.protocol.messages import Load
@@ -46,6 +50,22 @@ def write_bundle(
     present = {key: value for key, value in (described(checkpoint, model_id) | fields).items() if value is not None}
     manifest.write(out, Manifest(artifacts=[entry], **present))
     return manifest.read(out)
+
+
+def repackaged(source: Bundle, root: Path, change: Callable[[dict[str, np.ndarray]], object], **fields: Any) -> Bundle:
+    """Copy a bundle, let *change* work on its tensors, and describe the result honestly in a new manifest.
+
+    *fields* are of the manifest's entry; ``profile`` is of the package.
+    """
+    opened = safetensors.SafetensorsFile.open(source.path("model.safetensors"))
+    tensors = {name: np.array(opened.array(name)) for name in opened.header.tensors}
+    change(tensors)
+    file = root / "model.safetensors"
+    safetensors.write(file, tensors, metadata={"profile": fields.pop("profile", "toy.owned-cuda")})
+    text = json.loads((source.root / manifest.FILE_NAME).read_text())
+    text["artifacts"][0] |= {"digest": PREFIX + file_digest(file), **fields}
+    (root / manifest.FILE_NAME).write_bytes(manifest.canonical_bytes(text))
+    return manifest.read(root)
 
 
 def load_request(bundle: Bundle, **config: str) -> Load:
