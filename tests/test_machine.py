@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from engines import machine
+from engines.cuda import settings
+from synapse_host.placement import hardware
+from synapse_host.supervision.queueing import Permits
 
 
 @pytest.fixture
@@ -71,11 +74,13 @@ def test_usable_cores(tmp_path: Path, name: str, membership: str | None, files: 
     assert machine.usable_cores(root=tmp_path / "fs", membership=own) == expected
 
 
-def test_the_affinity_mask_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "affinity", lambda: 1)
-    tree(tmp_path, {"cgroup.controllers": "", "cpu.max": "400000 100000"})
-    (tmp_path / "own").write_text("0::/\n")
-    assert machine.usable_cores(root=tmp_path, membership=tmp_path / "own") == 1
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no CPU sets on this system")
+@pytest.mark.report("microsoft/onnxruntime#10166")
+def test_threads_and_permits_follow_a_cpu_set() -> None:
+    """Also microsoft/onnxruntime#8313 and 7207, headroomlabs-ai/headroom#2885: threads by the machine's size."""
+    with machine.bound_to(min(os.sched_getaffinity(0))):
+        threads = settings.parse({}, device="cpu", precision="f32").threads
+        assert [machine.usable_cores(), threads, Permits().limit("cpu"), hardware.detect().cores] == [1] * 4
 
 
 def test_free_memory_is_the_smaller_of_machine_and_cgroup(tmp_path: Path) -> None:
