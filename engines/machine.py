@@ -15,7 +15,6 @@ from pathlib import Path
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 SELF_CGROUP = Path("/proc/self/cgroup")
-MEMINFO = Path("/proc/meminfo")
 
 
 def usable_cores(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) -> int:
@@ -30,11 +29,11 @@ def cpu_quota(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) -> fl
     return min(_quotas(root, membership), default=None)
 
 
-def free_memory(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP, meminfo: Path = MEMINFO) -> int | None:
-    """Return the bytes that can still be taken (machine, cgroup, address space), or None if none is known."""
-    sources = (_available(meminfo), _cgroup_free(root, membership), _address_space())
-    known = [value for value in sources if value is not None]
-    return min(known) if known else None
+def free_memory(*, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) -> int:
+    """Return the bytes that can still be taken: of the machine, of each cgroup, of the address space."""
+    import psutil  # a worker needs it at LOAD, and would pay for it before HELLO
+
+    return min([int(psutil.virtual_memory().available), *_cgroup_free(root, membership), *_address_space()])
 
 
 def affinity() -> int:
@@ -75,11 +74,7 @@ def bound_to(cpu: int | None) -> Iterator[None]:
 
 def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
     """Yield the cgroup folders that limit us, innermost first: version 2, then version 1."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _text(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             mount = root / "unified" if (root / "unified").is_dir() else root
@@ -97,7 +92,7 @@ def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
 
 def _quotas(root: Path, membership: Path) -> Iterator[float]:
     for folder in _folders(root, membership, "cpu"):
-        words = (_text(folder / "cpu.max") or "").split()
+        words = _text(folder / "cpu.max").split()
         if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
             yield int(words[0]) / int(words[1])
         quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
@@ -105,60 +100,41 @@ def _quotas(root: Path, membership: Path) -> Iterator[float]:
             yield quota / period
 
 
-def _cgroup_free(root: Path, membership: Path) -> int | None:
-    free: list[int] = []
+def _cgroup_free(root: Path, membership: Path) -> Iterator[int]:
     for folder in _folders(root, membership, "memory"):
-        for limit_name, usage_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+        for limit_name, usage_name in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
+            limit, usage = _number(folder / f"memory.{limit_name}"), _number(folder / f"memory.{usage_name}")
             if limit is not None and usage is not None and limit < 2**60:  # version 1 says 'none' with 2**63
-                free.append(max(0, limit - usage + _reclaimable(folder)))
-    return min(free) if free else None
+                yield max(0, limit - usage + _reclaimable(folder))
 
 
 def _reclaimable(folder: Path) -> int:
     """Return the page cache that counts as usage but is given back under pressure."""
-    for line in (_text(folder / "memory.stat") or "").splitlines():
+    for line in _text(folder / "memory.stat").splitlines():
         words = line.split()
         if len(words) == 2 and words[0] in ("inactive_file", "total_inactive_file"):
             return int(words[1])
     return 0
 
 
-def _available(meminfo: Path) -> int | None:
-    for line in (_text(meminfo) or "").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    if meminfo is MEMINFO:
-        import psutil
+def _address_space() -> Iterator[int]:
+    """Yield what RLIMIT_AS leaves, where there is such a limit."""
+    import psutil
 
-        return int(psutil.virtual_memory().available)
-    return None
-
-
-def _address_space() -> int | None:
-    """Return what RLIMIT_AS leaves, or None without such a limit."""
-    try:
-        import resource
-
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit == resource.RLIM_INFINITY:
-            return None
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except (ImportError, OSError):  # Windows has no resource module, macOS no /proc
-        return None
-    return max(0, limit - pages * resource.getpagesize())
+    if sys.platform == "linux":
+        limit, _ = psutil.Process().rlimit(psutil.RLIMIT_AS)
+        if limit != psutil.RLIM_INFINITY:
+            yield max(0, limit - int(psutil.Process().memory_info().vms))
 
 
-def _text(path: Path) -> str | None:
+def _text(path: Path) -> str:
+    """Return what a file holds, nothing where it can't be read."""
     try:
         return path.read_text()
     except OSError:
-        return None
+        return ""
 
 
 def _number(path: Path) -> int | None:
-    text = (_text(path) or "").strip()
+    text = _text(path).strip()
     return int(text) if text.lstrip("-").isdigit() else None

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from engines import machine
+from engines.cuda import settings
+from synapse_host.placement import hardware
+from synapse_host.supervision.queueing import Permits
 
 
 @pytest.fixture
@@ -71,56 +78,58 @@ def test_usable_cores(tmp_path: Path, name: str, membership: str | None, files: 
     assert machine.usable_cores(root=tmp_path / "fs", membership=own) == expected
 
 
-def test_the_affinity_mask_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "affinity", lambda: 1)
-    tree(tmp_path, {"cgroup.controllers": "", "cpu.max": "400000 100000"})
-    (tmp_path / "own").write_text("0::/\n")
-    assert machine.usable_cores(root=tmp_path, membership=tmp_path / "own") == 1
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no CPU sets on this system")
+@pytest.mark.report("microsoft/onnxruntime#10166")
+def test_threads_and_permits_follow_a_cpu_set() -> None:
+    """Also microsoft/onnxruntime#8313 and 7207, headroomlabs-ai/headroom#2885: threads by the machine's size."""
+    with machine.bound_to(min(os.sched_getaffinity(0))):
+        threads = settings.parse({}, device="cpu", precision="f32").threads
+        assert [machine.usable_cores(), threads, Permits().limit("cpu"), hardware.detect().cores] == [1] * 4
 
 
-def test_free_memory_is_the_smaller_of_machine_and_cgroup(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 100 kB\nMemAvailable:      50 kB\n")
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 50_000),
+        ({"a/memory.max": "40000", "a/memory.current": "30000"}, 10_000),
+        (
+            {
+                "a/memory.max": "40000",
+                "a/memory.current": "30000",
+                "a/memory.stat": "anon 5\ninactive_file 7000\n",
+            },
+            17_000,
+        ),
+        ({"a/memory.max": "max", "a/memory.current": "30000"}, 50_000),
+        ({"memory/d/memory.limit_in_bytes": "9000", "memory/d/memory.usage_in_bytes": "8000"}, 1000),
+        ({"memory/d/memory.limit_in_bytes": str(2**63 - 4096), "memory/d/memory.usage_in_bytes": "8000"}, 50_000),
+    ],
+)
+def test_free_memory_is_the_smallest_of_machine_and_cgroups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=50_000))
     own = tmp_path / "own"
-    own.write_text("0::/a\n")
-    root = tmp_path / "fs"
-    assert machine.free_memory(root=root, membership=own, meminfo=meminfo) == 50 * 1024
-    tree(root, {"cgroup.controllers": "", "a/memory.max": "40000", "a/memory.current": "30000"})
-    assert machine.free_memory(root=root, membership=own, meminfo=meminfo) == 10_000
-    tree(root, {"a/memory.stat": "anon 5\ninactive_file 7000\n"})
-    assert machine.free_memory(root=root, membership=own, meminfo=meminfo) == 17_000
-    tree(root, {"a/memory.max": "max"})
-    assert machine.free_memory(root=root, membership=own, meminfo=meminfo) == 50 * 1024
+    own.write_text("9:memory:/d\n0::/a\n")
+    tree(tmp_path / "fs", files)
+    assert machine.free_memory(root=tmp_path / "fs", membership=own) == expected
 
 
-def test_free_memory_of_cgroup_version_1(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("9:memory:/d\n")
-    root = tmp_path / "fs"
-    tree(root, {"memory/d/memory.limit_in_bytes": "9000", "memory/d/memory.usage_in_bytes": "8000"})
-    assert machine.free_memory(root=root, membership=own, meminfo=tmp_path / "none") == 1000
-    tree(root, {"memory/d/memory.limit_in_bytes": str(2**63 - 4096)})
-    assert machine.free_memory(root=root, membership=own, meminfo=tmp_path / "none") is None
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
+def test_free_memory_heeds_a_limit_of_the_address_space() -> None:
+    script = "import resource as r; r.setrlimit(r.RLIMIT_AS, (2**30, -1)); from engines import machine as m"
+    done = subprocess.run([sys.executable, "-c", f"{script}; print(m.free_memory())"], capture_output=True, check=True)
+    assert 2**29 < int(done.stdout) < 2**30
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads can't be bound on this system")
-def test_a_thread_is_bound_for_the_block_only() -> None:
+def test_a_thread_is_bound_for_the_block_only_and_to_no_cpu_that_is_not_there() -> None:
     before = os.sched_getaffinity(0)
-    cpu = min(before)
-    with pytest.raises(ValueError, match="inside"), machine.bound_to(cpu):
-        assert os.sched_getaffinity(0) == {cpu}
-        raise ValueError("inside")
-    assert os.sched_getaffinity(0) == before
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads can't be bound on this system")
-def test_a_cpu_that_is_not_there_leaves_the_thread_free() -> None:
-    before = os.sched_getaffinity(0)
-    with machine.bound_to(1023):
+    for cpu, inside in ((min(before), {min(before)}), (1023, before), (None, before)):
+        with pytest.raises(ValueError, match="inside"), machine.bound_to(cpu):
+            assert os.sched_getaffinity(0) == inside
+            raise ValueError("inside")
         assert os.sched_getaffinity(0) == before
-    with machine.bound_to(None):
-        assert os.sched_getaffinity(0) == before
-    assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 from engines.ane.backend import Source
 from engines.ane.signature import FunctionSpec
 from engines.bundle import preparation
-from engines.bundle.digest import same, tree_digest, tree_identity
+from engines.bundle.digest import BLOCK, same, tree_digest, tree_identity
 from engines.bundle.manifest import BundleError
 from engines.protocol.errors import EngineError, ErrorCode
-from engines.runtime.artifact import BLOCK_BYTES, expected_digest
+from engines.runtime.artifact import expected_digest
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Artifact
@@ -48,7 +48,7 @@ class Verified:
 
         def hashed(done: int, total: int) -> None:
             nonlocal reported
-            units = -(-done // BLOCK_BYTES)
+            units = -(-done // BLOCK)
             if units > reported:
                 progress.advance(units - reported)
                 reported = units

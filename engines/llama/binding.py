@@ -293,8 +293,7 @@ class NativeContext:
         """
         api = self.api
         size = int(api.llama_state_seq_get_size(other._context, 0))
-        free = free_memory()
-        if free is not None and size > free:
+        if size > free_memory():
             return False
         state = (ctypes.c_uint8 * size)()
         read = api.llama_state_seq_get_data(other._context, state, size, 0)

@@ -42,7 +42,7 @@ class ContextPool:
         """Return a new context that the caller keeps and closes. Raises EngineError ``oom`` or ``config_invalid``."""
         needed = context_bytes(self._header, shape)
         free = free_memory()
-        if free is not None and needed > free:
+        if needed > free:
             raise EngineError(
                 ErrorCode.OOM, f"a context of {shape.n_ctx} tokens takes {needed} bytes, {free} bytes are free"
             )

@@ -242,7 +242,7 @@ def _require_memory(header: gguf.Header) -> None:
     from engines.machine import free_memory
 
     free = free_memory()
-    if free is not None and header.tensor_bytes > free:
+    if header.tensor_bytes > free:
         raise EngineError(
             ErrorCode.OOM, f"the weights take {header.tensor_bytes} bytes, {free} bytes are free on this machine"
         )

@@ -31,7 +31,6 @@ from engines.protocol.messages import (
     Hello,
     HelloAck,
     Message,
-    Phase,
     Progress,
     Scores,
     Shutdown,
@@ -120,21 +119,6 @@ class Connection:
     def buffer_updated(self, count: int) -> None:
         """Record that *count* bytes arrived in the last :meth:`get_buffer`."""
         self._reader.buffer_updated(count)
-
-    @property
-    def request(self) -> AnyRequest | None:
-        """The request of the running exchange, None when idle."""
-        return self.expectation.request
-
-    @property
-    def completed(self) -> int:
-        """The last progress counter of the running exchange."""
-        return self.expectation.completed
-
-    @property
-    def phase(self) -> Phase | None:
-        """The phase of the running exchange, None when idle."""
-        return self.expectation.phase
 
     @property
     def mid_frame(self) -> bool:

@@ -11,15 +11,12 @@ import io
 import os
 import re
 import stat
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import TYPE_CHECKING, Final
 
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
     from engines.runtime.progress import ProgressReporter
-
-BLOCK_BYTES: Final = 1024 * 1024
-"""Read at once, and one unit of progress."""
 
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -34,9 +31,15 @@ class ArtifactFile(io.FileIO):
         self._digest = ""
 
     def verify(self, digest: str, progress: ProgressReporter) -> None:
-        """Hash the file, compare with LOAD's *digest* and rewind; EngineError(artifact_invalid) names both digests."""
+        """Hash the file, compare with LOAD's *digest* and rewind; EngineError(artifact_invalid) names both digests.
+
+        One unit of progress per MiB hashed; the last, partial one counts as one.
+        """
+        from engines.bundle.digest import file_digest
+
         self._digest = expected_digest(digest)  # a malformed one is refused before a gigabyte is read
-        observed = hash_artifact(self, progress)
+        self.seek(0)
+        observed = file_digest(self, lambda done, total: progress.advance())
         if observed != self._digest:
             raise EngineError(
                 ErrorCode.ARTIFACT_INVALID,
@@ -77,17 +80,6 @@ def open_artifact(path: str | os.PathLike[str]) -> ArtifactFile:
         os.close(descriptor)
         raise EngineError(ErrorCode.ARTIFACT_INVALID, f"{name!r} is not a regular file")
     return ArtifactFile(descriptor, name)
-
-
-def hash_artifact(file: BinaryIO, progress: ProgressReporter) -> str:
-    """Return the lowercase hex SHA-256 of *file* from its start; one unit of progress per MiB hashed.
-
-    The last, partial MiB counts as one. The file position is at the end afterwards.
-    """
-    from engines.bundle.digest import file_digest
-
-    file.seek(0)
-    return file_digest(file, lambda done, total: progress.advance())
 
 
 def expected_digest(text: str) -> str:

@@ -67,9 +67,7 @@ def hello(identity: EngineIdentity, nonce: str, *, max_frame: int = DEFAULT_MAX_
     return Hello(
         v=VERSION,
         nonce=nonce,
-        engine=EngineInfo(
-            engine=identity.engine, version=identity.version, build_flags=dict(identity.build_flags) or UNSET
-        ),
+        engine=EngineInfo(engine=identity.engine, version=identity.version, build_flags=identity.build_flags),
         pid=os.getpid(),
         max_frame=max_frame,
         manifest_digest=identity.manifest_digest if identity.manifest_digest is not None else UNSET,

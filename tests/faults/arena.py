@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import inspect
 import logging
@@ -13,9 +14,11 @@ import signal
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from synapse_host.supervision.supervisor import Supervisor
 from synapse_host.worker import startup as birth_module
@@ -38,26 +41,25 @@ class Spy:
         self.verdicts: dict[str, tuple[float, str]] = {}
         """worker_id -> (time.monotonic() of the first fault seen, its cause)."""
 
-    def pid(self, lane: Supervisor) -> int | None:
-        """Return the pid of the lane's newest worker, also before its HELLO."""
-        process = self.process(lane)
-        return None if process is None else process.pid
-
     def process(self, lane: Supervisor) -> Any:
-        """Return the lane's newest worker process."""
-        return self.processes.get(f"{lane.spec.lane_id}-{lane.health()['generation']}")
+        """Return the lane's newest worker process, also before its HELLO."""
+        return self.processes[f"{lane.spec.lane_id}-{lane.health()['generation']}"]
 
-    def verdict(self, lane: Supervisor, generation: int) -> tuple[float, str] | None:
+    def verdict(self, lane: Supervisor, generation: int) -> tuple[float, str]:
         """Return when and for what a worker generation was given up."""
-        return self.verdicts.get(f"{lane.spec.lane_id}-{generation}")
+        return self.verdicts[f"{lane.spec.lane_id}-{generation}"]
+
+    def forget(self) -> None:
+        """Let go of what was noted: a process keeps its session alive, with its buffers."""
+        self.processes.clear()
+        self.verdicts.clear()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Spy]:
         """Put the eye on the births and deaths of workers."""
-        spy = self
-        process_class, fail = birth_module.WorkerProcess, Session._fail
+        spy, fail = self, Session._fail
 
-        class Spied(process_class):  # type: ignore[misc, valid-type]
+        class Spied(birth_module.WorkerProcess):
             def __init__(self, command: Any, *, env: Any, **rest: Any) -> None:
                 super().__init__(command, env=env, **rest)
                 spy.processes[env["SYNAPSE_WORKER_ID"]] = self
@@ -67,13 +69,8 @@ class Spy:
                 spy.verdicts.setdefault(self.worker_id, (time.monotonic(), cause))
             fail(self, cause, message)
 
-        birth_module.WorkerProcess = Spied  # type: ignore[misc]
-        Session._fail = noted  # type: ignore[method-assign]
-        try:
+        with mock.patch.object(birth_module, "WorkerProcess", Spied), mock.patch.object(Session, "_fail", noted):
             yield self
-        finally:
-            birth_module.WorkerProcess = process_class  # type: ignore[misc]
-            Session._fail = fail  # type: ignore[method-assign]
 
 
 class Arena:
@@ -90,6 +87,18 @@ class Arena:
         """Return a path for a worker's signals."""
         return self.root / name
 
+    def check_history(self) -> None:
+        """Judge the requests so far, all of them over, and forget them: an endless history would be a leak."""
+        self.row.lost += len(self.history.lost())
+        self.row.mismatched += len(self.history.mismatched())
+        self.history.calls.clear()
+        self.spy.forget()
+
+    async def end(self, lane: Supervisor) -> None:
+        """Close a lane before the row ends."""
+        await lane.aclose()
+        self.lanes.made.remove(lane)
+
 
 @contextlib.asynccontextmanager
 async def arena(row: Row) -> AsyncIterator[Arena]:
@@ -102,10 +111,9 @@ async def arena(row: Row) -> AsyncIterator[Arena]:
             async with lanes_in(root / "rt") as lanes:
                 made = Arena(row, lanes, root, spy)
                 yield made
-        row.lost += len(made.history.lost())
-        row.mismatched += len(made.history.mismatched())
         if made.history.calls:
             row.notes["outcomes"] = made.history.counts()
+        made.check_history()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         row.check(not others, f"tasks left behind: {others}")
         row.check(not uncaught, f"uncaught: {uncaught}")
@@ -113,30 +121,41 @@ async def arena(row: Row) -> AsyncIterator[Arena]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def lane_row(id: str, what: str, **limits: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a coroutine function over an :class:`Arena` a row of the campaign; *what* may name its options."""
+def campaign_row(
+    id: str, what: str, *, loop: Callable[[], asyncio.AbstractEventLoop] | None = None, **limits: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Row]]:
+    """Make a function a row of the campaign: called with its options it runs and returns what it found.
 
-    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
-        def make(**options: Any) -> tuple[Row, Callable[[], Any]]:
+    A coroutine function gets an :class:`Arena`, any other the :class:`Row`. *what* may name the options.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Row]:
+        @functools.wraps(body)
+        def made(**options: Any) -> Row:
             bound = inspect.signature(body).bind(None, **options)
             bound.apply_defaults()
             row = Row(id, what.format(**bound.arguments), **limits)
 
-            async def work() -> None:
+            async def on_lanes() -> None:
                 async with arena(row) as ground:
                     await body(ground, **options)
 
-            return row, work
+            with counted(row):
+                if inspect.iscoroutinefunction(body):
+                    with asyncio.Runner(loop_factory=loop) as runner:
+                        runner.run(on_lanes())
+                else:
+                    body(row, **options)
+            return row
 
-        return make
+        return made
 
     return decorate
 
 
-def run(
-    row: Row, body: Callable[[], Any], *, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-) -> Row:
-    """Run one row: *body* returns a coroutine, or None when it did its work itself. Counts leaks; never raises."""
+@contextlib.contextmanager
+def counted(row: Row) -> Iterator[None]:
+    """Enter what the block raises, its time and its leaks into *row*, and settle it."""
     log = logging.getLogger("synapse_host")
     level = log.level
     log.setLevel(logging.CRITICAL)  # a campaign kills thousands of workers
@@ -144,15 +163,8 @@ def run(
     before = (descriptors(), set(threading.enumerate()), children())
     start = time.monotonic()
     try:
-        work = body()
-        if work is not None:
-            with asyncio.Runner(loop_factory=loop_factory) as runner:
-                runner.run(work)
-    except BaseException as exc:
-        if isinstance(exc, KeyboardInterrupt):
-            raise
-        import traceback
-
+        yield
+    except (Exception, asyncio.CancelledError) as exc:
         row.problems.append("".join(traceback.format_exception(exc))[-3000:])
     finally:
         log.setLevel(level)
@@ -165,10 +177,9 @@ def run(
     if left:
         row.notes["leaks"] = str(left)[:500]
     row.settle()
-    return row
 
 
-async def until(condition: Callable[[], Any], what: str = "the condition", limit: float = LIMIT_S) -> Any:
+async def until(condition: Callable[[], Any], what: str, limit: float = LIMIT_S) -> Any:
     """Wait for *condition* and return its value."""
     deadline = time.monotonic() + limit
     while not (value := condition()):
@@ -180,8 +191,14 @@ async def until(condition: Callable[[], Any], what: str = "the condition", limit
 
 async def appeared(path: Path) -> None:
     """Wait for a worker's signal and take it away."""
-    await until(path.exists, f"{path.name}")
+    await until(path.exists, path.name)
     path.unlink()
+
+
+async def outcome_of(request: Any) -> Any:
+    """Return what a request returned or raised."""
+    (outcome,) = await asyncio.gather(request, return_exceptions=True)
+    return outcome
 
 
 def kill(pid: int, signum: int = signal.SIGKILL) -> None:

@@ -4,71 +4,71 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import random
 import sys
 import threading
 import time
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from synapse_host.errors import BackendMissing, EngineCrashed
 from tests.conftest import children, descriptors
-from tests.faults.arena import Arena, kill, lane_row, until
+from tests.faults.arena import Arena, campaign_row, kill, outcome_of, until
 from tests.support.lanes import alive
 
 LIGHT = (sys.executable, "-I", "-S", str(Path(__file__).with_name("light_worker.py")))
 GROWTH = 5 * 2**20
+WAYS = ("stop", "stop", "kill", "unload", "missing")
 
 
 def rss() -> int:
     """Return the resident bytes of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process().memory_info().rss)
 
 
-@lane_row("R8", "{count} spawn/stop cycles")
-async def r8(ground: Arena, count: int, *, lanes: int = 3) -> None:
+@campaign_row("R8", "{count} spawn/stop cycles")
+async def r8(ground: Arena, count: int) -> None:
     """Spawn and stop: no descriptor, thread, child, zombie or socket file is left, and the host doesn't grow."""
     row = ground.row
     # Imports, caches and the allocator's pools settle first.
-    warm = max(6, min(150, count // 4))
-    await _cycles(ground, warm, lanes, counted=False)
-    gc.collect()
-    before = (len(descriptors()), threading.active_count(), len(children()))
-    start = rss()
-    await _cycles(ground, count, lanes, counted=True)
-    gc.collect()
-    grown = rss() - start
-    after = (len(descriptors()), threading.active_count(), len(children()))
-    files = [path.name for path in ground.root.rglob("*.sock")]
+    await _cycles(ground, max(6, min(150, count // 4)))
+    row.injected = row.survived = 0
+    before, start = _held(), rss()
+    await _cycles(ground, count)
+    after, grown = _held(), rss() - start
     for name, one, two in zip(("descriptors", "threads", "children"), before, after, strict=True):
         row.leaked += max(0, two - one)
         row.check(two <= one, f"{name}: {one} -> {two}")
-    row.leaked += len(files)
+    files = [path.name for path in ground.root.rglob("*.sock")]
     row.check(not files, f"socket files left: {files}")
     row.check(grown <= GROWTH, f"the host grew by {grown / 2**20:.1f} MiB")
     row.notes["rss_growth_mib"] = round(grown / 2**20, 2)
 
 
-async def _cycles(ground: Arena, count: int, lanes: int, *, counted: bool) -> None:
+def _held() -> tuple[int, int, int]:
+    gc.collect()
+    return len(descriptors()), threading.active_count(), len(children())
+
+
+async def _cycles(ground: Arena, count: int) -> None:
     turns = iter(range(count))
-    await asyncio.gather(*(_cycle_lane(ground, number, turns, counted) for number in range(lanes)))
+    await asyncio.gather(*(_cycle_lane(ground, f"cycle{number}", turns) for number in range(3)))
 
 
-async def _cycle_lane(ground: Arena, number: int, turns: Any, counted: bool) -> None:
-    row = ground.row
+async def _cycle_lane(ground: Arena, name: str, turns: Iterator[int]) -> None:
     for turn in turns:
-        way = ("stop", "stop", "kill", "unload", "missing")[turn % 5]
-        lane = ground.lanes(
-            {}, lane_id=f"cycle{number}", command=("/nonexistent/worker",) if way == "missing" else LIGHT
-        )
-        pid = None
-        right = True
-        if way == "missing":
-            outcome = (await asyncio.gather(lane.load(), return_exceptions=True))[0]
-            right = isinstance(outcome, BackendMissing)
-        else:
+        way = WAYS[turn % len(WAYS)]
+        with ground.row.fault(way) as check:
+            lane = ground.lanes({}, lane_id=name, command=("/nonexistent/worker",) if way == "missing" else LIGHT)
+            if way == "missing":
+                outcome = await outcome_of(lane.load())
+                check(isinstance(outcome, BackendMissing), f"{outcome!r}")
+                await ground.end(lane)
+                continue
             await lane.load()
             pid = lane.health()["worker_pid"]
             if way == "kill":
@@ -76,22 +76,16 @@ async def _cycle_lane(ground: Arena, number: int, turns: Any, counted: bool) -> 
                 await until(lambda lane=lane: lane.health()["strikes"] == 1, "the notice of a death")
             elif way == "unload":
                 await lane.unload()
-        await lane.aclose()
-        ground.lanes.made.remove(lane)
-        right = right and not (pid and alive(pid))
-        row.check(right, f"{way}: not as it should be")
-        if counted:
-            row.injected += 1
-            row.survived += right
-            ground.spy.processes.clear()
-            ground.spy.verdicts.clear()
+            await ground.end(lane)
+            check(not alive(pid), "the worker lives")
+        ground.spy.forget()
 
 
-@lane_row("R9", "soak of {seconds:g} s with faults")
-async def r9(ground: Arena, seconds: float, *, seed: int = 9) -> None:
+@campaign_row("R9", "soak of {seconds:g} s with faults")
+async def r9(ground: Arena, seconds: float) -> None:
     """Faults and traffic for a while: latency and memory don't drift, nothing is lost."""
     row = ground.row
-    rng = random.Random(seed)
+    rng = random.Random(9)
     ends: list[list[dict[str, Any]]] = [
         [{"signal": "SIGKILL"}],
         [{"exit": 3}],
@@ -103,41 +97,36 @@ async def r9(ground: Arena, seconds: float, *, seed: int = 9) -> None:
     made = [ground.lanes({"rules": rules}, lane_id=f"lane{n}") for n in range(2)]
     await asyncio.gather(*(ground.history.embed(lane) for lane in made))
     # Machine floats: a list of tuples would be the only thing that grows.
-    marks = [array("d"), array("d"), array("d")]
+    thirds = [array("d"), array("d"), array("d")]
+
+    def held() -> int:
+        """Return the resident bytes less what this row itself keeps: eight bytes a request."""
+        gc.collect()
+        return rss() - sum(len(part) * part.itemsize for part in thirds)
+
     start = time.monotonic()
-    first_rss = 0
+    first_held = 0
     while (now := time.monotonic() - start) < seconds:
         lane = rng.choice(made)
-        clients = [_client(ground, lane, marks[min(2, int(3 * now / seconds))]) for _ in range(8)]
+        clients = [_client(ground, lane, thirds[min(2, int(3 * now / seconds))]) for _ in range(8)]
         if rng.random() < 0.02:
-            row.injected += 1
             clients.append(_poison(ground, lane, 50 + rng.randrange(len(ends))))
         await asyncio.gather(*clients)
         if len(ground.history.calls) > 500:
-            # The checker looks at what is over; an endless history would be a leak of our own.
-            row.lost += len(ground.history.lost())
-            row.mismatched += len(ground.history.mismatched())
-            ground.history.calls.clear()
-            # A process keeps its session alive, with its buffers.
-            ground.spy.processes.clear()
-            ground.spy.verdicts.clear()
-        if not first_rss and now > seconds / 4:
-            gc.collect()
-            first_rss = rss() - _nbytes(marks)
-    gc.collect()
-    hours = seconds * 0.75 / 3600
-    # Less what this test itself keeps: eight bytes a request.
-    grown = rss() - _nbytes(marks) - first_rss
-    slope = grown / 2**20 / hours
-    thirds = [_p99(part) for part in marks]
+            ground.check_history()
+        if not first_held and now > seconds / 4:
+            first_held = held()
+    grown = held() - first_held
+    slope = grown / 2**20 / (seconds * 0.75 / 3600)
+    p99 = [sorted(part)[int(len(part) * 0.99)] if part else 0.0 for part in thirds]
     row.notes |= {
-        "requests": sum(map(len, marks)),
-        "p99_ms_by_third": [round(value * 1000, 2) for value in thirds],
+        "requests": sum(map(len, thirds)),
+        "p99_ms_by_third": [round(value * 1000, 2) for value in p99],
         "rss_slope_mib_per_h": round(slope, 2),
         "rss_growth_mib": round(grown / 2**20, 2),
     }
     if seconds >= 3600:
-        row.check(thirds[2] <= 1.1 * thirds[0], f"p99 drifts: {thirds}")
+        row.check(p99[2] <= 1.1 * p99[0], f"p99 drifts: {p99}")
         row.check(slope <= 1.0, f"memory grows by {slope:.2f} MiB an hour")
     else:
         row.check(grown <= GROWTH, "memory grows")
@@ -150,16 +139,7 @@ async def _client(ground: Arena, lane: Any, times: array[float]) -> None:
 
 
 async def _poison(ground: Arena, lane: Any, first: int) -> None:
-    outcome = (await asyncio.gather(ground.history.embed(lane, first), return_exceptions=True))[0]
-    right = isinstance(outcome, EngineCrashed) and not outcome.quarantined
-    ground.row.check(right, f"a poison request ends with {outcome!r}")
-    await ground.history.embed(lane)
-    ground.row.survived += right
-
-
-def _nbytes(marks: list[array[float]]) -> int:
-    return sum(len(part) * part.itemsize for part in marks)
-
-
-def _p99(values: array[float]) -> float:
-    return sorted(values)[int(len(values) * 0.99)] if values else 0.0
+    with ground.row.fault("a poison request") as check:
+        outcome = await outcome_of(ground.history.embed(lane, first))
+        check(isinstance(outcome, EngineCrashed) and not outcome.quarantined, f"it ends with {outcome!r}")
+        await ground.history.embed(lane)

@@ -6,7 +6,7 @@ import json
 import random
 import re
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ LENGTH = struct.Struct("<I")
 MAX = 64 * 1024 * 1024
 LENGTHS = (0, 1, 3, MAX, MAX + 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 65536, 65537)
 WAYS = (
-    *("flip", "byte", "delete", "insert", "cut", "stall", "length", "twice", "drop", "req_id", "generation"),
-    *("field", "type", "alien", "progress", "resize", "nonfinite", "split", "trickle"),
+    *("bytes", "bytes", "bytes", "cut", "stall", "length", "twice", "drop", "req_id", "req_id", "field", "type"),
+    *("alien", "progress", "resize", "nonfinite", "split", "trickle"),
 )
 HARMLESS = {"split", "trickle"}
 WORDS: tuple[bytes, ...] = (
@@ -98,11 +98,8 @@ class Plan:
     sender: str
     frame: int
     way: str
-    seed: int
+    seed: int = 0
     at: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def draw(rng: random.Random, *, frames: dict[str, int]) -> Plan:
@@ -111,62 +108,48 @@ def draw(rng: random.Random, *, frames: dict[str, int]) -> Plan:
     return Plan(sender, rng.randrange(frames[sender]), rng.choice(WAYS), rng.randrange(2**32))
 
 
-def spoil(frame: bytes, plan: Plan) -> tuple[list[bytes], str]:
-    """Return the pieces that arrive instead of *frame* (its length prefix included), and what happens afterwards.
+def spoil(frame: bytes, plan: Plan) -> list[bytes]:
+    """Return the pieces that arrive instead of *frame*, its length prefix included.
 
-    ``go on``, ``close`` or ``swallow`` (nothing more gets through, and nothing is closed).
+    After ``cut`` the connection is closed; after ``stall`` nothing more gets through.
     """
     rng = random.Random(plan.seed)
     payload = frame[LENGTH.size :]
-    data = bytearray(frame)
-    at = rng.randrange(len(data)) if plan.at is None else plan.at
+    at = rng.randrange(len(frame)) if plan.at is None else plan.at
     match plan.way:
-        case "flip":
-            data[at] ^= 1 << rng.randrange(8)
-        case "byte":
-            data[at] = rng.randrange(256)
-        case "delete":
-            del data[at : at + rng.randrange(1, 9)]
-        case "insert":
-            data[at:at] = rng.randbytes(rng.randrange(1, 9))
-        case "cut":
-            return [frame[:at]], "close"
-        case "stall":
-            return [frame[:at]], "swallow"
+        case "bytes":  # also in the length and in a raw frame
+            return [mutate(frame, rng)]
+        case "cut" | "stall":
+            return [frame[:at]]
         case "length":
             size = rng.choice((*LENGTHS, len(payload) - 1, len(payload) + 1, len(payload) // 2))
-            data[: LENGTH.size] = LENGTH.pack(max(0, size))
-        case "twice":
-            data += frame
+            return [LENGTH.pack(max(0, size)) + payload]
         case "drop":
-            return [], "go on"
-        case "req_id":
-            return [_json(payload, req_id=rng.choice(("", "x", "1-999", "0-1", "é" * 33, "x" * 65, None, 7)))], "go on"
-        case "generation":
-            return [_json(payload, req_id=rng.choice(("2-1", "0-1", "1-0", "1-1", "1-2", "1-3")))], "go on"
+            return []
+        case "req_id":  # of no request, of another generation, of no JSON
+            wrong = ("", "x", "1-999", "0-1", "2-1", "1-0", "1-1", "1-2", "1-3", "é" * 33, "x" * 65, None, 7)
+            return [_json(payload, req_id=rng.choice(wrong))]
         case "field":
-            return [_framed(mutate(payload, rng))], "go on"
+            return [_framed(mutate(payload, rng))]
         case "type":
             words = "VECTORS SCORES LOADED PONG ERR PROGRESS PING SHUTDOWN HELLO vectors"
-            return [_json(payload, type=rng.choice((*words.split(), 1)))], "go on"
-        case "alien":
-            other = _framed(rng.choice(SEEDS))
-            data = bytearray(other + frame if rng.random() < 0.5 else frame + other)
-        case "progress":
-            extra = _progress(rng)
-            data = bytearray(extra + frame if rng.random() < 0.3 else frame + extra)
+            return [_json(payload, type=rng.choice((*words.split(), 1)))]
+        case "twice":
+            return [frame + frame]
+        case "alien" | "progress":
+            other = _framed(rng.choice(SEEDS) if plan.way == "alien" else _progress(rng))
+            return [other + frame if rng.random() < 0.4 else frame + other]
         case "resize":
             size = max(0, len(payload) + rng.choice((-len(payload), -4, -1, 1, 4, 4096)))
-            data = bytearray(_framed((payload + bytes(size))[:size]))
-        case "nonfinite":
-            if len(payload) >= 4 and not payload.startswith(b"{"):
-                place = LENGTH.size + 4 * rng.randrange(len(payload) // 4)
-                data[place : place + 4] = struct.pack("<f", rng.choice((float("nan"), float("inf"), float("-inf"))))
+            return [_framed((payload + bytes(size))[:size])]
+        case "nonfinite" if len(payload) >= 4 and not payload.startswith(b"{"):
+            at = LENGTH.size + 4 * rng.randrange(len(payload) // 4)
+            return [frame[:at] + struct.pack("<f", rng.choice((float("nan"), float("inf")))) + frame[at + 4 :]]
         case "split":
-            return [frame[:at], frame[at:]], "go on"
+            return [frame[:at], frame[at:]]
         case "trickle":
-            return [bytes((byte,)) for byte in frame], "go on"
-    return [bytes(data)], "go on"
+            return [bytes((byte,)) for byte in frame]
+    return [frame]
 
 
 def _progress(rng: random.Random) -> bytes:
@@ -176,7 +159,7 @@ def _progress(rng: random.Random) -> bytes:
         "completed": rng.choice((0, 1, 2, 3, 100, 2**64 - 1, 2**64)),
         "phase": rng.choice(("setup", "inference", "control")),
     }
-    return _framed(json.dumps(fields).encode())
+    return json.dumps(fields).encode()
 
 
 def _framed(payload: bytes) -> bytes:

@@ -17,6 +17,7 @@ from typing import Any
 from engines.protocol.messages import Generate, Rerank, Segment
 from synapse_host.errors import SynapseError
 from synapse_host.supervision.supervisor import Supervisor
+from synapse_host.worker.exchange import Build
 from tests.support.lanes import embed
 from tests.support.scripted import expected_score, expected_text, expected_vector
 
@@ -28,11 +29,12 @@ FIRST_ORDINARY = 1_000_000
 class Call:
     """One request of the history and the outcomes it got: ``ok`` with a content, or an error's code."""
 
-    number: int
-    lane: str
-    ids: tuple[int, ...]
     expected: Any
     outcomes: list[tuple[str, Any]] = field(default_factory=list)
+
+
+def _numbers(reply: Any, array: Any) -> Any:
+    return array.tolist()
 
 
 class History:
@@ -42,56 +44,51 @@ class History:
         self.calls: list[Call] = []
         self._fresh = count(FIRST_ORDINARY)
 
-    def fresh(self) -> int:
-        """Return an id that no other request of this history has."""
-        return next(self._fresh)
-
-    def begin(self, lane: str, ids: tuple[int, ...], expected: Any) -> Call:
-        """Write a request down."""
-        call = Call(len(self.calls), lane, ids, expected)
-        self.calls.append(call)
-        return call
+    def fresh(self, number: int) -> list[int]:
+        """Return ids that no other request of this history has."""
+        return [next(self._fresh) for _ in range(number)]
 
     async def embed(self, lane: Supervisor, first: int | None = None, *, deadline: float | None = None) -> Any:
         """Embed two rows of ids that nobody else uses, the first beginning with *first*; raise what the lane raises."""
-        rows = ([self.fresh() if first is None else first, self.fresh()], [self.fresh()])
-        expected = [*expected_vector(rows[0]), *expected_vector(rows[1])]
-        call = self.begin(lane.spec.lane_id, (*rows[0], *rows[1]), expected)
-        return await self._ask(lane, call, embed(*rows), deadline, lambda reply, array: array.tolist())
+        rows = (self.fresh(1) if first is None else [first]) + self.fresh(1), self.fresh(1)
+        expected = [number for row in rows for number in expected_vector(row)]
+        return await self.ask(lane, embed(*rows), expected, deadline=deadline)
 
-    async def generate(self, lane: Supervisor, *, deadline: float | None = None) -> Any:
+    async def generate(self, lane: Supervisor) -> Any:
         """Generate from ids that nobody else uses."""
-        ids = (self.fresh(), self.fresh())
-        call = self.begin(lane.spec.lane_id, ids, expected_text(ids, 8)[0])
+        ids = self.fresh(2)
 
         def build(req_id: str, ref: str) -> Any:
             return Generate(req_id=req_id, model_ref=ref, max_tokens=8), struct.pack("<2i", *ids)
 
-        return await self._ask(lane, call, build, deadline, lambda reply, array: reply.text)
+        return await self.ask(lane, build, expected_text(ids, 8)[0], lambda reply, array: reply.text)
 
-    async def rerank(self, lane: Supervisor, *, deadline: float | None = None) -> Any:
+    async def rerank(self, lane: Supervisor) -> Any:
         """Score two candidates that nobody else uses."""
-        query, one, two = [self.fresh()], [self.fresh(), self.fresh()], [self.fresh()]
-        ids = (*query, *one, *two)
-        call = self.begin(lane.spec.lane_id, ids, [expected_score(query, one), expected_score(query, two)])
+        query, one, two = self.fresh(1), self.fresh(2), self.fresh(1)
 
         def build(req_id: str, ref: str) -> Any:
-            candidates = [Segment(n_tokens=2), Segment(n_tokens=1)]
-            request = Rerank(req_id=req_id, model_ref=ref, query_n_tokens=1, candidates=candidates)
-            return request, struct.pack("<4i", *ids)
+            request = Rerank(req_id, ref, 1, [Segment(len(one)), Segment(len(two))])
+            return request, struct.pack("<4i", *query, *one, *two)
 
-        return await self._ask(lane, call, build, deadline, lambda reply, array: array.tolist())
+        return await self.ask(lane, build, [expected_score(query, one), expected_score(query, two)])
 
-    async def _ask(
-        self, lane: Supervisor, call: Call, build: Any, deadline: float | None, content: Callable[[Any, Any], Any]
+    async def ask(
+        self,
+        lane: Supervisor,
+        build: Build,
+        expected: Any,
+        content: Callable[[Any, Any], Any] = _numbers,
+        *,
+        deadline: float | None = None,
     ) -> Any:
+        """Make one request and write down what became of it; *content* is what is compared with *expected*."""
+        call = Call(expected)
+        self.calls.append(call)
         try:
             reply, array = await lane.submit(build, deadline=deadline, stage="campaign")
-        except SynapseError as exc:
-            call.outcomes.append((exc.code, None))
-            raise
-        except asyncio.CancelledError:
-            call.outcomes.append(("cancelled", None))
+        except (SynapseError, asyncio.CancelledError) as exc:
+            call.outcomes.append((exc.code if isinstance(exc, SynapseError) else "cancelled", None))
             raise
         call.outcomes.append(("ok", content(reply, array)))
         return reply
@@ -110,5 +107,4 @@ class History:
 
     def counts(self) -> dict[str, int]:
         """Return how often each kind of outcome occurred."""
-        found = Counter(kind for call in self.calls for kind, _ in call.outcomes)
-        return dict(sorted(found.items()))
+        return dict(sorted(Counter(kind for call in self.calls for kind, _ in call.outcomes).items()))

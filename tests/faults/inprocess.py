@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import os
 import socket
-import struct
 import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 from engines.protocol.errors import EngineError, RemoteProtocolError
 from engines.runtime.engine import WorkerOptions
@@ -49,6 +48,13 @@ class SteppedLoop(asyncio.SelectorEventLoop):
             await asyncio.sleep(0)
 
 
+def stepped() -> SteppedLoop:
+    """Return the running loop."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SteppedLoop)
+    return loop
+
+
 class Wire:
     """The worker's socket; a subclass spoils what goes through. ``waiting`` is true while the worker reads nothing."""
 
@@ -72,17 +78,12 @@ class Wire:
     def quiet(self) -> bool:
         """True when the worker waits for bytes and none are on their way to it."""
         try:
-            return self.waiting and not unread(self.socket)
+            return self.waiting and fcntl.ioctl(self.socket.fileno(), termios.FIONREAD, bytes(4)) == bytes(4)
         except OSError:
             return True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.socket, name)
-
-
-def unread(sock: socket.socket) -> int:
-    """Return how many bytes wait to be read."""
-    return int(struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.FIONREAD, b"\0" * 4))[0])
 
 
 class ThreadProcess:
@@ -117,20 +118,21 @@ class ThreadProcess:
         self._thread.start()
 
     def _run(self, options: dict[str, str]) -> None:
-        status = 0
+        status = 1
         try:
             self._serve(options)
-        except (RemoteProtocolError, TransportFailed, DeviceLostExit, EngineError):
-            status = 1
+            status = 0
         except PeerGone:
             status = 0
+        except (RemoteProtocolError, TransportFailed, DeviceLostExit, EngineError):
+            pass
         except BaseException as exc:
-            self.bug, status = exc, 1
+            self.bug = exc
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._end, status)
 
     def _serve(self, options: dict[str, str]) -> None:
-        chosen = WorkerOptions(device=options["--device"], manifest=None, packed=None)
+        chosen = WorkerOptions(device=options["--device"])
         engine = scripted_engine(self.script, chosen)
         identity = identify(engine, chosen)
         transport = connect_socket(options["--socket"])
@@ -198,15 +200,5 @@ def threads_for_processes(script: Script) -> Iterator[type[ThreadProcess]]:
         made: ClassVar[list[ThreadProcess]] = []
 
     Made.script = Actions.script = script
-    real = birth_module.WorkerProcess
-    birth_module.WorkerProcess = Made  # type: ignore[assignment, misc]
-    try:
+    with mock.patch.object(birth_module, "WorkerProcess", Made):
         yield Made
-    finally:
-        birth_module.WorkerProcess = real  # type: ignore[misc]
-
-
-def error_of(name: str) -> OSError:
-    """Return the OSError of an errno's name, with the class Python gives it."""
-    number = getattr(errno, name)
-    return OSError(number, os.strerror(number))

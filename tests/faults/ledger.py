@@ -7,12 +7,13 @@ which runs a slice of every row, doesn't look.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 COLUMNS = ("injected", "survived", "lost", "mismatched", "leaked")
+Check = Callable[[object, str], None]
 
 
 @dataclass
@@ -57,6 +59,24 @@ class Row:
         if not condition:
             self.problems.append(problem)
 
+    @contextlib.contextmanager
+    def fault(self, name: str) -> Iterator[Check]:
+        """Count one fault, survived if every check in the block held; yields :meth:`check` with *name* before it."""
+        self.injected += 1
+        survived = True
+
+        def check(condition: object, problem: str) -> None:
+            nonlocal survived
+            survived = survived and bool(condition)
+            self.check(condition, f"{name}: {problem}")
+
+        try:
+            yield check
+        except BaseException as exc:
+            exc.add_note(name)
+            raise
+        self.survived += survived
+
     def took(self, seconds: float, waited: float = 0.0) -> None:
         """Record one time; *waited*: the part of it in which this process was runnable, but had no CPU."""
         if self.limit is not None and seconds > self.limit:
@@ -72,18 +92,21 @@ class Row:
         ordered = sorted(self.times)
         return ordered[min(len(ordered) - 1, int(len(ordered) * self.percentile / 100))]
 
+    @property
+    def median(self) -> float | None:
+        """The middle of the times."""
+        return statistics.median(self.times) if self.times else None
+
     def settle(self) -> None:
         """Compare counts and times with what is allowed; call once, at the end."""
         self.check(self.injected > 0, "nothing was injected")
         self.check(self.survived == self.injected, f"{self.injected - self.survived} faults not survived")
         for name in ("lost", "mismatched", "leaked"):
             self.check(getattr(self, name) == 0, f"{name}: {getattr(self, name)}")
-        if self.limit is not None and self.worst is not None and self.worst > self.limit:
-            over = sum(value > self.limit for value in self.times)
-            self.slow.append(f"{self.worst * 1000:.0f} ms, limit {self.limit * 1000:.0f} ms ({over} over)")
-        if self.median_limit is not None and self.times and statistics.median(self.times) > self.median_limit:
-            middle = statistics.median(self.times)
-            self.slow.append(f"median {middle * 1000:.1f} ms, limit {self.median_limit * 1000:.0f} ms")
+        limits = {"worst": (self.worst, self.limit), "median": (self.median, self.median_limit)}
+        for name, (seconds, limit) in limits.items():
+            if seconds is not None and limit is not None and seconds > limit:
+                self.slow.append(f"{name} {seconds * 1000:.1f} ms, limit {limit * 1000:.0f} ms")
 
     @property
     def passed(self) -> bool:
@@ -92,40 +115,41 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict; of the times only their number, the median and the one the limit is for."""
-        counted = asdict(self) | {"passed": self.passed, "times": len(self.times), "problems": self.problems[:20]}
-        counted["worst_ms"] = None if self.worst is None else round(self.worst * 1000, 2)
-        counted["median_ms"] = round(statistics.median(self.times) * 1000, 2) if self.times else None
-        return counted
+        told = {"passed": self.passed, "times": len(self.times), "problems": self.problems[:20]}
+        return asdict(self) | told | {"worst_ms": _ms(self.worst), "median_ms": _ms(self.median)}
 
 
-def cpu_wait() -> float:
-    """Return the seconds this thread has been runnable without a CPU so far; 0.0 where the kernel doesn't tell."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 1)
 
 
 class Stopwatch:
     """A time together with this thread's wait for a CPU in it."""
 
     def __init__(self) -> None:
-        self._wait = cpu_wait()
+        self._waited = self._cpu_wait()
         self.start = time.monotonic()
 
     def read(self) -> tuple[float, float]:
         """Return (seconds since the start, seconds of these without a CPU)."""
-        return time.monotonic() - self.start, cpu_wait() - self._wait
+        return time.monotonic() - self.start, self._cpu_wait() - self._waited
+
+    def _cpu_wait(self) -> float:
+        """Return the seconds this thread has been runnable without a CPU; 0.0 where the kernel doesn't tell."""
+        try:
+            return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return 0.0
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as text, and below them what is wrong."""
     made = Table("id", *COLUMNS, "worst ms", "limit", "took s", "result", "what", box=None)
     for row in rows:
-        worst = "-" if row.worst is None else f"{row.worst * 1000:.1f}"
-        limit = "-" if row.limit is None else f"{row.limit * 1000:.0f}"
-        counts = [str(getattr(row, name)) for name in COLUMNS]
-        made.add_row(row.id, *counts, worst, limit, f"{row.seconds:.1f}", "pass" if row.passed else "FAIL", row.what)
+        counts = [getattr(row, name) for name in COLUMNS]
+        times = [_ms(row.worst), _ms(row.limit), round(row.seconds, 1)]
+        cells = ["-" if value is None else str(value) for value in (row.id, *counts, *times)]
+        made.add_row(*cells, "pass" if row.passed else "FAIL", row.what)
     page = Console(file=io.StringIO(), width=200)
     page.print(made)
     for row in rows:
@@ -141,7 +165,6 @@ def write(rows: Sequence[Row], path: Path, *, size: str) -> None:
         "passed": all(row.passed for row in rows),
         "seconds": round(sum(row.seconds for row in rows), 1),
         "cores": os.cpu_count(),
-        "load_average": [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "rows": [row.to_dict() for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)

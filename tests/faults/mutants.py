@@ -15,6 +15,7 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -35,79 +36,72 @@ OPERATORS: Final = (
     "ZeroIterationForLoop",
 )  # fmt: skip
 """cosmic-ray's others change annotations (``X | None``) or give programs that mean the same."""
-TARGETS: Final[dict[str, tuple[str, ...]]] = {
-    "engines.protocol.framing": ("tests/protocol/test_framing.py", "tests/protocol/test_vectors.py"),
-    "engines.protocol.connection": ("tests/protocol/test_connection.py", "tests/protocol/test_vectors.py"),
-    "engines.protocol.expectation": ("tests/protocol/test_connection.py", "tests/protocol/test_vectors.py"),
-    "engines.protocol.decoding": ("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py"),
-    "engines.protocol.messages": (
-        *("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py", "tests/protocol/test_document.py"),
-    ),
-    "engines.protocol.rules": ("tests/protocol/test_document.py", "tests/protocol/test_vectors.py"),
-    "engines.protocol.errors": ("tests/protocol/test_messages.py", "tests/protocol/test_vectors.py"),
-    "engines.bundle.manifest": ("tests/bundle/test_manifest.py",),
-    "engines.bundle.digest": ("tests/bundle/test_digest.py",),
-    "engines.bundle.fixtures": ("tests/bundle/test_fixtures.py",),
-    "engines.checkpoint.read": ("tests/checkpoint/test_read.py",),
-    "engines.checkpoint.safetensors": ("tests/checkpoint/test_safetensors.py",),
-    "engines.checkpoint.dense": ("tests/checkpoint/test_dense.py",),
-    "engines.checkpoint.pipeline": ("tests/checkpoint/test_pipeline.py",),
-    "engines.checkpoint.tokenizer": ("tests/checkpoint/test_pipeline.py", "tests/models/test_families.py"),
-    "engines.checkpoint.facts": ("tests/checkpoint/test_pipeline.py",),
-    "engines.checkpoint.quantize": ("tests/checkpoint/test_quantize.py",),
-    "engines.llama.gguf": ("tests/llama/test_gguf.py",),
-    "engines.llama.inputs": ("tests/llama/test_inputs.py",),
-    "engines.llama.config": ("tests/llama/test_config.py",),
-    "engines.llama.sequences": ("tests/llama/test_sequences.py",),
-    "synapse_host.supervision.quarantine": ("tests/supervision/test_quarantine.py",),
-    "synapse_host.requests.batching": ("tests/requests/test_batching.py",),
-    "synapse_host.worker.watchdog": ("tests/worker/test_watchdog.py",),
-    "synapse_host.worker.handshake": ("tests/worker/test_handshake.py",),
-    "synapse_host.supervision.queueing": ("tests/supervision/test_queueing.py",),
-    "synapse_host.residency.core": ("tests/residency/test_core.py", "tests/residency/test_machine.py"),
-    "synapse_host.certificates.verdict": ("tests/certificates/test_verdict.py",),
-    "synapse_host.text.background": ("tests/text/test_background.py",),
-    "synapse_host.text.limits": ("tests/text/test_limits.py", "tests/text/test_tokenizer.py"),
-    "synapse_host.text.split_pattern": ("tests/text/test_split_pattern.py", "tests/text/test_tokenizer_file.py"),
-    "synapse_host.text.tokenizer": ("tests/text/test_tokenizer.py",),
-    "synapse_host.text.tokenizer_file": ("tests/text/test_tokenizer_file.py", "tests/text/test_tokenizer.py"),
-    "synapse_host.text.validate": ("tests/text/test_validate.py",),
-    "engines.runtime.artifact": ("tests/runtime/test_artifact.py",),
-    "engines.runtime.dispatch": ("tests/runtime/test_dispatch.py",),
-    "engines.runtime.inference": ("tests/runtime/test_inference.py", "tests/runtime/test_dispatch.py"),
-    "engines.runtime.progress": ("tests/runtime/test_progress.py",),
-    "engines.runtime.transport": ("tests/runtime/test_transport.py", "tests/runtime/test_faults.py"),
-    "engines.runtime.worker": ("tests/runtime/test_worker.py",),
-    "engines.ane.inputs": ("tests/ane/test_inputs.py",),
-    "engines.ane.shapes": ("tests/ane/test_shapes.py",),
-    "engines.ane.compute_plan": ("tests/ane/test_compute_plan.py", "tests/ane/test_binding.py"),
+MODULES: Final = {
+    "engines.protocol": "framing connection expectation decoding messages rules errors",
+    "engines.bundle": "manifest digest fixtures",
+    "engines.checkpoint": "read safetensors dense pipeline tokenizer facts quantize",
+    "engines.llama": "gguf inputs config sequences",
+    "engines.runtime": "artifact dispatch inference progress transport worker",
+    "engines.ane": "inputs shapes compute_plan",
+    "synapse_host.supervision": "quarantine queueing",
+    "synapse_host.requests": "batching",
+    "synapse_host.worker": "watchdog handshake",
+    "synapse_host.residency": "core",
+    "synapse_host.certificates": "verdict",
+    "synapse_host.text": "background limits split_pattern tokenizer tokenizer_file validate",
 }
-"""Module -> its own tests."""
+"""Package -> its modules that are measured, each by the test of its own name and by those of MORE."""
+MORE: Final[dict[str, tuple[str, ...]]] = {
+    "engines.protocol.framing": ("vectors",),
+    "engines.protocol.connection": ("vectors",),
+    "engines.protocol.expectation": ("connection", "vectors"),
+    "engines.protocol.decoding": ("messages", "vectors"),
+    "engines.protocol.messages": ("vectors", "document"),
+    "engines.protocol.rules": ("document", "vectors"),
+    "engines.protocol.errors": ("messages", "vectors"),
+    "engines.checkpoint.tokenizer": ("pipeline", "models/test_families"),
+    "engines.checkpoint.facts": ("pipeline",),
+    "engines.runtime.inference": ("dispatch",),
+    "engines.runtime.transport": ("faults",),
+    "engines.ane.compute_plan": ("binding",),
+    "synapse_host.residency.core": ("machine",),
+    "synapse_host.text.limits": ("tokenizer",),
+    "synapse_host.text.split_pattern": ("tokenizer_file",),
+    "synapse_host.text.tokenizer_file": ("tokenizer",),
+}
+"""Module -> other tests of its folder, or of another one, that are its own."""
+TARGETS: Final = [f"{package}.{name}" for package, names in MODULES.items() for name in names.split()]
 
 
-def score(module: str, tests: Sequence[str], count: int | None, *, seed: int = 0) -> dict[str, Any]:
+def tests_of(module: str) -> list[str]:
+    """Return the files of tests that belong to *module*."""
+    _, room, name = module.split(".")
+    names = [each if "/" in each else f"{room}/test_{each}" for each in (name, *MORE.get(module, ()))]
+    return [path for each in names if Path(path := f"tests/{each}.py").exists()]
+
+
+def score(module: str, count: int | None) -> dict[str, Any]:
     """Mutate one module of the tree in the working directory; return how many mutants there were and were noticed."""
     from cosmic_ray.commands import execute, init
     from cosmic_ray.config import ConfigDict
     from cosmic_ray.work_db import WorkDB, use_db
     from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    command = [sys.executable, "-m", "pytest", *options, *tests_of(module)]
     config = ConfigDict(
         {"timeout": LIMIT_S, "test-command": " ".join(command), "distributor": {"name": "local"}, "operators": {}}
     )
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # or every mutant would seem to be noticed
     path = Path(*module.split(".")).with_suffix(".py")
     database = Path("session.sqlite")
     database.unlink(missing_ok=True)
     with use_db(str(database), WorkDB.Mode.create) as db:
         init([path], db, {})
-        all_jobs = [item.job_id for item in db.work_items]
-        telling = [
-            item.job_id for item in db.work_items if item.mutations[0].operator_name.removeprefix("core/") in OPERATORS
-        ]
-        wanted = len(telling) if count is None else min(count, len(telling))
-        chosen = set(random.Random(seed).sample(telling, wanted))
-        for job in set(all_jobs) - chosen:
+        operators = {item.job_id: item.mutations[0].operator_name.removeprefix("core/") for item in db.work_items}
+        telling = [job for job, operator in operators.items() if operator in OPERATORS]
+        chosen = telling if count is None else random.Random(0).sample(telling, min(count, len(telling)))
+        for job in operators.keys() - set(chosen):
             db.set_result(job, WorkResult(worker_outcome=WorkerOutcome.SKIPPED))
         execute(db, config)
         ran = [result for item, result in db.completed_work_items if item.job_id in chosen]
@@ -130,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shutil.copy(ROOT / name, folder)
         os.chdir(folder)
         for module in arguments.module or TARGETS:
-            results[module] = found = score(module, TARGETS[module], arguments.sample)
+            results[module] = found = score(module, arguments.sample)
             print(f"{module}: {found['killed']} of {found['mutants']} noticed", flush=True)
         os.chdir(ROOT)
     arguments.report.parent.mkdir(exist_ok=True)

@@ -25,11 +25,10 @@ from engines.protocol.errors import RemoteProtocolError
 from engines.protocol.rules import Role, State
 from synapse_host.config import Windows
 from synapse_host.errors import EngineCrashed, LaneRefused, WorkerError
-from tests.faults.arena import Arena, arena, run
+from tests.faults.arena import Arena, campaign_row, outcome_of
 from tests.faults.frames import HARMLESS, LENGTH, Plan, draw, mutate, seeds, spoil
-from tests.faults.history import History
-from tests.faults.inprocess import SteppedLoop, ThreadProcess, Wire, threads_for_processes
-from tests.faults.ledger import Row
+from tests.faults.inprocess import SteppedLoop, ThreadProcess, Wire, stepped, threads_for_processes
+from tests.faults.ledger import Check, Row
 from tests.support.lanes import FAST
 from tests.support.pair import receive
 
@@ -41,6 +40,9 @@ PATIENCE = dataclasses.replace(
 """Short windows: a stall costs a few steps of the clock."""
 FRAMES = {"worker": 9, "host": 8}
 """HELLO, LOADED, PROGRESS x2, VECTORS and raw, TEXT, SCORES and raw; ACK, LOAD, then three requests with raw."""
+WORKERS = 2
+"""Processes that share R5."""
+TYPED = EngineCrashed | LaneRefused | WorkerError
 STALL_S = 0.003
 KILL_S = 0.1
 TRIES = 4
@@ -102,76 +104,61 @@ def headers(count: int, seed: int) -> tuple[Counter[str], list[str]]:
 class SpoiledWire(Wire):
     """A worker's socket that carries out a plan, once."""
 
-    def __init__(self, sock: socket.socket, plan: Plan | None) -> None:
+    def __init__(self, sock: socket.socket, plan: Plan) -> None:
         super().__init__(sock)
         self.plan = plan
-        self.struck = False
-        """True from just before the first spoiled byte."""
-        self.struck_at: float | None = None
-        """time.monotonic() of the last byte of the spoiled frame."""
         self.size = 0
-        """Bytes of the spoiled frame."""
+        """Bytes of the spoiled frame; 0 until it passes."""
+        self.struck_at: float | None = None
+        """time.monotonic() of its last byte."""
         self._seen = 0
-        self._partial = bytearray()
+        self._partial = b""
         self._ready: list[bytes] = []
-        self._swallows = False
 
-    def _pass(self, data: bytes | bytearray) -> list[bytes]:
+    def _pass(self, data: bytes) -> list[bytes]:
         """Return the pieces that get through, frame by frame."""
-        assert self.plan is not None
         self._partial += data
         through: list[bytes] = []
         while len(self._partial) >= LENGTH.size:
             size = LENGTH.size + LENGTH.unpack_from(self._partial)[0]
             if len(self._partial) < size:
                 break
-            frame = bytes(self._partial[:size])
-            del self._partial[:size]
+            frame, self._partial = self._partial[:size], self._partial[size:]
             if self._seen == self.plan.frame:
-                self.struck, self.size = True, size
-                pieces, then = spoil(frame, self.plan)
-                through += [piece for piece in pieces if piece]
-                self._swallows = then != "go on"
-                self.struck_at = time.monotonic()
-            elif not self._swallows:
+                self.size, self.struck_at = size, time.monotonic()
+                through += filter(None, spoil(frame, self.plan))
+            elif not self.size or self.plan.way not in ("cut", "stall"):
                 through.append(frame)
             self._seen += 1
         return through
 
-    def _close(self) -> None:
-        """Close after the spoiled frame where the plan says so."""
-        assert self.plan is not None
-        if self.plan.way == "cut" and self._swallows:
-            self.socket.shutdown(socket.SHUT_RDWR)
+    def _passed(self, struck_before: bool) -> None:
+        """What follows the spoiled frame once it is through."""
+        if self.size and not struck_before:
+            self.struck_at = time.monotonic()
+            if self.plan.way == "cut":
+                self.socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, view: memoryview) -> int:
         return self.sendmsg([view])
 
     def sendmsg(self, views: Sequence[memoryview]) -> int:
-        data = b"".join(views)
-        if self.plan is None or self.plan.sender != "worker":
-            self.socket.sendall(data)
-            return len(data)
-        before = self.struck
-        for piece in self._pass(data):
+        data, struck = b"".join(views), bool(self.size)
+        for piece in self._pass(data) if self.plan.sender == "worker" else [data]:
             self.socket.sendall(piece)
-        if self.struck and not before:
-            self.struck_at = time.monotonic()
-            self._close()
+        self._passed(struck)
         return len(data)
 
     def recv_into(self, view: memoryview) -> int:
-        if self.plan is None or self.plan.sender != "host":
+        if self.plan.sender == "worker":
             return super().recv_into(view)
         while not self._ready:
-            piece = bytearray(65536)
+            piece, struck = bytearray(65536), bool(self.size)
             count = super().recv_into(memoryview(piece))
             if count == 0:
                 return 0
-            before = self.struck
-            self._ready += self._pass(piece[:count])
-            if self.struck and not before:
-                self._close()
+            self._ready += self._pass(bytes(piece[:count]))
+            self._passed(struck)
         data = self._ready.pop(0)
         count = min(len(view), len(data))
         view[:count] = data[:count]
@@ -180,222 +167,169 @@ class SpoiledWire(Wire):
         return count
 
 
-class Verdict:
-    """What became of one spoiled session."""
+class SpoiledSession:
+    """Three requests over a connection whose bytes a plan spoils, and over the sound one that replaces it."""
 
-    def __init__(self) -> None:
+    def __init__(self, ground: Arena, factory: type[ThreadProcess], plan: Plan, check: Check) -> None:
+        self.history = ground.history
+        self.factory = factory
+        self.check = check
         self.outcomes: list[str] = []
-        self.findings: list[str] = []
-        self.stepped = False
-        self.kill_s: float | None = None
-        self.size = 0
+        self.wire: SpoiledWire | None = None
+        self.waited = False
+        """True when the clock was moved on: then the time until the kill says nothing."""
+        factory.made.clear()
 
+        def wrap(sock: socket.socket) -> Wire:
+            if self.wire is not None:
+                return Wire(sock)
+            self.wire = SpoiledWire(sock, plan)
+            return self.wire
 
-async def spoiled_session(ground: Arena, factory: type[ThreadProcess], plan: Plan | None, number: int) -> Verdict:
-    """Serve three requests over a connection whose bytes *plan* spoils; then once more over a sound one."""
-    verdict = Verdict()
-    history = ground.history
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, SteppedLoop)
-    factory.made.clear()
-    first_wire: list[SpoiledWire] = []
+        factory.wrap = staticmethod(wrap)
+        self.lane = ground.lanes(SCRIPT, config=PATIENCE, lane_id="spoiled")
 
-    def wrap(sock: Any) -> Wire:
-        wire = SpoiledWire(sock, plan if not first_wire else None)
-        first_wire.append(wire)
-        return wire
+    @property
+    def struck(self) -> bool:
+        """True from just before the first spoiled byte."""
+        return self.wire is not None and self.wire.size > 0
 
-    factory.wrap = staticmethod(wrap)
-    lane = ground.lanes(dict(SCRIPT), config=PATIENCE, lane_id=f"s{number % 8}")
-    asks = (history.embed, history.generate, history.rerank)
-    strikes = 0
-    for ask in asks:
-        before = len(history.calls)
-        struck_before = _struck(first_wire)
-        task = asyncio.ensure_future(ask(lane))
-        outcome = await _patiently(task, factory, verdict)
-        call = history.calls[before]
-        struck_now = _struck(first_wire) and not struck_before
-        if isinstance(outcome, BaseException):
-            kind = _typed(outcome)
-            verdict.outcomes.append(kind)
-            if kind.startswith("untyped"):
-                verdict.findings.append(kind)
-            if not struck_now and not struck_before:
-                verdict.findings.append(f"{kind} before anything was spoiled")
-            if kind.startswith("engine_crashed"):
-                strikes += 1
-        else:
-            verdict.outcomes.append("ok")
-            if call.outcomes != [("ok", call.expected)] and not struck_now:
-                verdict.findings.append(f"another's answer: {call.outcomes} for {call.expected}")
-            if call.outcomes != [("ok", call.expected)]:
+    async def run(self) -> None:
+        """Make the requests, one after another."""
+        strikes = 0
+        for ask in (self.history.embed, self.history.generate, self.history.rerank):
+            struck_before = self.struck
+            outcome = await self._patiently(ask(self.lane))
+            call = self.history.calls[-1]
+            if isinstance(outcome, BaseException):
+                self.check(isinstance(outcome, TYPED), f"untyped {outcome!r:.200}")
+                self.check(self.struck, f"{outcome!r:.200} before anything was spoiled")
+                crashed = isinstance(outcome, EngineCrashed)
+                code = getattr(outcome, "code", "untyped")
+                self.outcomes.append(f"{code} {outcome.details['cause']}" if crashed else code)
+                strikes += crashed
+            else:
+                own = call.outcomes == [("ok", call.expected)]
+                self.check(own or self.struck is not struck_before, f"another's answer: {call}")
                 # Bits of a payload have no checksum: what was spoiled itself may differ, and nothing else.
                 call.expected = call.outcomes[0][1]
-            strikes = 0
-        if isinstance(outcome, LaneRefused):  # and stays refused: nothing more to ask it
-            break
-        if (observed := lane.health()["strikes"]) > max(1, strikes):
-            verdict.findings.append(f"{observed} strikes after {verdict.outcomes}")
-    await _ends(ground, factory, lane, first_wire[0] if first_wire else None, verdict)
-    return verdict
+                self.outcomes.append("ok")
+                strikes = 0
+            if isinstance(outcome, LaneRefused):  # and stays refused: nothing more to ask it
+                break
+            observed = self.lane.health()["strikes"]
+            self.check(observed <= max(1, strikes), f"{observed} strikes after {self.outcomes}")
 
+    async def end(self, ground: Arena) -> None:
+        """Close the lane and look at what is left of its workers."""
+        await self._patiently(ground.end(self.lane))
+        made = self.factory.made
+        self.check(len(made) <= 2, f"{len(made)} workers for one spoiled connection")
+        for process in made:
+            self.check(not process.running, "a worker is left running")
+            self.check(process.bug is None, f"uncaught in the worker: {process.bug!r}")
 
-async def _ends(
-    ground: Arena, factory: type[ThreadProcess], lane: Any, wire: SpoiledWire | None, verdict: Verdict
-) -> None:
-    """Close the lane and look at what is left of its workers."""
-    closing = asyncio.ensure_future(lane.aclose())
-    await _patiently(closing, factory, verdict)
-    ground.lanes.made.remove(lane)
-    if len(factory.made) > 2:
-        verdict.findings.append(f"{len(factory.made)} workers for one spoiled connection")
-    for process in factory.made:
-        if process.running:
-            verdict.findings.append("a worker is left running")
-        if process.bug is not None:
-            verdict.findings.append(f"uncaught in the worker: {process.bug!r}")
-    crashed = any(kind.startswith("engine_crashed") for kind in verdict.outcomes)
-    verdict.size = wire.size if wire else 0
-    struck_at = wire.struck_at if wire else None
-    killed_at = factory.made[0].killed_at if factory.made else None
-    if crashed and struck_at is not None and killed_at is not None and not verdict.stepped:
-        verdict.kill_s = killed_at - struck_at
+    @property
+    def kill_s(self) -> float | None:
+        """From the spoiled frame to the kill, where one led to the other."""
+        struck_at = self.wire.struck_at if self.wire else None
+        killed_at = self.factory.made[0].killed_at if self.factory.made else None
+        crashed = any(kind.startswith("engine_crashed") for kind in self.outcomes)
+        if not crashed or struck_at is None or killed_at is None or self.waited:
+            return None
+        return killed_at - struck_at
 
-
-def _struck(wires: list[SpoiledWire]) -> bool:
-    return bool(wires) and wires[0].struck
-
-
-def _typed(outcome: BaseException) -> str:
-    if isinstance(outcome, EngineCrashed):
-        return f"engine_crashed {outcome.details.get('cause')}"
-    if isinstance(outcome, LaneRefused | WorkerError):
-        return outcome.code
-    return f"untyped {outcome!r:.200}"
-
-
-async def _patiently(task: asyncio.Future[Any], factory: type[ThreadProcess], verdict: Verdict) -> Any:
-    """Wait for *task*; when both ends wait for each other, let time pass until the host does something about it."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, SteppedLoop)
-    start = time.monotonic()
-    while not task.done():
-        await asyncio.wait({task}, timeout=STALL_S)
-        if task.done():
-            break
-        if time.monotonic() - start > LIMIT_S:
-            verdict.findings.append("hangs")
-            task.cancel()
-            await asyncio.wait({task})
-            break
-        process = factory.made[-1] if factory.made else None
-        if process is None or process.wire is None or process.killed_at is not None:
+    async def _patiently(self, request: Any) -> Any:
+        """Return what *request* ends with; when both ends wait for each other, let time pass until the host acts."""
+        task = asyncio.ensure_future(request)
+        start = time.monotonic()
+        while not (await asyncio.wait({task}, timeout=STALL_S))[0]:
+            if time.monotonic() - start > LIMIT_S:
+                self.check(False, "hangs")
+                task.cancel()
             # What is killed already needs real time to end, not more silence.
-            continue
-        if process.running and process.wire.quiet():
-            verdict.stepped = True
-            await loop.step(STEP_S)
-    return task.exception() or task.result() if not task.cancelled() else asyncio.CancelledError()
+            if any(each.killed_at is None and each.wire and each.wire.quiet() for each in self.factory.made[-1:]):
+                self.waited = True
+                await stepped().step(STEP_S)
+        return await outcome_of(task)
 
 
-def r5(sessions: int, header_count: int, *, seed: int = 5, workers: int = 2) -> Any:
+async def spoiled_session(ground: Arena, factory: type[ThreadProcess], plan: Plan) -> SpoiledSession:
+    """Run one plan and enter it into the row."""
+    with ground.row.fault(str(plan)) as check:
+        # What is slow by itself is slow again; a busy machine is not.
+        times: list[float] = []
+        while len(times) <= TRIES:
+            session = SpoiledSession(ground, factory, plan, check)
+            await session.run()
+            await session.end(ground)
+            if session.kill_s is None:
+                break
+            times.append(session.kill_s)
+            if session.kill_s <= KILL_S:
+                break
+        if times:
+            ground.row.took(min(times))
+        if min(times, default=0.0) > KILL_S:
+            ground.row.notes.setdefault("slow_plans", []).append(str(plan))
+        check(plan.way not in HARMLESS or session.outcomes == ["ok"] * 3, f"the outcomes are {session.outcomes}")
+    if len(ground.history.calls) > 500:
+        ground.check_history()
+    return session
+
+
+@campaign_row("R5", "{header_count:,} mutated headers, {sessions:,} mutated sessions", limit=KILL_S)
+def r5(row: Row, sessions: int, header_count: int) -> None:
     """Every mutation ends in a typed fault, close and kill within 100 ms, or is harmless; nothing is uncaught."""
-    row = Row("R5", f"{header_count:,} mutated headers, {sessions:,} mutated sessions", limit=KILL_S)
-
-    def body() -> None:
-        shares = [[str(sessions // workers), str(header_count // workers), str(seed + n)] for n in range(workers)]
-        command = [sys.executable, "-m", "tests.faults.mutations"]
-        jobs = [subprocess.Popen([*command, *share], cwd=ROOT, stdout=subprocess.PIPE, text=True) for share in shares]
-        outcomes: Counter[str] = Counter()
-        for job in jobs:
-            text, _ = job.communicate()
-            if job.returncode != 0:
-                row.problems.append(f"a fuzzing process ended with {job.returncode}: {text[-500:]}")
-                continue
-            part = json.loads(text)
-            for name in ("injected", "survived", "times", "lost", "mismatched", "leaked", "problems"):
-                setattr(row, name, getattr(row, name) + part[name])
-            row.notes.setdefault("slow_plans", []).extend(part["slow"][:10])
-            outcomes.update(part["outcomes"])
-        row.notes["outcomes"] = dict(outcomes.most_common(30))
-
-    return row, body
+    share = [str(sessions // WORKERS), str(header_count // WORKERS)]
+    commands = [[sys.executable, "-m", "tests.faults.mutations", *share, str(5 + n)] for n in range(WORKERS)]
+    jobs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in commands]
+    outcomes: Counter[str] = Counter()
+    for job in jobs:
+        text, _ = job.communicate()
+        if job.returncode != 0:
+            row.problems.append(f"a fuzzing process ended with {job.returncode}: {text[-500:]}")
+            continue
+        part = json.loads(text)
+        for name in ("injected", "survived", "times", "lost", "mismatched", "leaked", "problems"):
+            setattr(row, name, getattr(row, name) + part[name])
+        row.notes.setdefault("slow_plans", []).extend(part["notes"].get("slow_plans", [])[:10])
+        outcomes.update(part["notes"]["ends"])
+    row.notes["ends"] = dict(outcomes.most_common(30))
 
 
-def share(sessions: int, header_count: int, seed: int) -> dict[str, Any]:
+@campaign_row("R5", "part", limit=KILL_S, loop=SteppedLoop)
+async def share(ground: Arena, sessions: int, header_count: int, seed: int) -> None:
     """One process's part of R5."""
-    row = Row("R5", "part", limit=KILL_S)
+    row = ground.row
     outcomes, findings = headers(header_count, seed)
     row.injected += header_count
     row.survived += header_count - len(findings)
     row.problems += [finding[:300] for finding in findings[:5]]
-
-    async def body() -> None:
-        rng = random.Random(seed)
-        with threads_for_processes(dict(SCRIPT)) as factory:
-            async with arena(row) as ground:
-                for number in range(sessions):
-                    await judge(row, ground, factory, draw(rng, frames=FRAMES), number, outcomes)
-
-    run(row, body, loop_factory=SteppedLoop)
-    counts = {name: getattr(row, name) for name in ("injected", "survived", "lost", "mismatched", "leaked", "problems")}
-    return {**counts, "times": sorted(row.times)[-200:], "slow": row.notes.get("slow", []), "outcomes": dict(outcomes)}
+    rng = random.Random(seed)
+    with threads_for_processes(SCRIPT) as factory:
+        for _ in range(sessions):
+            session = await spoiled_session(ground, factory, draw(rng, frames=FRAMES))
+            outcomes[", ".join(session.outcomes)] += 1
+    row.notes["ends"] = dict(outcomes)
+    row.times[:] = sorted(row.times)[-200:]
 
 
-async def judge(
-    row: Row, ground: Arena, factory: type[ThreadProcess], plan: Plan, number: int, outcomes: Counter[str]
-) -> Verdict:
-    """Run one plan and enter it into *row*."""
-    verdict = await spoiled_session(ground, factory, plan, number)
-    row.injected += 1
-    row.survived += not verdict.findings
-    row.problems += [f"{plan.to_dict()}: {finding}" for finding in verdict.findings]
-    if verdict.kill_s is not None:
-        # What is slow by itself is slow again; a busy machine is not.
-        again = 0
-        while verdict.kill_s > KILL_S and again < TRIES:
-            again += 1
-            repeated = await spoiled_session(ground, factory, plan, number)
-            row.problems += [f"{plan.to_dict()}, again: {finding}" for finding in repeated.findings]
-            verdict.kill_s = min(verdict.kill_s, repeated.kill_s or verdict.kill_s)
-        row.notes["times_measured_again"] = row.notes.get("times_measured_again", 0) + again
-        if verdict.kill_s > KILL_S:
-            row.notes.setdefault("slow", []).append(plan.to_dict())
-        row.took(verdict.kill_s)
-    if plan.way in HARMLESS and verdict.outcomes != ["ok"] * 3:
-        row.problems.append(f"{plan.to_dict()}: splitting changed the outcome: {verdict.outcomes}")
-    outcomes[", ".join(verdict.outcomes)] += 1
-    history = ground.history
-    if len(history.calls) > 500:
-        row.lost += len(history.lost())
-        row.mismatched += len(history.mismatched())
-        ground.history = History()
-    return verdict
-
-
-def r6(step: int = 1) -> Any:
+@campaign_row("R6", "every byte split of a live session, each {step}th", loop=SteppedLoop)
+async def r6(ground: Arena, step: int = 1) -> None:
     """Every cut point of every frame of a session, and every frame byte by byte: the same replies."""
-    row = Row("R6", "every byte split of a live session" + (f", each {step}th" if step > 1 else ""))
-
-    async def body() -> None:
-        with threads_for_processes(dict(SCRIPT)) as factory:
-            async with arena(row) as ground:
-                number = 0
-                for sender, count in FRAMES.items():
-                    for frame in range(count):
-                        trickle = await judge(
-                            row, ground, factory, Plan(sender, frame, "trickle", 0), number, Counter()
-                        )
-                        row.check(trickle.size > 4, f"{sender} has no frame {frame}")
-                        for at in range(1 + frame % step, trickle.size, step):
-                            number += 1
-                            plan = Plan(sender, frame, "split", 0, at)
-                            await judge(row, ground, factory, plan, number, Counter())
-
-    return row, body
+    with threads_for_processes(SCRIPT) as factory:
+        for sender, count in FRAMES.items():
+            for frame in range(count):
+                whole = await spoiled_session(ground, factory, Plan(sender, frame, "trickle"))
+                size = whole.wire.size if whole.wire else 0
+                ground.row.check(size > 4, f"{sender} has no frame {frame}")
+                for at in range(1 + frame % step, size, step):
+                    await spoiled_session(ground, factory, Plan(sender, frame, "split", at=at))
 
 
 if __name__ == "__main__":
     # Warnings and tracebacks of the product would be noise here; findings are in the document.
-    print(json.dumps(share(*map(int, sys.argv[1:4]))), flush=True)
+    sessions, header_count, seed = map(int, sys.argv[1:])
+    row = share(sessions=sessions, header_count=header_count, seed=seed)
+    print(json.dumps(dataclasses.asdict(row)), flush=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from synapse_host.placement.spec import LaneKind
 from synapse_host.supervision.quarantine import Fingerprint, Quarantine
+from tests.faults.arena import campaign_row
 from tests.faults.ledger import Row
 
 
@@ -88,13 +89,8 @@ def walk(kind: LaneKind, steps: int, seed: int, row: Row) -> None:
         row.survived += 1
 
 
-def r14(steps: int, *, seed: int = 14) -> Any:
+@campaign_row("R14", "{steps:,} steps of the quarantine against its model")
+def r14(row: Row, steps: int) -> None:
     """Random walks, half on a catalog lane, half on a legacy lane."""
-    row = Row("R14", f"{steps:,} steps of the quarantine against its model")
-
-    def body() -> None:
-        for number in range(max(1, steps // 200)):
-            kind: LaneKind = "catalog" if number % 2 == 0 else "legacy"
-            walk(kind, min(steps, 200), seed + number, row)
-
-    return row, body
+    for number in range(max(1, steps // 200)):
+        walk("catalog" if number % 2 == 0 else "legacy", min(steps, 200), 14 + number, row)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
+from typing import Any
 
 import pytest
 
 from engines.protocol.connection import Connection
 from tests.faults import campaign, mutations, quarantine_model
-from tests.faults.arena import run
-from tests.faults.history import History
+from tests.faults.arena import campaign_row
+from tests.faults.history import Call, History
 from tests.faults.ledger import Row
 
 pytestmark = [pytest.mark.fault, pytest.mark.process]
-SLICES = [name for name, plan in campaign.PLANS.items() if plan.sizes["slice"] is not None]
+SLICES = [name for name in campaign.PLANS if campaign.options(name, "slice") is not None]
 REPORTS = {
     "R1": (
         *("triton-inference-server/server#8448", "vllm-project/vllm#2050", "noxdafox/pebble#97"),
@@ -37,79 +37,75 @@ REPORTS = {
     [pytest.param(name, marks=[pytest.mark.report(report) for report in REPORTS.get(name, ())]) for name in SLICES],
 )
 def test_a_slice_of_every_row(name: str) -> None:
-    row = campaign.PLANS[name].run("slice")
-    assert row is not None
+    row = campaign.PLANS[name][0](**(campaign.options(name, "slice") or {}))
     assert row.problems == []
     assert row.injected > 0
 
 
 def test_every_requirement_has_a_row() -> None:
-    # R15, the mutation score, is `make mutants`.
-    assert [f"R{n}" for n in range(1, 18) if n != 15] == [name for name in campaign.PLANS if name.startswith("R")]
-    assert all(plan.sizes["nightly"] is not None for plan in campaign.PLANS.values())
-    # The soak is nightly.
-    assert [name for name, plan in campaign.PLANS.items() if plan.sizes["ci"] is None] == ["R9"]
+    """R15, the mutation score, is `make mutants`; the soak is nightly."""
+    assert [*campaign.PLANS] == [f"R{n}" for n in range(1, 18) if n != 15]
+    assert [name for name in campaign.PLANS if campaign.options(name, "ci") is None] == ["R9"]
 
 
 # --- the campaign would notice ---------------------------------------------------------------------------------------
 
 
 def test_the_checker_notices_a_lost_a_doubled_and_a_wrong_answer() -> None:
+    fine, lost, doubled, wrong = calls = [Call([float(n)]) for n in range(4)]
+    fine.outcomes = [("ok", [0.0])]
+    doubled.outcomes = [("ok", [2.0]), ("engine_crashed", None)]
+    wrong.outcomes = [("ok", [2.0])]
     history = History()
-    fine = history.begin("lane", (1,), [1.0])
-    fine.outcomes.append(("ok", [1.0]))
-    lost = history.begin("lane", (2,), [2.0])
-    doubled = history.begin("lane", (3,), [3.0])
-    doubled.outcomes += [("ok", [3.0]), ("engine_crashed", None)]
-    wrong = history.begin("lane", (4,), [4.0])
-    wrong.outcomes.append(("ok", [3.0]))
+    history.calls = calls
     assert history.lost() == [lost, doubled]
     assert history.mismatched() == [wrong]
     assert history.counts() == {"engine_crashed": 1, "ok": 3}
 
 
-def test_a_row_fails_by_any_of_its_counts() -> None:
-    def settled(**fields: object) -> Row:
-        row = Row("R0", "x", injected=1, survived=1)
-        for name, value in fields.items():
-            setattr(row, name, value)
-        row.settle()
-        return row
+@pytest.mark.parametrize(
+    ("fields", "problems", "slow"),
+    [
+        ({}, 0, 0),
+        ({"lost": 1}, 1, 0),
+        ({"mismatched": 1}, 1, 0),
+        ({"leaked": 1}, 1, 0),
+        ({"survived": 0}, 1, 0),
+        ({"injected": 0, "survived": 0}, 1, 0),
+        ({"times": [0.2], "limit": 0.1}, 0, 1),
+        ({"times": [0.05] * 99 + [0.2], "limit": 0.1, "percentile": 98}, 0, 0),
+        ({"times": [0.05, 0.05], "median_limit": 0.01}, 0, 1),
+    ],
+)
+def test_a_row_fails_by_any_of_its_counts(fields: dict[str, Any], problems: int, slow: int) -> None:
+    row = Row("R0", "x", **{"injected": 1, "survived": 1} | fields)
+    row.settle()
+    assert (len(row.problems), len(row.slow), row.passed) == (problems, slow, not problems and not slow)
 
-    assert settled().passed
-    for field in ("lost", "mismatched", "leaked"):
-        assert not settled(**{field: 1}).passed
-    assert not settled(survived=0).passed
-    assert not settled(injected=0, survived=0).passed
-    slow = settled(times=[0.2], limit=0.1)
-    assert not slow.passed
-    assert slow.problems == []
-    assert settled(times=[0.05] * 99 + [0.2], limit=0.1, percentile=98).passed
-    assert not settled(times=[0.05, 0.05], median_limit=0.01).passed
 
-
-def test_a_row_counts_what_its_body_leaves_behind() -> None:
+def test_a_row_counts_what_its_body_leaves_behind_and_what_goes_wrong_in_it() -> None:
     sockets = []
 
-    async def body() -> None:
+    @campaign_row("R0", "x")
+    def bad(row: Row) -> None:
         sockets.append(socket.socket())
+        for right in (True, False):
+            with row.fault("one") as check:
+                check(right, "wrong")
+        with row.fault("two"):
+            raise TypeError("boom")
 
-    row = Row("R0", "x", injected=1, survived=1)
     try:
-        run(row, body)
+        row = bad()
     finally:
         sockets.pop().close()
-    assert row.leaked == 1
-    assert "leaks" in row.notes
-    failed = run(Row("R0", "x"), lambda: asyncio.sleep("no time"))  # type: ignore[arg-type]
-    assert "TypeError" in failed.problems[0]
+    assert (row.injected, row.survived, row.leaked, "leaks" in row.notes) == (3, 1, 1, True)
+    assert row.problems[0] == "one: wrong" and "TypeError: boom\ntwo" in row.problems[1]
 
 
 def test_the_quarantine_walk_notices_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("synapse_host.supervision.quarantine.LIMIT", 3)
-    row = Row("R14", "x")
-    quarantine_model.walk("catalog", 200, 1, row)
-    assert row.problems
+    assert quarantine_model.r14(steps=200).problems
 
 
 def test_the_generator_of_headers_notices(monkeypatch: pytest.MonkeyPatch) -> None:

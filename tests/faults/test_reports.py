@@ -5,29 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
-from engines.ane.stderr_scan import StderrScan
-from engines.protocol.errors import EngineError, ErrorCode
 from synapse_host.config import Windows
 from synapse_host.worker import process as process_module
 from synapse_host.worker.process import WorkerProcess
 from tests.support.lanes import FAST, FINE, crash, embed, on, poison, serve, spawns, until
 
 pytestmark = [pytest.mark.process, pytest.mark.fault]
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def exists(pid: int) -> bool:
-    """Whether the process is there at all, as a zombie too."""
-    return psutil.pid_exists(pid)
 
 
 def end(pid: int) -> None:
@@ -50,12 +38,12 @@ async def test_a_worker_that_ignores_every_polite_word_and_talks_while_it_stops(
     pids = [lane.health()["worker_pid"]]
     try:
         await lane.probe(embed([FINE]))
-        assert not exists(pids[0]) and lane.health()["generation"] == 2, "two workers at once"
+        assert not psutil.pid_exists(pids[0]) and lane.health()["generation"] == 2, "two workers at once"
         pids.append(lane.health()["worker_pid"])
 
         async def stop() -> None:
             await lane.aclose()
-            assert not exists(pids[1]), "a stop returned while the worker ran"
+            assert not psutil.pid_exists(pids[1]), "a stop returned while the worker ran"
 
         await asyncio.gather(*(stop() for _ in range(20)))
     finally:
@@ -72,46 +60,6 @@ async def test_unload_that_never_answers(make):
     await lane.unload()
     assert lane.health()["models"] == [] and lane.health()["worker_pid"] is None
     await serve(lane)
-
-
-@pytest.mark.report("apple/coremltools#2758")
-def test_a_core_ml_compiler_that_fails_in_silence():
-    """apple/coremltools#2758: the load succeeds, and only stderr says that nothing was compiled."""
-    scan = StderrScan()
-    with scan:
-        os.write(2, b"E5RT: ANECCompile() FAILED\n")
-    with pytest.raises(EngineError) as caught:
-        scan.check("function s128")
-    assert caught.value.code is ErrorCode.INVALID_PLACEMENT
-
-
-PINNED = """
-import json, os
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from engines.cuda import settings
-from engines import machine
-from synapse_host.placement import hardware
-from synapse_host.supervision.queueing import Permits
-print(json.dumps([settings.parse({}, device="cpu", precision="f32").threads, machine.usable_cores(),
-                  Permits().limit("cpu"), hardware.detect().cores]))
-"""
-
-
-@pytest.mark.report("microsoft/onnxruntime#10166")
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no cpuset on this system")
-def test_threads_under_a_cpuset():
-    """microsoft/onnxruntime#10166 (also 8313, 7207, headroomlabs-ai/headroom#2885): threads by the machine's size."""
-    done = subprocess.run(
-        [sys.executable, "-c", PINNED],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [1, 1, 1, 1]
 
 
 @pytest.mark.report("ollama/ollama#12472")
@@ -135,7 +83,7 @@ async def test_a_kill_that_does_not_take(make, tmp_path, monkeypatch):
             await serve(other)
     finally:
         end(pid)
-    await until(lambda: not exists(pid))
+    await until(lambda: not psutil.pid_exists(pid))
     await serve(lane)
     assert spawns(state) == 2
 

@@ -159,7 +159,7 @@ def test_a_refused_request_changes_nothing(message: m.Message, payload: memoryvi
     pair.handshake()
     with pytest.raises(LocalProtocolError, match=complaint):
         pair.host.send(message, payload)
-    assert pair.host.state is State.IDLE and pair.host.request is None
+    assert pair.host.state is State.IDLE and pair.host.expectation.request is None
     pair.host_sends(m.Ping(req_id="p"))
     pair.worker_sends(m.Pong(req_id="p", rss_mb=1, models_loaded=0))
 
@@ -182,7 +182,7 @@ def test_a_refused_reply_changes_nothing(message: m.Message, payload: memoryview
     pair.worker_sends(m.Progress(req_id="e", completed=2, phase=m.Phase.INFERENCE))
     with pytest.raises(LocalProtocolError):
         pair.worker.send(message, payload)
-    assert (pair.worker.state, pair.worker.completed) == (State.BUSY, 2)
+    assert (pair.worker.state, pair.worker.expectation.completed) == (State.BUSY, 2)
     pair.worker_sends(m.Progress(req_id="e", completed=3, phase=m.Phase.INFERENCE))
     (done,) = pair.worker_sends(m.Vectors(req_id="e", dims=1, n=1), rows(1, 1))
     assert isinstance(done, ReplyReceived)
@@ -199,7 +199,7 @@ def test_an_oversize_progress_frame_does_not_count() -> None:
     receive(worker, framed(encode(m.Ping(req_id="p"))))
     with pytest.raises(LocalProtocolError, match="exceeds max 60"):
         worker.send(m.Progress(req_id="p", completed=10**18, phase=m.Phase.CONTROL))
-    assert worker.completed == 0
+    assert worker.expectation.completed == 0
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

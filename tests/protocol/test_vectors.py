@@ -80,9 +80,9 @@ def snapshot(connection: Connection) -> tuple[object, ...]:
         connection.state,
         connection.max_frame,
         connection.engine,
-        connection.request,
-        connection.completed,
-        connection.phase,
+        connection.expectation.request,
+        connection.expectation.completed,
+        connection.expectation.phase,
         connection.mid_frame,
     )
 

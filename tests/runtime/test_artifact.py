@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from engines.bundle.digest import BLOCK
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Phase
-from engines.runtime.artifact import BLOCK_BYTES, ArtifactFile, open_artifact
+from engines.runtime.artifact import ArtifactFile, open_artifact
 from engines.runtime.progress import ProgressReporter, silent
 
-CONTENT = random.Random(17).randbytes(BLOCK_BYTES * 2 + 17)
+CONTENT = random.Random(17).randbytes(BLOCK * 2 + 17)
 HEX = hashlib.sha256(CONTENT).hexdigest()
 
 
@@ -48,7 +49,7 @@ def test_a_right_digest_returns_the_file_rewound(artifact: Path, digest: str) ->
         assert file.read() == CONTENT
 
 
-@pytest.mark.parametrize("cut", [0, 1, BLOCK_BYTES, len(CONTENT) - 1])
+@pytest.mark.parametrize("cut", [0, 1, BLOCK, len(CONTENT) - 1])
 def test_a_wrong_digest_names_both(artifact: Path, cut: int) -> None:
     artifact.write_bytes(CONTENT[:cut])
     observed = hashlib.sha256(CONTENT[:cut]).hexdigest()
@@ -89,7 +90,7 @@ def overwrite(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-@pytest.mark.parametrize("position", [0, BLOCK_BYTES, len(CONTENT) - 1])
+@pytest.mark.parametrize("position", [0, BLOCK, len(CONTENT) - 1])
 @pytest.mark.parametrize("times", ["new", "set back"])
 def test_bytes_that_changed_while_they_were_loaded_are_refused(artifact: Path, position: int, times: str) -> None:
     """The same size, and even the old time of modification."""

@@ -10,35 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from engines.protocol import messages as m
 from engines.protocol.errors import EngineError, ErrorCode
-from engines.protocol.messages import (
-    Admitted,
-    AneAdmitPacked,
-    AneAdmitShape,
-    AneEvictPacked,
-    AneEvictShape,
-    AnyRequest,
-    EmbedBatch,
-    Err,
-    Evicted,
-    FinishReason,
-    Generate,
-    Item,
-    Load,
-    Loaded,
-    Ping,
-    Pong,
-    Pooling,
-    Rerank,
-    RerankSequences,
-    Scores,
-    Segment,
-    Text,
-    Unload,
-    Unloaded,
-    Vectors,
-    encode,
-)
 from engines.runtime.dispatch import Answer, Dispatcher
 from engines.runtime.engine import DeviceLost, ModelStatus
 from engines.runtime.progress import silent
@@ -57,17 +30,17 @@ def floats(answer: Answer) -> list[float]:
     return np.frombuffer(answer.payload, "<f4").tolist()
 
 
-def embed(counts: list[int], *, ref: str = "toy:0", packed_width: Any = msgspec.UNSET) -> EmbedBatch:
-    items = [Item(str(index), count) for index, count in enumerate(counts)]
-    return EmbedBatch("r", ref, Pooling.CLS, False, items, packed_width)
+def embed(counts: list[int], *, ref: str = "toy:0", packed_width: Any = msgspec.UNSET) -> m.EmbedBatch:
+    items = [m.Item(str(index), count) for index, count in enumerate(counts)]
+    return m.EmbedBatch("r", ref, m.Pooling.CLS, False, items, packed_width)
 
 
-def rerank(query: int, counts: list[int]) -> Rerank:
-    return Rerank("r", "toy:0", query, [Segment(count) for count in counts])
+def rerank(query: int, counts: list[int]) -> m.Rerank:
+    return m.Rerank("r", "toy:0", query, [m.Segment(count) for count in counts])
 
 
-def sequences(counts: list[int]) -> RerankSequences:
-    return RerankSequences("r", "toy:0", [Segment(count) for count in counts])
+def sequences(counts: list[int]) -> m.RerankSequences:
+    return m.RerankSequences("r", "toy:0", [m.Segment(count) for count in counts])
 
 
 class Desk:
@@ -77,22 +50,22 @@ class Desk:
         self.engine = ToyEngine() if engine is None else engine
         self.clock = ManualClock()
         self.dispatcher = Dispatcher(self.engine, self.engine.identity(), max_frame=max_frame, clock=self.clock)
-        assert isinstance(self.ask(load()).reply, Loaded)
+        assert isinstance(self.ask(load()).reply, m.Loaded)
 
-    def ask(self, request: AnyRequest, payload: memoryview | None = None) -> Answer:
+    def ask(self, request: m.AnyRequest, payload: memoryview | None = None) -> Answer:
         return self.dispatcher.handle(request, payload, silent())
 
-    def refusal(self, request: AnyRequest, payload: memoryview | None = None) -> Err:
+    def refusal(self, request: m.AnyRequest, payload: memoryview | None = None) -> m.Err:
         answer = self.ask(request, payload)
-        assert isinstance(answer.reply, Err), answer.reply
+        assert isinstance(answer.reply, m.Err), answer.reply
         assert answer.payload is None
         assert answer.reply.req_id == request.req_id
-        assert isinstance(self.ask(Ping("after")).reply, Pong)
+        assert isinstance(self.ask(m.Ping("after")).reply, m.Pong)
         return answer.reply
 
 
-def load(**changes: Any) -> Load:
-    return msgspec.structs.replace(Load("r", "path", DIGEST, "gguf"), **changes)
+def load(**changes: Any) -> m.Load:
+    return msgspec.structs.replace(m.Load("r", "path", DIGEST, "gguf"), **changes)
 
 
 @pytest.fixture
@@ -107,23 +80,23 @@ def desk() -> Desk:
     ("request_", "payload", "reply", "numbers", "call"),
     [
         (
-            *(embed([2, 1, 3]), ids(1, 2, 3, 4, 5, 6), Vectors("r", dims=4, n=3), [3.0, 3.0, 15.0]),
-            ("embed", {"pooling": Pooling.CLS, "normalize": False, "packed_width": None}),
+            *(embed([2, 1, 3]), ids(1, 2, 3, 4, 5, 6), m.Vectors("r", dims=4, n=3), [3.0, 3.0, 15.0]),
+            ("embed", {"pooling": m.Pooling.CLS, "normalize": False, "packed_width": None}),
         ),
         (
-            *(embed([1], packed_width=256), ids(1), Vectors("r", dims=4, n=1), [1.0]),
-            ("embed", {"pooling": Pooling.CLS, "normalize": False, "packed_width": 256}),
+            *(embed([1], packed_width=256), ids(1), m.Vectors("r", dims=4, n=1), [1.0]),
+            ("embed", {"pooling": m.Pooling.CLS, "normalize": False, "packed_width": 256}),
         ),
-        (rerank(2, [1, 2]), ids(1, 1, 5, 6, 7), Scores("r"), [2005.0, 2013.0], None),
-        (sequences([2, 1]), ids(1, 2, 3), Scores("r"), [3.0, 3.0], None),
+        (rerank(2, [1, 2]), ids(1, 1, 5, 6, 7), m.Scores("r"), [2005.0, 2013.0], None),
+        (sequences([2, 1]), ids(1, 2, 3), m.Scores("r"), [3.0, 3.0], None),
         (
-            *(Generate("r", "toy:0", 3), ids(1, 2)),
-            *(Text("r", "xxx", 2, 3, FinishReason.LENGTH, [1, 1, 1]), None, None),
+            *(m.Generate("r", "toy:0", 3), ids(1, 2)),
+            *(m.Text("r", "xxx", 2, 3, m.FinishReason.LENGTH, [1, 1, 1]), None, None),
         ),
-        (AneAdmitShape("r", "toy:0", 128), None, Admitted, None, None),
-        (AneAdmitPacked("r", "toy:0", 256), None, Admitted, None, None),
-        (AneEvictShape("r", "toy:0", 128), None, Evicted("r"), None, None),
-        (AneEvictPacked("r", "toy:0", 256), None, Evicted("r"), None, None),
+        (m.AneAdmitShape("r", "toy:0", 128), None, m.Admitted, None, None),
+        (m.AneAdmitPacked("r", "toy:0", 256), None, m.Admitted, None, None),
+        (m.AneEvictShape("r", "toy:0", 128), None, m.Evicted("r"), None, None),
+        (m.AneEvictPacked("r", "toy:0", 256), None, m.Evicted("r"), None, None),
     ],
 )
 def test_every_request_is_answered(request_: Any, payload: Any, reply: Any, numbers: Any, call: Any) -> None:
@@ -133,7 +106,7 @@ def test_every_request_is_answered(request_: Any, payload: Any, reply: Any, numb
     if numbers is None:
         assert answer.payload is None
     else:
-        assert floats(answer)[:: 4 if isinstance(answer.reply, Vectors) else 1] == numbers
+        assert floats(answer)[:: 4 if isinstance(answer.reply, m.Vectors) else 1] == numbers
     assert call is None or desk.engine.calls == [call]
 
 
@@ -150,19 +123,19 @@ BAD = {
     "a candidate without tokens": (rerank(1, [0, 1]), ids(1, 2)),
     "a sequence without tokens": (sequences([0]), ids()),
     "a query without tokens": (rerank(0, [1]), ids(1)),
-    "a prompt without tokens": (Generate("r", "toy:0", 1), ids()),
-    "a grammar": (Generate("r", "toy:0", 1, "root ::= [a-z]"), ids(1)),
-    "a blank grammar": (Generate("r", "toy:0", 1, " \n"), ids(1)),
+    "a prompt without tokens": (m.Generate("r", "toy:0", 1), ids()),
+    "a grammar": (m.Generate("r", "toy:0", 1, "root ::= [a-z]"), ids(1)),
+    "a blank grammar": (m.Generate("r", "toy:0", 1, " \n"), ids(1)),
     "too few ids": (embed([3]), ids(1, 2)),
     "too many ids": (embed([1]), ids(1, 2)),
     "too few ids for the query": (rerank(5, [1]), ids(1, 2)),
     "huge counts": (embed([2**32 - 1] * 256), ids(1)),
     "a huge query": (rerank(2**32 - 1, [1]), ids(1)),
     "half an id": (embed([1]), memoryview(b"\1\0\0\0\1\0")),
-    "half an id in a prompt": (Generate("r", "toy:0", 1), memoryview(b"\1\0\0")),
+    "half an id in a prompt": (m.Generate("r", "toy:0", 1), memoryview(b"\1\0\0")),
     "a negative id": (embed([2]), ids(1, -1)),
     "a negative id in a query": (rerank(1, [1]), ids(-(2**31), 1)),
-    "a negative id in a prompt": (Generate("r", "toy:0", 1), ids(-5)),
+    "a negative id in a prompt": (m.Generate("r", "toy:0", 1), ids(-5)),
 }
 
 
@@ -174,7 +147,7 @@ def test_bad_counts_and_bytes_are_invalid_requests(desk: Desk, name: str) -> Non
 
 
 def test_a_reply_that_would_not_fit_is_refused_before_computing() -> None:
-    assert Desk(max_frame=500).refusal(Generate("r", "toy:0", 600), ids(1)).code is ErrorCode.INVALID_REQUEST
+    assert Desk(max_frame=500).refusal(m.Generate("r", "toy:0", 600), ids(1)).code is ErrorCode.INVALID_REQUEST
     desk = Desk(ToyEngine(dims=100), max_frame=4096)
     desk.ask(embed([1] * 10), ids(*range(10)))
     desk.engine.calls.clear()
@@ -188,15 +161,15 @@ def test_a_reply_that_would_not_fit_is_refused_before_computing() -> None:
     ("request_", "payload"),
     [
         (embed([1], ref="toy:9"), ids(1)),
-        (Rerank("r", "nope", 1, [Segment(1)]), ids(1, 2)),
-        (RerankSequences("r", "", [Segment(1)]), ids(1)),
-        (Generate("r", "toy:1", 1), ids(1)),
-        (Unload("r", "toy:1"), None),
-        (AneAdmitShape("r", "toy:1", 128), None),
-        (AneEvictShape("r", "toy:1", 128), None),
+        (m.Rerank("r", "nope", 1, [m.Segment(1)]), ids(1, 2)),
+        (m.RerankSequences("r", "", [m.Segment(1)]), ids(1)),
+        (m.Generate("r", "toy:1", 1), ids(1)),
+        (m.Unload("r", "toy:1"), None),
+        (m.AneAdmitShape("r", "toy:1", 128), None),
+        (m.AneEvictShape("r", "toy:1", 128), None),
     ],
 )
-def test_an_unknown_ref_is_model_not_loaded(desk: Desk, request_: AnyRequest, payload: memoryview | None) -> None:
+def test_an_unknown_ref_is_model_not_loaded(desk: Desk, request_: m.AnyRequest, payload: memoryview | None) -> None:
     assert desk.refusal(request_, payload).code is ErrorCode.MODEL_NOT_LOADED
 
 
@@ -208,16 +181,16 @@ def test_what_a_worker_does_not_serve_or_advertise(packed: tuple[int, ...] | Non
     desk = Desk(ToyEngine(packed=packed))
     width = ErrorCode.UNSUPPORTED_PACKED_WIDTH
     assert desk.refusal(embed([1], packed_width=256), ids(1)).code is width
-    for request in (AneAdmitPacked("r", "toy:0", 256), AneEvictPacked("r", "toy:0", 256)):
+    for request in (m.AneAdmitPacked("r", "toy:0", 256), m.AneEvictPacked("r", "toy:0", 256)):
         assert desk.refusal(request).code is (ErrorCode.UNSUPPORTED_REQUEST if packed is None else width)
     desk.engine.serves = frozenset()  # type: ignore[misc]
     for other, payload in [
         (embed([1]), ids(1)),
         (rerank(1, [1]), ids(1, 2)),
         (sequences([1]), ids(1)),
-        (Generate("r", "toy:0", 1), ids(1)),
-        (AneAdmitShape("r", "toy:0", 1), None),
-        (AneEvictShape("r", "toy:0", 1), None),
+        (m.Generate("r", "toy:0", 1), ids(1)),
+        (m.AneAdmitShape("r", "toy:0", 1), None),
+        (m.AneEvictShape("r", "toy:0", 1), None),
     ]:
         error = desk.refusal(other, payload)
         assert error.code is ErrorCode.UNSUPPORTED_REQUEST
@@ -230,19 +203,19 @@ def test_what_a_worker_does_not_serve_or_advertise(packed: tuple[int, ...] | Non
 def test_the_models_of_a_worker(desk: Desk) -> None:
     """Refs count up and are never reused, LOAD is timed around the engine, each model is closed once."""
     desk.engine.on_load = lambda request, progress: desk.clock.advance(1.25)
-    assert b"buckets" not in encode(desk.ask(load()).reply)
+    assert b"buckets" not in m.encode(desk.ask(load()).reply)
     desk.engine.buckets = (128, 256)
     for n in (2, 3):
         reply = desk.ask(load()).reply
-        assert reply == Loaded("r", f"toy:{n}", dims=4, cold_load_ms=1250, buckets=[128, 256])
-        assert desk.ask(Unload("r", f"toy:{n}")).reply == Unloaded("r")
+        assert reply == m.Loaded("r", f"toy:{n}", dims=4, cold_load_ms=1250, buckets=[128, 256])
+        assert desk.ask(m.Unload("r", f"toy:{n}")).reply == m.Unloaded("r")
     assert [model.closed for model in desk.engine.models] == [0, 0, 1, 1]
     desk.engine.max_models = 2  # type: ignore[misc]
     assert desk.refusal(load()).code is ErrorCode.CONFIG_INVALID and len(desk.engine.models) == 4
     desk.dispatcher.close()
     desk.dispatcher.close()
     assert [model.closed for model in desk.engine.models] == [1, 1, 1, 1]
-    assert isinstance(desk.ask(load()).reply, Loaded)
+    assert isinstance(desk.ask(load()).reply, m.Loaded)
 
 
 # --- PONG ------------------------------------------------------------------------------------------------------------
@@ -264,14 +237,14 @@ def test_resident_memory_grows_with_what_is_touched() -> None:
 
 
 def test_pong_omits_what_is_unknown_takes_the_worst_share_and_maps_residents_by_ref(desk: Desk) -> None:
-    assert set(msgspec.to_builtins(desk.ask(Ping("r")).reply)) == {"type", "req_id", "rss_mb", "models_loaded"}
+    assert set(msgspec.to_builtins(desk.ask(m.Ping("r")).reply)) == {"type", "req_id", "rss_mb", "models_loaded"}
     desk.ask(load())
     statuses = iter([ModelStatus(0.97, (128, 256), (256, 128)), ModelStatus(0.91, (128,), (), (384,))])
     for model in desk.engine.models:
         status = next(statuses)
         model.status = lambda status=status: status  # type: ignore[method-assign]
-    reply = desk.ask(Ping("r")).reply
-    assert isinstance(reply, Pong)
+    reply = desk.ask(m.Ping("r")).reply
+    assert isinstance(reply, m.Pong)
     assert reply.placement_share == 0.91
     assert reply.buckets == [128, 256]
     assert reply.ane_resident_shapes == {"toy:0": [128, 256]}
@@ -282,7 +255,7 @@ def test_pong_omits_what_is_unknown_takes_the_worst_share_and_maps_residents_by_
 def test_an_impossible_share_is_our_bug(desk: Desk, share: float) -> None:
     desk.engine.status = ModelStatus(placement_share=share)
     with pytest.raises(AssertionError):
-        desk.ask(Ping("r"))
+        desk.ask(m.Ping("r"))
 
 
 # --- what models do --------------------------------------------------------------------------------------------------
@@ -356,14 +329,14 @@ def test_an_error_message_is_cut_to_the_frame_and_valid(msg: str, max_frame: int
 
     desk.engine.hook = hook
     answer = desk.ask(embed([1]), ids(1))
-    data = encode(answer.reply)
+    data = m.encode(answer.reply)
     assert len(data) <= min(max_frame, 4096)
     assert msgspec.json.decode(data)["code"] == "inference_failed"
 
 
 @pytest.mark.parametrize(("max_frame", "limit"), [(200, 200), (2**20, 4096)])
 def test_a_message_that_just_fits_is_whole(max_frame: int, limit: int) -> None:
-    room = limit - len(encode(Err(req_id="r", code=ErrorCode.OOM, msg="")))
+    room = limit - len(m.encode(m.Err(req_id="r", code=ErrorCode.OOM, msg="")))
     for extra in (0, 1):
         desk = hooked(EngineError(ErrorCode.OOM, "x" * (room + extra)))
         desk.dispatcher.max_frame = max_frame

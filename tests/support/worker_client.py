@@ -23,33 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from engines.protocol import messages as m
 from engines.protocol.decoding import decode_from_worker, decode_hello
-from engines.protocol.messages import (
-    DEFAULT_MAX_FRAME,
-    VERSION,
-    EmbedBatch,
-    Err,
-    Hello,
-    HelloAck,
-    Item,
-    Load,
-    Loaded,
-    Message,
-    Phase,
-    Ping,
-    Pong,
-    Pooling,
-    Progress,
-    Request,
-    Rerank,
-    Scores,
-    Segment,
-    Shutdown,
-    Unload,
-    Vectors,
-    encode,
-    phases,
-)
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
@@ -64,22 +39,22 @@ class WorkerEnded(Exception):
 class Exchange:
     """What a worker answered: the terminal reply, its raw frame, and the progress before it."""
 
-    reply: Message
+    reply: m.Message
     raw: bytes | None = None
-    progress: list[Progress] = field(default_factory=list)
+    progress: list[m.Progress] = field(default_factory=list)
 
     @property
     def floats(self) -> np.ndarray:
         """The raw frame as float32; (n, dims) behind VECTORS."""
-        assert not isinstance(self.reply, Err), self.reply
+        assert not isinstance(self.reply, m.Err), self.reply
         assert self.raw is not None
         values = np.frombuffer(self.raw, dtype="<f4")
-        return values.reshape(-1, self.reply.dims) if isinstance(self.reply, Vectors) else values
+        return values.reshape(-1, self.reply.dims) if isinstance(self.reply, m.Vectors) else values
 
     @property
     def code(self) -> str:
         """The ERR code."""
-        assert isinstance(self.reply, Err), self.reply
+        assert isinstance(self.reply, m.Err), self.reply
         return self.reply.code.value
 
 
@@ -101,7 +76,7 @@ class WorkerClient:
         device: str = "cpu",
         arguments: Sequence[str] = (),
         env: dict[str, str] | None = None,
-        max_frame: int = DEFAULT_MAX_FRAME,
+        max_frame: int = m.DEFAULT_MAX_FRAME,
         handshake: bool = True,
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="sw-"))
@@ -132,8 +107,8 @@ class WorkerClient:
                     raise AssertionError(f"no connection: {self.stderr()}") from None
             self.socket.settimeout(TIMEOUT_S)
             if handshake:
-                self.hello: Hello = decode_hello(self.read_frame())
-                self.write_frame(encode(HelloAck(v=VERSION, accept=True, max_frame=max_frame)))
+                self.hello: m.Hello = decode_hello(self.read_frame())
+                self.write_frame(m.encode(m.HelloAck(v=m.VERSION, accept=True, max_frame=max_frame)))
         except BaseException:
             self.close()
             raise
@@ -151,10 +126,6 @@ class WorkerClient:
     def write_frame(self, payload: bytes) -> None:
         """Send one frame, whatever is in it."""
         self.socket.sendall(_LENGTH.pack(len(payload)) + payload)
-
-    def write_bytes(self, data: bytes) -> None:
-        """Send bytes that need not be a frame."""
-        self.socket.sendall(data)
 
     def read_frame(self) -> bytes:
         """Receive one frame's payload."""
@@ -178,93 +149,79 @@ class WorkerClient:
         self._count += 1
         return f"r{self._count}"
 
-    def call(self, request: Request, raw: bytes | None = None) -> Exchange:
+    def call(self, request: m.Request, raw: bytes | None = None) -> Exchange:
         """Send *request* and its raw frame, and return the answer after checking every rule of an exchange."""
-        self.write_frame(encode(request))
+        self.write_frame(m.encode(request))
         if raw is not None:
             self.write_frame(raw)
         return self.answer(request)
 
-    def answer(self, request: Request) -> Exchange:
+    def answer(self, request: m.Request) -> Exchange:
         """Read the answer to *request*."""
-        allowed = list(phases(type(request), self.hello.engine.engine))
-        seen: list[Progress] = []
-        while isinstance(message := decode_from_worker(self.read_frame()), Progress):
+        allowed = list(m.phases(type(request), self.hello.engine.engine))
+        seen: list[m.Progress] = []
+        while isinstance(message := decode_from_worker(self.read_frame()), m.Progress):
             assert message.req_id == request.req_id
             assert message.completed > (seen[-1].completed if seen else 0), f"{message} after {seen[-1:]}"
             while allowed and message.phase is not allowed[0]:
                 allowed.pop(0)
             assert allowed, f"{message.phase} in {type(request).__name__} after {[p.phase for p in seen]}"
             seen.append(message)
-        if not isinstance(message, Err):
+        if not isinstance(message, m.Err):
             assert message.req_id == request.req_id
+            assert isinstance(message, m.REPLY_TO[type(request)])
         raw = None
         if type(message).payload is not None:
             raw = self.read_frame()
-            if isinstance(message, Vectors):
-                assert isinstance(request, EmbedBatch)
+            if isinstance(request, m.EmbedBatch):
                 assert message.n == len(request.items)
                 assert len(raw) == 4 * message.n * message.dims
-            if isinstance(request, Rerank):
-                assert isinstance(message, Scores) and len(raw) == 4 * len(request.candidates)
+            elif isinstance(request, m.Rerank):
+                assert len(raw) == 4 * len(request.candidates)
         return Exchange(message, raw, seen)
 
-    def ping(self) -> Pong:
+    def ping(self) -> m.Pong:
         """PING; the worker must answer PONG."""
-        reply = self.call(Ping(req_id=self.next_id())).reply
-        assert isinstance(reply, Pong), reply
+        reply = self.call(m.Ping(req_id=self.next_id())).reply
+        assert isinstance(reply, m.Pong), reply
         return reply
 
     def load(self, path: Path | str, digest: str, format: str = "gguf", **config: object) -> Exchange:
         """LOAD."""
         values = {key: str(value) for key, value in config.items()}
-        return self.call(
-            Load(
-                req_id=self.next_id(),
-                artifact_path=str(path),
-                artifact_digest=digest,
-                format=format,
-                runtime_config=values,
-            )
-        )
+        return self.call(m.Load(self.next_id(), str(path), digest, format, values))
 
     def unload(self, model_ref: str) -> Exchange:
         """UNLOAD."""
-        return self.call(Unload(req_id=self.next_id(), model_ref=model_ref))
+        return self.call(m.Unload(req_id=self.next_id(), model_ref=model_ref))
 
     def embed(
         self,
         model_ref: str,
         rows: Sequence[Sequence[int]],
         *,
-        pooling: Pooling = Pooling.MEAN,
+        pooling: m.Pooling = m.Pooling.MEAN,
         normalize: bool = True,
         counts: Sequence[int] | None = None,
         raw: bytes | None = None,
     ) -> Exchange:
         """EMBED_BATCH; *counts* and *raw* may lie."""
         lengths = [len(row) for row in rows] if counts is None else counts
-        items = [Item(id=str(n), n_tokens=length) for n, length in enumerate(lengths)]
-        request = EmbedBatch(
-            req_id=self.next_id(), model_ref=model_ref, pooling=pooling, normalize=normalize, items=items
+        items = [m.Item(id=str(n), n_tokens=length) for n, length in enumerate(lengths)]
+        return self.call(
+            m.EmbedBatch(self.next_id(), model_ref, pooling, normalize, items), ids_bytes(rows) if raw is None else raw
         )
-        return self.call(request, ids_bytes(rows) if raw is None else raw)
 
     def rerank(self, model_ref: str, query: Sequence[int], rows: Sequence[Sequence[int]]) -> Exchange:
         """RERANK."""
-        request = Rerank(
-            req_id=self.next_id(),
-            model_ref=model_ref,
-            query_n_tokens=len(query),
-            candidates=[Segment(n_tokens=len(row)) for row in rows],
-        )
-        return self.call(request, ids_bytes([query, *rows]))
+        candidates = [m.Segment(n_tokens=len(row)) for row in rows]
+        return self.call(m.Rerank(self.next_id(), model_ref, len(query), candidates), ids_bytes([query, *rows]))
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> int:
         """Send SHUTDOWN and return the exit status."""
-        self.write_frame(encode(Shutdown()))
+        self.write_frame(m.encode(m.Shutdown()))
         return self.process.wait(TIMEOUT_S)
 
     def hang_up(self) -> int:
@@ -290,9 +247,9 @@ class WorkerClient:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def require_loaded(exchange: Exchange) -> Loaded:
+def require_loaded(exchange: Exchange) -> m.Loaded:
     """Return LOADED or fail with the ERR."""
-    assert isinstance(exchange.reply, Loaded), exchange.reply
+    assert isinstance(exchange.reply, m.Loaded), exchange.reply
     return exchange.reply
 
 
@@ -301,6 +258,3 @@ def module_worker(module: str, **keywords: Any) -> Iterator[WorkerClient]:
     """Run ``python -m <module>`` as a worker."""
     with WorkerClient([sys.executable, "-m", module], **keywords) as client:
         yield client
-
-
-__all__ = ["Exchange", "Phase", "WorkerClient", "WorkerEnded", "ids_bytes", "module_worker", "require_loaded"]
