@@ -129,7 +129,7 @@ class Supervisor:
         turns = self._turns
         self._standing.admit()
         place = turns.arrive()
-        outcome = await turns.take(deadline, stage, place=place, limited=not again, build=build)
+        outcome: Outcome | None = await turns.take(deadline, stage, place=place, limited=not again, build=build)
         if outcome is None:
             outcome = await self._serve(build, deadline, stage, generation=generation, lease=lease)
         if outcome is ALONE:
