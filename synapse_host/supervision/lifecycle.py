@@ -333,7 +333,7 @@ class Idle:
         waiter.cancel()
         try:
             session.begin(Exchange(Ping(req_id=session.next_req_id()), None, waiter, "ping"))
-        except LocalProtocolError:
+        except (LocalProtocolError, MemoryError):
             self._turns.pass_on()
 
     def _end(self, after: float) -> None:

@@ -97,9 +97,10 @@ class Quarantine:
     @property
     def same_input(self) -> Fingerprint | None:
         """The request content that the last two strikes happened on; None when it differed or there was none."""
-        if len(self._strikes) < LIMIT or self._strikes[-2] != self._strikes[-1]:
+        if len(self._strikes) < LIMIT:
             return None
-        return self._strikes[-1]
+        first, *_, last = self._strikes
+        return first if first == last else None
 
     def _lapse(self, now: float) -> None:
         if self._kind == "catalog" and self._shut_at is not None and now >= self._shut_at + self._cool_down:

@@ -115,7 +115,7 @@ def refuse(waiter: asyncio.Future[Any], why: Callable[[], SynapseError]) -> None
 class Turns:
     """The turn on one lane's stream; at most *limit* callers wait for it.
 
-    Where :attr:`held` is False a caller may set it instead of calling :meth:`take`: the hot path does.
+    Where :attr:`held` is False a caller may set it instead of calling :meth:`take`.
     """
 
     def __init__(self, standing: Standing, *, limit: int) -> None:

@@ -23,7 +23,7 @@ USEFUL_TOKENS: Final = 4096
 """Tokens up to which an exchange is filled; ``batch_size`` in a lane's ``runtime_config`` says otherwise."""
 MAX_SUSPECTS: Final = 1024
 """Calls whose shared exchange ended with a crash; the latest ones are remembered."""
-ALONE: Final = ("alone",)
+ALONE: Final[Any] = ("alone",)
 """What a caller gets from a shared exchange when it is to be served by itself."""
 
 

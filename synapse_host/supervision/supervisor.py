@@ -128,49 +128,16 @@ class Supervisor:
         """
         turns = self._turns
         self._standing.admit()
-        place, outcome = 0, None
-        if turns.held:
-            place = turns.arrive()
-            outcome = await turns.take(deadline, stage, place=place, limited=not again, build=build)
-        else:
-            turns.held = True
+        place = turns.arrive()
+        outcome: Outcome | None = await turns.take(deadline, stage, place=place, limited=not again, build=build)
         if outcome is None:
-            # None: a start or a permit has to be waited for, or the worker is another one than asked for.
-            current = generation is None or generation == self._workers.number
-            waiter = self._at_once(build, deadline, stage, lease) if current else None
-            if waiter is None:
-                outcome = await self._serve(build, deadline, stage, generation=generation, lease=lease)
-            else:
-                outcome = await waiter
+            outcome = await self._serve(build, deadline, stage, generation=generation, lease=lease)
         if outcome is ALONE:
             # A shared exchange failed, and nobody knows for whose rows: each call once more, by itself, in its place.
             self._standing.admit()
             await turns.take(deadline, stage, place=place, limited=False)
             return await self._serve(lambda *names: build(*names), deadline, stage)
         return outcome
-
-    def _at_once(
-        self, build: Build, deadline: float | None, stage: str, lease: Lease | None
-    ) -> asyncio.Future[Outcome] | None:
-        """Send a request that nothing keeps waiting, without a coroutine of its own; None when something does.
-
-        The caller holds the turn, and still does after None.
-        """
-        session = self._workers.session
-        if session is None or session.dead or session.model_ref is None:
-            return None
-        if deadline is not None and self._loop.time() >= deadline:
-            return None
-        try:
-            request, payload = build(session.next_req_id(), session.model_ref)
-        except BaseException:
-            self._turns.pass_on()
-            raise
-        permit = type(request) in SERVING
-        if permit and not self._permits.try_acquire(self.spec.device):
-            return None
-        waiter = self._loop.create_future()
-        return self._begin(session, Exchange(request, payload, waiter, stage, deadline, permit, lease, build))
 
     async def _serve(
         self,

@@ -20,10 +20,6 @@ LOAD_BOUNDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120
 SHARED_BOUNDS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 IPC_BOUNDS: Final = (5e-05, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 1.0)
 
-OK: Final = "ok"
-CANCELLED: Final = "cancelled"
-INTERNAL: Final = "internal_error"
-
 
 class Histogram:
     """Observations counted into buckets: ``counts[i]`` holds those up to ``bounds[i]``, the last one the rest."""
@@ -68,7 +64,7 @@ class LaneCounters:
     @property
     def requests(self) -> dict[tuple[str, str], int]:
         """Requests by operation and outcome: ``ok``, an error code, or ``cancelled``."""
-        answered = {(op, OK): sum(histogram.counts) for op, histogram in self.durations.items()}
+        answered = {(op, "ok"): sum(histogram.counts) for op, histogram in self.durations.items()}
         return {**answered, **self.failures}
 
     @contextmanager
@@ -82,9 +78,9 @@ class LaneCounters:
             raise
         except (asyncio.CancelledError, GeneratorExit):
             # GeneratorExit: a caller left a stream between two of its pieces.
-            self.failures[op, CANCELLED] += 1
+            self.failures[op, "cancelled"] += 1
             raise
         except BaseException:
-            self.failures[op, INTERNAL] += 1
+            self.failures[op, "internal_error"] += 1
             raise
         self.durations[op].add(time.monotonic() - started)

@@ -27,9 +27,6 @@ class LogRing:
         self.on_write: Callable[[], None] | None = None
         """Called after every write, for who follows."""
 
-    def __len__(self) -> int:
-        return self._size
-
     def write(self, stream: Stream, data: bytes) -> None:
         """Append *data*, dropping the oldest bytes beyond the capacity."""
         self.written += len(data)

@@ -124,14 +124,9 @@ class Channel(asyncio.BufferedProtocol):
         if transport is None or self.closed:
             # The loss of the connection is reported by itself.
             return
-        counters = self._counters
-        if len(buffers) == 1:
-            counters.sent += len(buffers[0])
-            transport.write(buffers[0])
-            return
-        head, body = buffers
-        counters.sent += len(head) + len(body)
-        if len(body) <= SMALL:
+        self._counters.sent += sum(map(len, buffers))
+        head, body = buffers[0], buffers[-1]
+        if len(buffers) == 1 or len(body) <= SMALL:
             transport.write(b"".join(buffers))
         elif WRITES_WHOLE:
             transport.writelines(buffers)

@@ -38,7 +38,7 @@ async def r12(ground: Arena, mebibytes: int) -> None:
             watch = Stopwatch()
             await ground.history.embed(lane)
             row.took(*watch.read())
-            most = max(most, len(ring))
+            most = max(most, sum(len(data) for _, data in ring.since(0)[0]))
         await until(lambda: ring.written >= 2 * size, "the last bytes")
         by_stream: dict[str, bytes] = {"stdout": b"", "stderr": b""}
         for stream, data in ring.since(0)[0]:

@@ -50,50 +50,36 @@ def test_an_explicit_directory_is_private_whatever_the_umask_and_stays(runtime_d
     RuntimeDirectory.open(made.path).close()
 
 
-def link(runtime_dir: Path) -> None:
-    (runtime_dir / "synapse").mkdir(mode=0o700)
-    (runtime_dir / "elsewhere").mkdir(mode=0o700)
-    (runtime_dir / "synapse" / "workers").symlink_to(runtime_dir / "elsewhere")
-
-
-def opened(inner: str, bits: int):
-    """Return what makes an inner folder that is open to others."""
-
-    def make(runtime_dir: Path) -> None:
-        for part in [runtime_dir / "synapse", runtime_dir / "synapse" / "workers"][: len(Path(inner).parts)]:
-            part.mkdir(mode=0o700)
-        (runtime_dir / inner).chmod(bits)
-
-    return make
-
-
 @pytest.mark.parametrize(
     ("prepare", "reason"),
     [
         *((lambda path, bits=bits: path.chmod(bits), "runtime_dir_mode") for bits in (0o755, 0o710, 0o701)),
-        *((opened("synapse", bits), "runtime_dir_mode") for bits in (0o777, 0o770)),
-        *((opened("synapse/workers", bits), "runtime_dir_mode") for bits in (0o777, 0o755)),
-        (link, "runtime_dir"),
-        (lambda path: (path.rmdir(), path.write_text("")), "runtime_dir"),
+        (lambda path: (path / "synapse").chmod(0o770), "runtime_dir_mode"),
+        (lambda path: (path / "synapse" / "workers").chmod(0o755), "runtime_dir_mode"),
+        (
+            lambda path: ((path / "synapse" / "workers").rmdir(), (path / "synapse" / "workers").symlink_to(path)),
+            "runtime_dir",
+        ),
+        (lambda path: (shutil.rmtree(path), path.write_text("")), "runtime_dir"),
         (None, "runtime_dir_owner"),
     ],
 )
 def test_a_directory_that_is_not_ours_alone_is_refused_and_left_as_it_was(tmp_path, monkeypatch, prepare, reason):
     path = tmp_path / "rt"
-    path.mkdir(mode=0o700)
+    for part in (path, path / "synapse", path / "synapse" / "workers"):
+        part.mkdir(mode=0o700)
     if prepare is None:
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     else:
         prepare(path)
-    before = [(entry, mode(entry)) for entry in sorted(path.rglob("*"))], mode(path)
+    before = [(entry, mode(entry)) for entry in [path, *sorted(path.rglob("*"))]]
     with pytest.raises(InvalidRequest) as caught:
         RuntimeDirectory.open(path)
     assert caught.value.exit_code == 2 and caught.value.details["reason"] == reason
     if reason == "runtime_dir_mode":
         # Not `chmod 700` alone: the folder may be /etc.
         assert "choose another runtime directory, or" in caught.value.message and "chmod 700" in caught.value.message
-    kept = {entry for entry, _ in before[0]}
-    assert ([(entry, mode(entry)) for entry in sorted(path.rglob("*")) if entry in kept], mode(path)) == before
+    assert [(entry, mode(entry)) for entry in [path, *sorted(path.rglob("*"))]] == before
 
 
 def test_a_directory_that_was_removed_is_made_again_and_locked(runtime_dir):

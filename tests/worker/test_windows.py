@@ -56,7 +56,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     kernel.GetNamedPipeClientProcessId.side_effect = asked
     kernel.CreateJobObjectW.return_value = 70
     utils = SimpleNamespace(PipeHandle=lambda value: SimpleNamespace(handle=value, close=kernel.closed))
-    monkeypatch.setattr(windows, "sys", SimpleNamespace(platform="win32"))
     monkeypatch.setattr(ctypes, "WinDLL", lambda name, use_last_error=False: kernel, raising=False)
     monkeypatch.setattr(ctypes, "get_last_error", lambda: ACCESS_DENIED, raising=False)
     monkeypatch.setattr(ctypes, "WinError", lambda code=0: OSError(code, f"Windows error {code}"), raising=False)
