@@ -35,7 +35,7 @@ Actions (objects of one key)
                         in a C loop that keeps it
     progress {..}       frames ``completed`` [1, 2, ..] or ``from``, ``to``; ``every`` S between; ``phase``, ``req_id``
     reply {..}          the legal answer, bent: ``set`` and ``drop`` fields, ``nan`` / ``inf`` index; ``stall``
-                        {after, seconds} inside the payload; ``pause`` S, ``between`` [frames] behind it; ``times`` N
+                        {after, seconds} inside the payload; ``pause`` S, ``between`` [frames] behind it
     err {code, msg}     an ERR frame, with any code
     frame OBJECT        any JSON frame; "$req_id" stands for the running request's id
     bytes HEX           bytes without a frame;  ``text STR``: the same from text
@@ -476,8 +476,7 @@ class ScriptedWorker(Actions, Worker):
             for key, value in (("nan", float("nan")), ("inf", float("inf"))):
                 if key in spec:
                     struct.pack_into("<f", raw, 4 * int(spec[key]), value)
-        for _ in range(spec.get("times", 1)):
-            self._reply_stream(head, raw, spec)
+        self._reply_stream(head, raw, spec)
         self._over()
 
     def _reply_stream(self, head: bytes, raw: bytearray | None, spec: dict[str, Any]) -> None:
