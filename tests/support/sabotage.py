@@ -27,7 +27,7 @@ from synapse_host.certification.run import Order, certify
 from synapse_host.errors import WORKER_ERRORS
 from synapse_host.placement.matrix import HardwareMatrix
 from tests.support.evidence import REFERENCE, N
-from tests.support.scripted import expected_score, expected_text, expected_vector
+from tests.support.scripted import expected_score, expected_sequence_score, expected_text, expected_vector
 
 PACKAGE = "safetensors-package"
 DIMS = 32
@@ -147,7 +147,8 @@ def reference(folder: Path, task: str, kind: str) -> None:
     elif task == "rerank":
         queries = [row[:3] for row in id_rows(6, count=N if kind == "lonely" else 20)]
         of = [n % len(queries) for n in range(len(rows))]
-        logits = [expected_score(queries[q], row) for q, row in zip(of, rows, strict=True)]
+        score = _framed_score if kind == "framed" else expected_score
+        logits = [score(queries[q], row) for q, row in zip(of, rows, strict=True)]
         arrays = rerank_arrays(queries, rows, of, np.full(len(rows), 0.5) if kind == "constant" else logits)
     else:
         ids, cu = fixtures.flatten(rows)
@@ -155,6 +156,11 @@ def reference(folder: Path, task: str, kind: str) -> None:
         first[: {"wrong": 20}.get(kind, 0)] += 300
         arrays = {"input_ids": ids, "cu_seqlens": cu, "greedy": first, "clear": np.ones_like(first, np.uint8)}
     give_fixtures(folder, task, [None] * len(rows), arrays, by=by)
+
+
+def _framed_score(query: list[int], row: list[int]) -> float:
+    """What a worker answers that is sent whole sequences; its bundle has cls 2 and sep 3."""
+    return expected_sequence_score([2, *query, 3, *row, 3])
 
 
 def id_rows(seed: int, *, low: int = 5, high: int = 120, longest: int = 14, count: int = N) -> list[list[int]]:
