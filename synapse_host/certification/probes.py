@@ -30,10 +30,9 @@ def opened(bundle: Bundle) -> Fixtures | None:
     manifest = bundle.manifest
     if found.task != manifest.task:
         raise BundleInvalid(f"{ref.path}: fixtures to {found.task}, the bundle is to {manifest.task}")
-    if found.task == "embed" and found.arrays["vectors_q"].shape[1] != manifest.dims:
-        raise BundleInvalid(
-            f"{ref.path}: vectors of {found.arrays['vectors_q'].shape[1]} dims, the bundle says {manifest.dims}"
-        )
+    dims = found.arrays["vectors_q"].shape[1] if found.task == "embed" else manifest.dims
+    if dims != manifest.dims:
+        raise BundleInvalid(f"{ref.path}: vectors of {dims} dims, the bundle says {manifest.dims}")
     return found
 
 

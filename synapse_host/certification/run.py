@@ -193,8 +193,9 @@ def possible(
     """
     lanes = dict(matrix.lanes)
     for task in dict.fromkeys(lane.task for lane in matrix.lanes.values()):
-        home = lanes.get(task) or next(lane for lane in lanes.values() if lane.task == task)
-        named = {id for lane in lanes.values() if lane.task == task for id in lane.engines}
+        of_task = [lane for lane in lanes.values() if lane.task == task]
+        home = next((lane for lane in of_task if lane.id == task), of_task[0])
+        named = {id for lane in of_task for id in lane.engines}
         fitting = {id for id, one in matrix.engines.items() if task != "generate" or one.engine not in ENCODERS}
         others = [id for id in matrix.engines if id in fitting - named]
         lanes[home.id] = msgspec.structs.replace(home, engines=(*home.engines, *others))

@@ -29,6 +29,7 @@ from synapse_host.placement.probe import Floor
 from tests.support.certified import Case, certified, grant, toy
 from tests.support.evidence import N, bounds, embed_inputs, evidence
 from tests.support.sabotage import rewrite
+from tests.support.scripted import command
 from tests.support.small_bundle import write_matrix
 
 BOUND = {
@@ -304,70 +305,48 @@ def serving(folder: Path, bundle: Bundle, **config: Any) -> Any:
     return Host.open(folder / "matrix.yaml", {"toy": bundle.root}, options)
 
 
-def embed(folder: Path, bundle: Bundle, **config: Any) -> tuple[int, ...]:
-    async def main() -> tuple[int, ...]:
-        async with serving(folder, bundle, **config) as host:
-            return (await host.embed_ids("toy", [[1, 2]])).shape
-
-    return asyncio.run(main())
-
-
 @pytest.mark.process
-@pytest.mark.parametrize("where", ["matrix", "config"])
-def test_a_lane_that_needs_a_certificate(where: str, tmp_path: Path) -> None:
+async def test_a_lane_that_needs_a_certificate(tmp_path: Path) -> None:
     bundle = toy(tmp_path / "toy")
-    lane = {"task": "embed", "engines": ["scripted"], **({"require_certificate": True} if where == "matrix" else {})}
-    matrix = load(write_matrix(tmp_path, lanes={"embed": lane}))
+    lanes = {"embed": {"task": "embed", "engines": ["scripted"], "require_certificate": True}}
+    matrix = load(write_matrix(tmp_path, lanes=lanes))
     # False in the configuration can't weaken the matrix.
-    config = {"require_certificate": where == "config"}
-    with pytest.raises(NotCertified, match="it has none on this machine") as refused:
-        embed(tmp_path, bundle, **config)
-    assert refused.value.exit_code == 3
-    assert "synapse certify embed --model toy --engine scripted" in refused.value.message
-    path = grant(matrix, "scripted", bundle, tmp_path / "data")
-    assert embed(tmp_path, bundle, **config) == (1, 8)
-    grant(matrix, "scripted", bundle, tmp_path / "data", identity=Identity("llama.cpp-worker", "scripted-0"))
-    with pytest.raises(NotCertified, match="engine version changed scripted-0 → scripted-1"):
-        embed(tmp_path, bundle, **config)
-    path.write_text("{}")
-    with pytest.raises(NotCertified, match="no evidence document"):
-        embed(tmp_path, bundle, **config)
+    async with serving(tmp_path, bundle, require_certificate=False) as host:
+        with pytest.raises(NotCertified, match="it has none on this machine") as refused:
+            await host.embed_ids("toy", [[1, 2]])
+        assert refused.value.exit_code == 3
+        assert "synapse certify embed --model toy --engine scripted" in refused.value.message
+        path = await asyncio.to_thread(grant, matrix, "scripted", bundle, tmp_path / "data")
+        path.write_text("{}")
+        with pytest.raises(NotCertified, match="no evidence document"):
+            await host.embed_ids("toy", [[1, 2]])
 
 
 @pytest.mark.process
-def test_a_host_opens_on_the_fastest_engine_that_a_valid_certificate_measured(tmp_path: Path) -> None:
+async def test_a_host_opens_on_the_fastest_engine_that_a_valid_certificate_measured(tmp_path: Path) -> None:
     bundle = toy(tmp_path / "toy")
     plain = json.loads(write_matrix(tmp_path).read_text())
     plain["engines"] = {id: {**plain["engines"]["scripted"], "env": {"NAME": id}} for id in ("first", "second")}
     plain["lanes"] = {"embed": {"task": "embed", "engines": ["first", "second"], "choose": "fastest"}}
     (tmp_path / "matrix.yaml").write_text(json.dumps(plain))
-    matrix = load(tmp_path / "matrix.yaml")
-
-    def measured(engine: str, seconds: float, identity: Identity | None = None) -> None:
-        took = msgspec.structs.replace(evidence().performance, batch_s=seconds)
-        grant(matrix, engine, bundle, tmp_path / "data", performance=took, identity=identity)
-
-    def opened() -> str | None:
-        async def main() -> str | None:
-            async with serving(tmp_path, bundle) as host:
-                chosen: str | None = host.assignments["embed"].placement.engine
-                return chosen
-
-        return asyncio.run(main())
-
-    assert opened() == "first"
-    measured("second", 9.0)
-    assert opened() == "second", "the only one that was measured"
-    measured("first", 10.0)
-    assert opened() == "second"
-    measured("second", 11.0)
-    assert opened() == "first"
-    measured("first", 1.0, Identity("llama.cpp-worker", "scripted-0"))
-    assert opened() == "second", "the certificate of the faster one is void"
+    matrix, clean = load(tmp_path / "matrix.yaml"), evidence().performance
+    void = Identity("llama.cpp-worker", "scripted-0")
+    for engine, seconds, identity, chosen in (
+        ("", 0.0, None, "first"),
+        ("second", 9.0, None, "second"),  # the only one that was measured
+        ("first", 10.0, None, "second"),
+        ("second", 11.0, None, "first"),
+        ("first", 1.0, void, "second"),
+    ):
+        if engine:
+            took = msgspec.structs.replace(clean, batch_s=seconds)
+            grant(matrix, engine, bundle, tmp_path / "data", performance=took, identity=identity)
+        async with serving(tmp_path, bundle) as host:
+            assert host.assignments["embed"].placement.engine == chosen
 
 
 @pytest.mark.process
-def test_an_upgrade_under_a_running_host_voids_and_certifying_again_helps_at_once(tmp_path: Path) -> None:
+async def test_an_upgrade_under_a_running_host_voids_and_certifying_again_helps_at_once(tmp_path: Path) -> None:
     """A worker that runs is what was certified; its successor is looked at anew, by a host that was never restarted."""
     bundle = toy(tmp_path / "toy", formats={"safetensors-package": "f32"})
     data, script = tmp_path / "data", tmp_path / "script.json"
@@ -378,32 +357,26 @@ def test_an_upgrade_under_a_running_host_voids_and_certifying_again_helps_at_onc
         script.write_text(json.dumps({**facts, "rules": [crash]}))
 
     install("1")
-    plain = json.loads(write_matrix(tmp_path, engine="cuda").read_text())
-    plain["engines"]["scripted"]["worker"]["command"][-1] = str(script)
-    (tmp_path / "matrix.yaml").write_text(json.dumps(plain))
-    matrix = load(tmp_path / "matrix.yaml")
-
-    async def main() -> None:
-        async with serving(tmp_path, bundle, require_certificate=True) as host:
-            with pytest.raises(NotCertified):
-                await host.embed_ids("toy", [[1, 2]])
-            assert host.health()["lanes"]["embed"]["strikes"] == 0
-            await asyncio.to_thread(grant, matrix, "scripted", bundle, data)
-            assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8)
-            install("2")
-            assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8), "its worker is the one that was certified"
-            with pytest.raises(EngineCrashed):
-                await host.embed_ids("toy", [[9, 2]])
-            with pytest.raises(NotCertified, match="engine version changed 1 → 2"):
-                await host.embed_ids("toy", [[1, 2]])
-            await asyncio.to_thread(grant, matrix, "scripted", bundle, data)
-            assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8)
-
-    asyncio.run(main())
+    worker = {"command": [*command({})[:-1], str(script)]}
+    matrix = load(write_matrix(tmp_path, engine="cuda", worker=worker))
+    async with serving(tmp_path, bundle, require_certificate=True) as host:
+        with pytest.raises(NotCertified):
+            await host.embed_ids("toy", [[1, 2]])
+        assert host.health()["lanes"]["embed"]["strikes"] == 0
+        await asyncio.to_thread(grant, matrix, "scripted", bundle, data)
+        assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8)
+        install("2")
+        assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8), "its worker is the one that was certified"
+        with pytest.raises(EngineCrashed):
+            await host.embed_ids("toy", [[9, 2]])
+        with pytest.raises(NotCertified, match="engine version changed 1 → 2"):
+            await host.embed_ids("toy", [[1, 2]])
+        await asyncio.to_thread(grant, matrix, "scripted", bundle, data)
+        assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8)
 
 
 @pytest.mark.process
-def test_a_neural_engine_lane_asks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_neural_engine_lane_asks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its worker is brought up for a function of the model, not by the request itself."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # the lock of the one host that drives it
     case = certified(tmp_path, on_ane=True)
@@ -411,19 +384,16 @@ def test_a_neural_engine_lane_asks_too(tmp_path: Path, monkeypatch: pytest.Monke
     bundle, data = manifest.read(case.bundle.root), tmp_path / "data"
     matrix = load(write_matrix(tmp_path, {"buckets": [16]}, engine="ane"))
 
-    async def main() -> None:
-        async with serving(tmp_path, bundle, require_certificate=True) as host:
-            for _ in range(2):
-                with pytest.raises(NotCertified):
-                    await host.embed_ids("toy", [[1, 2]])
-            await asyncio.to_thread(grant, matrix, "scripted", bundle, data, ane=True)
-            assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8)
-
-    asyncio.run(main())
+    async with serving(tmp_path, bundle, require_certificate=True) as host:
+        for _ in range(2):
+            with pytest.raises(NotCertified):
+                await host.embed_ids("toy", [[1, 2]])
+        await asyncio.to_thread(grant, matrix, "scripted", bundle, data, ane=True)
+        assert (await host.embed_ids("toy", [[1, 2]])).shape == (1, 8)
 
 
 @pytest.mark.process
-def test_the_certified_kernel_revision_is_pinned_at_the_handshake(tmp_path: Path) -> None:
+async def test_the_certified_kernel_revision_is_pinned_at_the_handshake(tmp_path: Path) -> None:
     bundle = toy(tmp_path / "toy", formats={"safetensors-package": "f32"})
     # --version doesn't come true: only what HELLO says counts then.
     state = tmp_path / "spawns"
@@ -431,7 +401,8 @@ def test_the_certified_kernel_revision_is_pinned_at_the_handshake(tmp_path: Path
     matrix = load(write_matrix(tmp_path, script, engine="cuda"))
     identity = Identity("owned-cuda", "scripted-1", "r1")
     grant(matrix, "scripted", bundle, tmp_path / "data", identity=identity)
-    with pytest.raises(LaneRefused) as refused:
-        embed(tmp_path, bundle, require_certificate=True)
+    async with serving(tmp_path, bundle, require_certificate=True) as host:
+        with pytest.raises(LaneRefused) as refused:
+            await host.embed_ids("toy", [[1, 2]])
     assert refused.value.details["reason"] == "kernel_revision"
     assert (refused.value.details["expected"], refused.value.details["observed"]) == ("r1", "r2")

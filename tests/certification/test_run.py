@@ -20,10 +20,10 @@ from engines.bundle import manifest
 from engines.bundle.manifest import Artifact, Function
 from engines.checkpoint.read import Checkpoint
 from synapse_host import Host, HostConfig
-from synapse_host.certificates.document import Evidence
 from synapse_host.certification.run import Order, certify
 from synapse_host.errors import BackendMissing, BundleInvalid, InvalidRequest
 from synapse_host.placement.matrix import HardwareMatrix, load
+from synapse_host.text.tokenizer import TextTokenizer
 from tests.support import owned_bundle
 from tests.support.evidence import N, failed, failed_groups, function
 from tests.support.sabotage import (
@@ -42,7 +42,7 @@ from tests.support.sabotage import (
     run,
     sabotaged,
 )
-from tests.support.scripted import expected_sequence_score, expected_vector
+from tests.support.scripted import expected_vector
 from tests.support.small_bundle import write_bundle, write_matrix
 from tests.support.toy_models import write_bert
 
@@ -154,27 +154,19 @@ def scripted_bundle(folder: Path, task: str, *, dtype: str = "f16", kind: str = 
     return folder
 
 
-def foreign_run(tmp_path: Path, sabotage: Sabotage) -> Evidence:
+HONEST = {
+    task: Sabotage(task, set(), dtype="int8" if task == "rerank" else "f16") for task in ("embed", "rerank", "generate")
+}
+
+
+@pytest.mark.parametrize("sabotage", [*HONEST.values(), *SABOTAGES.values()], ids=[*HONEST, *SABOTAGES])
+def test_each_sabotage_fails_its_own_gates_only_and_an_honest_worker_none(sabotage: Sabotage, tmp_path: Path) -> None:
     bundle = scripted_bundle(tmp_path / "toy", sabotage.task, dtype=sabotage.dtype, kind=sabotage.kind)
     script = {"dims": DIMS, **SCRIPTS.get(sabotage.worker, {})}
     with bent(sabotage.worker):
-        return run(bundle, sabotage.task, load(write_matrix(tmp_path, script, dtype=[sabotage.dtype])))
-
-
-@pytest.mark.parametrize(
-    ("task", "dtype"), [("embed", "f16"), ("rerank", "int8"), ("generate", "f16")], ids=["embed", "rerank", "generate"]
-)
-def test_an_honest_foreign_worker_is_certified(task: str, dtype: str, tmp_path: Path) -> None:
-    document = foreign_run(tmp_path, Sabotage(task, set(), dtype=dtype))
-    assert failed(document) == set()
-    assert document.verdict == "certified"
-
-
-@pytest.mark.parametrize("name", SABOTAGES)
-def test_each_sabotage_fails_its_own_gates_only(name: str, tmp_path: Path) -> None:
-    document = foreign_run(tmp_path, SABOTAGES[name])
-    assert document.verdict == "uncertified"
-    assert failed(document) == SABOTAGES[name].gates
+        document = run(bundle, sabotage.task, load(write_matrix(tmp_path, script, dtype=[sabotage.dtype])))
+    assert failed(document) == sabotage.gates
+    assert (document.verdict == "certified") == (not sabotage.gates)
 
 
 def test_a_bundle_without_fixtures_ends_uncertified(tmp_path: Path) -> None:
@@ -189,26 +181,15 @@ def test_stale_texts_are_counted(tmp_path: Path) -> None:
     """Texts that the bundle's tokenizer now turns into other ids."""
     bundle = write_bundle(tmp_path / "toy", dims=DIMS, normalize=False)
     texts = [" ".join("abcdef"[(n >> k) % 6] for k in range(0, 9, 2)) for n in range(N)]
-    from synapse_host.text.tokenizer import TextTokenizer
-
     rows = [TextTokenizer(manifest.read(bundle)).rows([text]).ids.tolist() for text in texts]
     vectors = [expected_vector(row, DIMS) for row in rows]
-    give_fixtures(bundle, "embed", texts, embed_arrays(rows, vectors))
-    matrix = load(write_matrix(tmp_path, {"dims": DIMS}))
-    assert "reference_stale" not in failed(run(bundle, "embed", matrix))
     give_fixtures(bundle, "embed", ["f f f", *texts[1:]], embed_arrays(rows, vectors))
-    document = run(bundle, "embed", matrix)
+    document = run(bundle, "embed", load(write_matrix(tmp_path, {"dims": DIMS})))
     assert document.fixture is not None and document.fixture.stale_rows == 1
     assert "reference_stale" in failed(document)
 
 
 # --- the Neural Engine lane ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One host of a user drives the Neural Engine: the lock of this test is nobody else's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def ane_bundle(folder: Path, task: str) -> Path:
@@ -217,51 +198,40 @@ def ane_bundle(folder: Path, task: str) -> Path:
     functions = [Function("s16", bucket=16), Function("s32", bucket=32)]
     entry = Artifact("coreml", "model.mlpackage", digest, "f16", tree=digest, layers=2, functions=functions)
     rewrite(folder, artifacts=[entry], token_types=task == "rerank")
-    rows = id_rows(5)
-    if task == "embed":
-        give_fixtures(folder, task, [None] * N, embed_arrays(rows, [expected_vector(r, DIMS) for r in rows]))
-    else:
-        queries = [row[:3] for row in id_rows(6, count=20)]
-        of = [n % 20 for n in range(N)]
-        logits = [expected_sequence_score([2, *queries[q], 3, *row, 3]) for q, row in zip(of, rows, strict=True)]
-        give_fixtures(folder, task, [None] * N, rerank_arrays(queries, rows, of, logits))
+    reference(folder, task, "framed")
     return folder
 
 
-def ane_run(tmp_path: Path, task: str, share: float | None, plan: int = 95) -> Evidence:
-    script = {"dims": DIMS if task == "embed" else 1, "buckets": [16, 32], "placement_share": share}
-    matrix = load(write_matrix(tmp_path, script, engine="ane"))
-    table = [function(name, ane=plan, cpu=100 - plan) for name in ("s16", "s32")], ["cast@mask_position"], None
-    return run(ane_bundle(tmp_path / "toy", task), task, matrix, plans=lambda assignment: table)
+UNPLANNED = {"functions_unreported", "function_share", "cost_share"}
 
 
-@pytest.mark.usefixtures("own_device")
 @pytest.mark.parametrize(
     ("task", "share", "plan", "gates"),
     [
         ("embed", 0.91, 91, set()),
         ("rerank", 0.89, 89, {"placement_share", "function_share"}),
         ("embed", None, 95, {"placement_share"}),
+        ("embed", 0.99, None, UNPLANNED),
     ],
-    ids=["reached", "missed", "unreported"],
+    ids=["reached", "missed", "unreported", "no framework to ask"],
 )
 def test_placement_decides_for_both_tasks(
-    task: str, share: float | None, plan: int, gates: set[str], tmp_path: Path
+    task: str, share: float | None, plan: int | None, gates: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    document = ane_run(tmp_path, task, share, plan)
+    # One host of a user drives the Neural Engine: the lock of this test is nobody else's.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    script = {"dims": DIMS if task == "embed" else 1, "buckets": [16, 32], "placement_share": share}
+    matrix, more = load(write_matrix(tmp_path, script, engine="ane")), {}
+    if plan is not None:
+        table = [function(name, ane=plan, cpu=100 - plan) for name in ("s16", "s32")], ["cast@mask_position"], None
+        more = {"plans": lambda assignment: table}
+    document = run(ane_bundle(tmp_path / "toy", task), task, matrix, **more)
     assert document.placement is not None and document.placement.share == share
+    assert bool(document.placement.reason) == (plan is None)
     # A scripted worker is about as fast "on the CPU", so whether the speed-up is reached says nothing here.
     assert failed(document) - {"speedup"} == gates
     assert ("placement_unreported" in document.reasons) == (share is None)
     assert len(document.placement.forced_ms) == len(document.placement.native_ms) == 16
-
-
-@pytest.mark.usefixtures("own_device")
-def test_without_the_frameworks_plan_placement_is_unreported(tmp_path: Path) -> None:
-    script = {"dims": DIMS, "buckets": [16, 32], "placement_share": 0.99}
-    document = run(ane_bundle(tmp_path / "toy", "embed"), "embed", load(write_matrix(tmp_path, script, engine="ane")))
-    assert {"functions_unreported", "function_share", "cost_share"} <= failed(document)
-    assert document.placement is not None and document.placement.reason
 
 
 # --- orders that make no sense ---------------------------------------------------------------------------------------
