@@ -24,18 +24,6 @@ def plant(root: Path, files: dict[str, bytes]) -> Path:
     return root
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO")
-@pytest.mark.parametrize("kind", ["fifo", "device"])
-def test_a_file_that_is_no_plain_one_is_not_waited_for(tmp_path: Path, kind: str) -> None:
-    place = tmp_path / "f"
-    if kind == "fifo":
-        os.mkfifo(place)
-    else:
-        place.symlink_to("/dev/zero")
-    with pytest.raises(BundleError, match="not a plain file"):
-        digest.file_digest(place)
-
-
 def test_a_file_is_hashed_in_blocks_and_every_block_is_progress(tmp_path: Path) -> None:
     data = os.urandom(2 * digest.BLOCK + 5)
     file = tmp_path / "f"
