@@ -75,14 +75,6 @@ def test_the_injective_digest_is_equal_for_equal_trees_only(
     assert (digests[0] == digests[1]) == (one == two)
 
 
-def _link(root: Path) -> None:
-    (root / "link").symlink_to("nowhere")
-
-
-def _folder_link(root: Path) -> None:
-    (root / "link").symlink_to(root / "a")
-
-
 def _socket(root: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(root / "s"))
@@ -95,8 +87,8 @@ def _alien(root: Path) -> None:
 @pytest.mark.parametrize(
     ("plant_it", "words"),
     [
-        (_link, "symbolic link"),
-        (_folder_link, "symbolic link"),
+        (lambda root: (root / "link").symlink_to("nowhere"), "symbolic link"),
+        (lambda root: (root / "link").symlink_to(root / "a"), "symbolic link"),
         (lambda root: os.mkfifo(root / "pipe"), "special file"),
         (_socket, "special file"),
         (_alien, "not UTF-8"),

@@ -216,7 +216,6 @@ def distilbert(folder: Path) -> Path:
         (roberta, {"max_position_embeddings": 2}, "max_position_embeddings"),
         (roberta, {"pad_token_id": "one"}, "pad_token_id"),
         (roberta, {"model_type": "electra"}, "model_type 'electra' is not supported: .* distilbert.*MODEL.gguf"),
-        (roberta, {"model_type": "phi3"}, "joined projections .*supported: bert, .*nomic_bert.*MODEL.gguf"),
         (LLAMA, {"is_causal": False}, "is_causal: false is for embedders"),
         (BERT, {"is_causal": True}, "is_causal"),
         (QWEN2, {"model_type": "mistral", "sliding_window": 256}, "sliding_window: 256"),
