@@ -317,21 +317,16 @@ def _check_tokenizer(file: Path) -> None:
 def verify(bundle: Bundle, progress: Progress = silent) -> list[str]:
     """Re-hash every file of a bundle; return what is wrong, one line each (empty: all as the manifest says)."""
     wrong: list[str] = []
-    refs: list[tuple[str, str, str | None]] = []
-    for artifact in bundle.manifest.artifacts:
-        refs.append((artifact.path, artifact.digest, None if artifact.tree is UNSET else artifact.tree))
-    for key in manifest.FILES:
-        ref = getattr(bundle.manifest, key)
-        if ref is not UNSET:
-            refs.append((ref.path, ref.digest, None))
-    for relative, stated, tree in refs:
+    refs = [(artifact.path, artifact.digest, artifact.tree) for artifact in bundle.manifest.artifacts]
+    others = [ref for key in manifest.FILES if (ref := getattr(bundle.manifest, key)) is not UNSET]
+    for relative, stated, tree in [*refs, *((ref.path, ref.digest, UNSET) for ref in others)]:
         path = bundle.path(relative)
 
         def report(done: int, total: int, stage: str = relative) -> None:
             progress(stage, done, total)
 
         try:
-            if tree is None:
+            if tree is UNSET:
                 digest.verify_file(path, stated, report)
             else:
                 found = digest.tree_digest(path, report)

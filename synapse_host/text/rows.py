@@ -45,13 +45,6 @@ def flatten(rows: Sequence[Sequence[int]]) -> IntArray:
     return np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=total)
 
 
-def joined(blocks: list[IntArray]) -> IntArray:
-    """Return arrays of ids end to end."""
-    import numpy as np
-
-    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-
-
 def single_frame(tokenizer: Tokenizer, family: str, task: str, special: dict[str, int]) -> Frame:
     """Return the special ids around a text: as the tokenizer's post-processor puts them, else as the family says."""
     frame = _observed(tokenizer, ["a"])

@@ -20,7 +20,7 @@ from synapse_host.errors import BundleInvalid, InvalidRequest
 from synapse_host.text import tokenizer_file
 from synapse_host.text.limits import FREE_CHARACTERS, budget, named, too_long
 from synapse_host.text.literals import Literals
-from synapse_host.text.rows import Frame, Rows, flatten, joined, pair_frame, single_frame
+from synapse_host.text.rows import Frame, Rows, flatten, pair_frame, single_frame
 from synapse_host.text.spelling import speller
 from synapse_host.text.tokenizer_schema import MAX_IDS
 from synapse_host.text.validate import prompt_text
@@ -376,6 +376,8 @@ class TextTokenizer:
         taken: int = 0,
     ) -> Rows:
         """Return the texts' rows between the ids *before* and *after*; *taken*: ids that the worker adds to each."""
+        import numpy as np
+
         taken += len(before) + len(after)
         room = self.max_tokens - taken
         rows: list[Sequence[int]] = []
@@ -398,7 +400,8 @@ class TextTokenizer:
                 # In steps: joining and freeing a million rows at once would hold up every other thread.
                 blocks.append(flatten(rows))
                 rows = []
-        return Rows(joined([*blocks, flatten(rows)]), lengths, truncated)
+        last = flatten(rows)
+        return Rows(np.concatenate([*blocks, last]) if blocks else last, lengths, truncated)
 
     def _check_characters(self, texts: Sequence[str], noun: str, offset: int) -> None:
         """Raise SequenceTooLong for a text that can't fit, however long its tokens are."""

@@ -13,8 +13,10 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,36 +159,27 @@ def test_the_second_use_starts_nothing_and_reads_the_manifest_only(
 
 def test_two_at_once_build_once(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    inside = threading.Event()
+    inside, waited = threading.Event(), threading.Event()
 
-    def make(name: str, recipe: Recipe, files: Path, out: Path, progress: builder.Progress) -> None:
+    def make(name: str, *more: Any) -> None:
         made.append(name)
         inside.set()
         waited.wait(30)
-        make_quickly(name, recipe, files, out, progress)
+        make_quickly(name, *more)
 
-    waited = threading.Event()
+    def install() -> str:
+        def report(stage: str, done: int, total: int) -> None:
+            if stage == "waiting for another process":
+                waited.set()
 
-    def report(stage: str, done: int, total: int) -> None:
-        if stage == "waiting for another process":
-            waited.set()
+        return catalogue.install("toy", tmp_path, progress=report).digest
 
     monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, make=make)})
-    results: list[str] = []
-
-    def install() -> None:
-        results.append(catalogue.install("toy", tmp_path, progress=report).digest)
-
-    threads = [threading.Thread(target=install) for _ in range(2)]
-    threads[0].start()
-    assert inside.wait(60)
-    threads[1].start()
-    for thread in threads:
-        thread.join(60)
-    assert waited.is_set()
-    assert made == ["toy"]
-    assert len(results) == 2
-    assert len(set(results)) == 1
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(install)
+        assert inside.wait(60)
+        assert pool.submit(install).result(60) == first.result(60)
+    assert waited.is_set() and made == ["toy"]
 
 
 def test_a_killed_builder_leaves_nothing_in_the_way(toy: Recipe, tmp_path: Path) -> None:

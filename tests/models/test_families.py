@@ -98,78 +98,7 @@ def test_a_format_is_refused_exactly_where_its_engine_lacks_the_family(tmp_path:
     assert set(opened.known.unheld(task)) == lacking < set(FORMATS)
 
 
-MPNET, GEMMA, NOMIC = toy_families.write_mpnet, toy_families.write_gemma, toy_families.write_nomic
-GTE = toy_families.write_gte_qwen2
-
-
-def roberta(folder: Path) -> Path:
-    return toy_models.write_relative(folder, "roberta")
-
-
-def distilbert(folder: Path) -> Path:
-    return toy_models.write_relative(folder, "distilbert")
-
-
-@pytest.mark.parametrize(
-    ("write", "change", "says"),
-    [
-        (MPNET, {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets"),
-        (MPNET, {"hidden_act": "relu"}, "hidden_act"),
-        (MPNET, {"max_position_embeddings": 2}, "max_position_embeddings"),
-        (MPNET, {"architectures": ["MPNetForTokenClassification"], "is_decoder": True}, "is_decoder"),
-        (GEMMA, {"use_bidirectional_attention": False}, "use_bidirectional_attention: .*from its GGUF"),
-        (GEMMA, {"use_bidirectional_attention": None}, "use_bidirectional_attention"),
-        (GEMMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        (GEMMA, {"attention_bias": True}, "attention_bias"),
-        (GEMMA, {"hidden_activation": "gelu"}, "hidden_activation"),
-        (GEMMA, {"layer_types": ["full_attention"]}, "layer_types"),
-        (GEMMA, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_type"),
-        (GEMMA, {"architectures": ["Gemma3ForSequenceClassification"]}, "gemma3_text reranker"),
-        (NOMIC, {"prenorm": True}, "prenorm"),
-        (NOMIC, {"causal": True}, "causal"),
-        (NOMIC, {"activation_function": "gelu"}, "activation_function"),
-        (NOMIC, {"rotary_emb_interleaved": True}, "rotary_emb_interleaved"),
-        (NOMIC, {"rotary_emb_fraction": 0.5}, "rotary_emb_fraction"),
-        (NOMIC, {"num_experts": 8, "moe_every_n_layers": 2}, "moe_every_n_layers"),
-        (NOMIC, {"qkv_proj_bias": True}, "qkv_proj_bias"),
-        (NOMIC, {"hidden_act": "gelu"}, "hidden_act"),
-        (NOMIC, {"rotary_emb_base": 1000}, "rotary_emb_base: 1000 contradicts rope_theta"),
-        (NOMIC, {"n_inner": 64}, "n_inner: 64 contradicts intermediate_size 96"),
-        (NOMIC, {"head_scale": 2.0}, "'head_scale' isn't known"),
-        (NOMIC, {"architectures": ["NomicBertForSequenceClassification"]}, "nomic_bert reranker"),
-        (GTE, {"is_causal": None}, "auto_map: .*say is_causal true or false"),
-        (GTE, {"is_causal": "no"}, "is_causal"),
-        (GTE, {"use_sliding_window": True}, "use_sliding_window"),
-        (distilbert, {"architectures": ["DistilBertForSequenceClassification"]}, "its head isn't BERT's"),
-        (distilbert, {"activation": "relu"}, "hidden_act"),
-        (roberta, {"architectures": ["RobertaForCausalLM"], "is_decoder": True}, "is_decoder"),
-        (roberta, {"max_position_embeddings": 2}, "max_position_embeddings"),
-        (roberta, {"pad_token_id": "one"}, "pad_token_id"),
-        (roberta, {"model_type": "electra"}, "model_type 'electra' is not supported: .* distilbert.*MODEL.gguf"),
-        (roberta, {"model_type": "phi3"}, "joined projections .*supported: bert, .*nomic_bert.*MODEL.gguf"),
-        (toy_models.write_llama, {"is_causal": False}, "is_causal: false is for embedders"),
-        (toy_models.write_bert, {"is_causal": True}, "is_causal"),
-    ],
-)
-def test_a_key_that_changes_the_forward_pass_is_refused_by_name(
-    tmp_path: Path, write: Any, change: dict[str, Any], says: str
-) -> None:
-    folder = toy_models.edit(write(tmp_path / "c") / "config.json", **change)
-    with pytest.raises(CheckpointError, match=says):
-        facts.of_checkpoint(Checkpoint.open(folder))
-
-
-@pytest.mark.parametrize("words", [("published",), ("transformers",)])
-def test_either_spelling_of_nomic_s_config_says_the_same(tmp_path: Path, words: tuple[str, ...]) -> None:
-    both, one = (Checkpoint.open(NOMIC(tmp_path / name, **how)) for name, how in (("a", {}), ("b", {"words": words})))
-    assert one.known == both.known and facts.of_checkpoint(one).max_tokens == 200
-
-
-def test_gemma_s_layers_are_known_by_their_number_where_no_list_names_them(tmp_path: Path) -> None:
-    file = GEMMA(tmp_path / "c") / "config.json"
-    for pattern, kinds in ((2, ["sliding", "full", "sliding"]), (6, ["sliding"] * 3)):
-        folder = toy_models.edit(file, layer_types=None, sliding_window_pattern=pattern)
-        assert Checkpoint.open(folder).config["layer_types"] == [f"{kind}_attention" for kind in kinds]
+GEMMA, GTE = toy_families.write_gemma, toy_families.write_gte_qwen2
 
 
 def test_a_prompt_and_two_dense_modules_are_embedding_gemma_s(tmp_path: Path) -> None:

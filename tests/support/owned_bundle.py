@@ -21,20 +21,15 @@ from engines.protocol.messages import Load
 def described(checkpoint: Checkpoint, model_id: str) -> dict[str, Any]:
     """Return the manifest fields that a checkpoint says by itself."""
     known = facts.of_checkpoint(checkpoint)
+    names = ("dims", "max_tokens", "pooling", "normalize", "special_ids", "head", "token_types")
     fields = {
         "manifest_version": 1,
         "model_id": model_id,
         "family": checkpoint.family,
         "task": checkpoint.task,
-        "dims": known.dims,
-        "max_tokens": known.max_tokens,
-        "pooling": known.pooling,
-        "normalize": known.normalize,
         "score": "sigmoid" if checkpoint.task == "rerank" else None,
-        "special_ids": known.special_ids,
-        "head": known.head,
-        "token_types": known.token_types,
         "config": plain_numbers(checkpoint.config),
+        **{name: getattr(known, name) for name in names},
     }
     return {key: value for key, value in fields.items() if value is not None}
 
@@ -47,8 +42,8 @@ def write_bundle(
     file = out / "model.safetensors"
     size = write_package(checkpoint, file, profile=profile_of(model_id), dtype=dtype)
     entry = Artifact("safetensors-package", file.name, PREFIX + file_digest(file), dtype, bytes=size)
-    present = {key: value for key, value in (described(checkpoint, model_id) | fields).items() if value is not None}
-    manifest.write(out, Manifest(artifacts=[entry], **present))
+    said = {key: value for key, value in (described(checkpoint, model_id) | fields).items() if value is not None}
+    manifest.write(out, Manifest(artifacts=[entry], **said))
     return manifest.read(out)
 
 

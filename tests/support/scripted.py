@@ -268,9 +268,9 @@ def _manifest_digest(script: Script, options: WorkerOptions) -> str:
         return str(script["manifest_digest"])
     if options.manifest is None:
         return "0" * 64
-    from engines.bundle.manifest import manifest_digest
+    from engines.bundle.manifest import parse_strict
 
-    return manifest_digest(options.manifest.read_bytes())
+    return hashlib.sha256(parse_strict(options.manifest.read_bytes())[1]).hexdigest()
 
 
 # --- the worker ------------------------------------------------------------------------------------------------------

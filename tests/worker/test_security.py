@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.bundle.manifest import manifest_digest
+from engines.bundle.manifest import parse_strict
 from synapse_host.placement import probe
 from synapse_host.placement.child import ENVIRONMENT, ENVIRONMENT_PREFIXES, worker_environment
 from tests.support.lanes import CUDA, crash, on, serve
@@ -53,7 +54,7 @@ async def test_a_worker_gets_its_arguments_its_socket_and_its_streams_and_nothin
             **CUDA,
             env={"GGML_EXTRA": "1"},
             manifest_path=manifest,
-            manifest_digest=manifest_digest(manifest.read_bytes()),
+            manifest_digest=hashlib.sha256(parse_strict(manifest.read_bytes())[1]).hexdigest(),
             packed_widths=(128, 256),
         )
         await serve(lane)
