@@ -107,25 +107,24 @@ class LlamaEngine(Engine):
         home = Path(__file__).parents[2]
         command = [sys.executable, "-c", "from engines.llama.binding import system_info as s; print(s())"]
         limit = PROBE_TIMEOUT_S.get(self.backend, 30)
+
+        def refused(code: str, **seen: object) -> Probe:
+            return Probe("refused", code, required, observed | seen)
+
         try:
             child = subprocess.run(command, capture_output=True, timeout=limit, check=False, cwd=home)  # noqa: S603
         except subprocess.TimeoutExpired:
-            observed["error"] = f"the library did not load within {limit} s"
-            return Probe("refused", "llama_missing", required, observed)
-        illegal = (-getattr(signal, "SIGILL", 4), 0xC000001D)
-        if child.returncode in illegal:
-            observed["error"] = f"illegal instruction: {DISTRIBUTION} was built for another CPU, rebuild it here"
-            return Probe("refused", "cpu_unsupported", required, observed)
+            return refused("llama_missing", error=f"the library did not load within {limit} s")
+        if child.returncode in (-getattr(signal, "SIGILL", 4), 0xC000001D):
+            why = f"illegal instruction: {DISTRIBUTION} was built for another CPU, rebuild it here"
+            return refused("cpu_unsupported", error=why)
         if child.returncode != 0:
             lines = child.stderr.decode("utf-8", "replace").strip().splitlines()
-            observed["error"] = lines[-1] if lines else f"exit status {child.returncode}"
-            return Probe("refused", "llama_missing", required, observed)
+            return refused("llama_missing", error=lines[-1] if lines else f"exit status {child.returncode}")
         features = compiled_features(child.stdout.decode("utf-8", "replace"))
         required["cpu_features"] = sorted(features & set(_X86_FEATURES))
-        missing = missing_features(features)
-        if missing:
-            observed["missing_cpu_features"] = missing
-            return Probe("refused", "cpu_unsupported", required, observed)
+        if missing := missing_features(features):
+            return refused("cpu_unsupported", missing_cpu_features=missing)
         return Probe("ok", "ok", required, observed)
 
     def load(self, request: Load, *, progress: ProgressReporter) -> Model:

@@ -64,7 +64,7 @@ def test_equals_transformers(
         ([[5, 6, 7]], {"pooling": Pooling.CLS}, "contradict"),
         ([[5, 6, 7]], {"normalize": False}, "contradict"),
         ([[5], [5] * 33], {}, "sequence_too_long: row 1 has 33 tokens, at most 32"),  # the manifest's limit, not BERT's
-        ([[5], [6, 128]], {}, "token 2 has id 128, the vocabulary ends at 127"),
+        ([[5], [6, 128]], {}, "token id 128 is outside the vocabulary of 128"),
     ],
 )
 def test_a_request_may_not_contradict_the_manifest(
