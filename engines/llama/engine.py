@@ -25,6 +25,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
+from engines import machine
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import LLAMA_ENGINE, Load, Request
 from engines.runtime.engine import SEGMENT_SERVING, Engine, EngineIdentity, Model, Probe, WorkerOptions
@@ -134,7 +135,6 @@ class LlamaEngine(Engine):
         ``artifact_invalid``, ``model_unsupported`` or ``oom``; all or nothing.
         """
         from engines.llama import config, gguf
-        from engines.machine import usable_cores
         from engines.runtime.artifact import expected_digest, open_artifact
 
         if request.format != "gguf":
@@ -142,7 +142,7 @@ class LlamaEngine(Engine):
                 ErrorCode.ARTIFACT_INVALID, f"format is {request.format[:40]!r}, the llama worker only loads gguf"
             )
         self._keep_off_the_gpu()
-        settings = config.parse(request.runtime_config, backend=self.backend, cores=usable_cores())
+        settings = config.parse(request.runtime_config, backend=self.backend, cores=machine.usable_cores())
         expected_digest(request.artifact_digest)
         if self._installation is None:
             raise EngineError(ErrorCode.BACKEND_MISSING, f"{DISTRIBUTION} is not installed: install the 'llama' extra")
@@ -193,14 +193,7 @@ def find_installation() -> Installation | None:
         return None
     found = {match.group(1) for name in names if (match := _LIBRARY.fullmatch(name))}
     backend = next((backend for backend in BACKENDS if backend in found), "cpu")
-    return Installation(folder, _version(folder.parent), backend)
-
-
-def _version(site: Path) -> str:
-    """Return the version in the name of the metadata folder: importlib.metadata takes 15 ms to say the same."""
-    stem = DISTRIBUTION.replace("-", "_")
-    names = sorted(path.name for path in site.glob(f"{stem}-*.dist-info"))
-    return names[-1].removeprefix(f"{stem}-").removesuffix(".dist-info") if names else "unknown"
+    return Installation(folder, machine.installed_version(DISTRIBUTION.replace("-", "_")) or "unknown", backend)
 
 
 def compiled_features(system_info: str) -> set[str]:
@@ -238,9 +231,7 @@ def loses_token_types(descriptor: int, header: gguf.Header) -> bool:
 
 
 def _require_memory(header: gguf.Header) -> None:
-    from engines.machine import free_memory
-
-    free = free_memory()
+    free = machine.free_memory()
     if free is not None and header.tensor_bytes > free:
         raise EngineError(
             ErrorCode.OOM, f"the weights take {header.tensor_bytes} bytes, {free} bytes are free on this machine"
