@@ -20,7 +20,7 @@ from engines.llama.contexts import ContextPool, logits_bytes
 from engines.llama.sequences import SequenceCache
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import FinishReason, Pooling
-from engines.runtime.batch import Generation, TokenBatch
+from engines.runtime.batch import Generation, TokenBatch, check_lengths, check_vocabulary
 from engines.runtime.engine import Model
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ class LlamaModel(Model):
         """Return float32 (rows, n_embd), pooled over token states in float32. Unit of progress: a finished layer."""
         if self._header.pooling_type == POOLING_RANK:
             raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model reranks, it does not embed")
-        self._check(batch, "item")
+        check_lengths(batch, limit=self.limit, what="item")  # U3
+        check_vocabulary(batch.input_ids, self.vocab_size)
         vectors = np.empty((len(batch), self.dims), dtype=np.float32)
 
         def read(context: NativeContext, rows: TokenBatch) -> FloatArray:
@@ -145,16 +146,15 @@ class LlamaModel(Model):
                 "llama.cpp feeds token type 0 only, this cross-encoder was trained with two: rebuild the GGUF with a "
                 "split vocabulary (synapse build)",
             )
-        inputs.check_ids(pairs.query_ids, vocab_size=self.vocab_size)
-        inputs.check_lengths([len(pairs.query_ids)], limit=self.limit, what="query")
-        self._check(pairs.candidates, "candidate")
+        check_vocabulary(pairs.query_ids, self.vocab_size)
+        check_vocabulary(pairs.candidates.input_ids, self.vocab_size)
         batch = inputs.compose_pairs(
             pairs,
             self._header.special,
             separators=inputs.pair_separators(self._header),
             passage_shift=self._header.token_type_vocab_offset or 0,
         )
-        inputs.check_lengths(batch.lengths.tolist(), limit=self.limit, what="pair")
+        check_lengths(batch, limit=self.limit, what="pair")
         scores = np.empty(len(batch), dtype=np.float32)
         self._run(Work(batch, scores, lambda context, rows: context.scores(len(rows)), progress), POOLING_RANK)
         return scores
@@ -203,10 +203,6 @@ class LlamaModel(Model):
 
     # --- guards ------------------------------------------------------------------------------------------------------
 
-    def _check(self, batch: TokenBatch, what: str) -> None:
-        inputs.check_lengths(batch.lengths.tolist(), limit=self.limit, what=what)
-        inputs.check_ids(batch.input_ids, vocab_size=self.vocab_size)
-
     def _check_generate(self, input_ids: IntArray, max_tokens: int) -> None:
         if not self.has_memory or self._reranks:
             raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model is an encoder, it does not generate")
@@ -220,7 +216,7 @@ class LlamaModel(Model):
                 f"max_tokens is {max_tokens}, this worker gives at most {self._config.microllm_max_tokens} "
                 "(runtime_config microllm_max_tokens)",
             )
-        inputs.check_ids(input_ids, vocab_size=self.vocab_size)
+        check_vocabulary(input_ids, self.vocab_size)
         if len(input_ids) + max_tokens > self.limit:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,

@@ -88,13 +88,3 @@ def load() -> Iterator[Loader]:
     yield open_model
     for model in opened:
         model.close()
-
-
-def real_bundle(name: str) -> Bundle:
-    """Return a default bundle from the models folder, or skip: `synapse models install` makes it."""
-    from synapse_host.models import catalogue
-
-    root = Path(os.environ.get("SYNAPSE_MODELS_DIR") or catalogue.models_dir()) / name
-    if not (root / manifest.FILE_NAME).is_file():
-        pytest.skip(f"the bundle {name} isn't installed: synapse models install {name}")
-    return manifest.read(root)

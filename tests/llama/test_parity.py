@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from engines.bundle import fixtures
+from engines.bundle.manifest import Bundle
 from engines.checkpoint.read import Checkpoint
 from engines.llama.build.convert import build
 from engines.protocol.messages import Pooling
@@ -21,57 +21,38 @@ from tests.support.toy_gguf import ToyGguf, sha256
 
 pytestmark = [pytest.mark.llama, pytest.mark.numerics]
 
-SHIPPED = Path(__file__).parents[2] / "synapse_host" / "fixtures"
-
-Make = Callable[[str, str], ToyGguf]
+Bundles = Callable[[str], Bundle]
 
 
-def bundle(name: str) -> Path:
-    from synapse_host.errors import SynapseError
-    from synapse_host.models import catalogue
-
-    try:
-        return catalogue.obtain(name).root
-    except SynapseError as exc:
-        pytest.skip(f"the model {name} can't be had here: {exc}")
-
-
-@pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+def built(bundle: Bundle, folder: Path, dtype: str) -> ToyGguf:
     """Build a default model as GGUF in one dtype, from the bundle's own fp32 weights."""
-    folder = tmp_path_factory.mktemp("real")
-    made: dict[str, ToyGguf] = {}
-
-    def call(name: str, dtype: str) -> ToyGguf:
-        path = folder / f"{name}-{dtype}.gguf"
-        if path.name not in made:
-            root = bundle(name)
-            manifest = json.loads((root / "manifest.json").read_text())
-            package = next(a for a in manifest["artifacts"] if a["format"] == "safetensors-package")
-            checkpoint = Checkpoint.from_package(
-                root / package["path"], config=manifest["config"], family=manifest["family"], task=manifest["task"]
-            )
-            build(checkpoint, path, dtype=dtype)
-            made[path.name] = ToyGguf(path, root, sha256(path))
-        return made[path.name]
-
-    return call
+    known, package = bundle.manifest, bundle.artifacts("safetensors-package")[0]
+    assert isinstance(known.config, dict)
+    file = bundle.path(package.path)
+    build(
+        Checkpoint.from_package(file, config=known.config, family=known.family, task=known.task),
+        folder / "model.gguf",
+        dtype=dtype,
+    )
+    return ToyGguf(folder / "model.gguf", bundle.root, sha256(folder / "model.gguf"))
 
 
 @pytest.mark.parametrize(("dtype", "cosine"), [("f32", 0.9999), ("q8_0", 0.997)])
-def test_minilm(make: Make, load: Any, dtype: str, cosine: float) -> None:
-    model = load(make("minilm", dtype), threads=1)  # spinning threads collapse beside others
-    known = fixtures.read(SHIPPED / "minilm.npz").arrays
+def test_minilm(default_bundle: Bundles, load: Any, tmp_path: Path, dtype: str, cosine: float) -> None:
+    bundle = default_bundle("minilm")
+    model = load(built(bundle, tmp_path, dtype), threads=1)  # spinning threads collapse beside others
+    known = fixtures.read(bundle.path("fixtures.npz")).arrays
     rows = TokenBatch(known["input_ids"], known["cu_seqlens"])
     ours = model.embed(rows, pooling=Pooling.MEAN, normalize=True, packed_width=None, progress=silent())
     assert cosines(ours, known["vectors_q"] * known["vectors_scale"][:, None]).min() >= cosine
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("f32", 0.05), ("q8_0", 0.3)])
-def test_ms_marco(make: Make, load: Any, dtype: str, error: float) -> None:
+def test_ms_marco(default_bundle: Bundles, load: Any, tmp_path: Path, dtype: str, error: float) -> None:
     """Logits near the reference's; pairs that the reference tells apart come in its order."""
-    model = load(make("ms-marco", dtype), threads=1)
-    known = fixtures.read(SHIPPED / "ms-marco.npz").arrays
+    bundle = default_bundle("ms-marco")
+    model = load(built(bundle, tmp_path, dtype), threads=1)
+    known = fixtures.read(bundle.path("fixtures.npz")).arrays
     candidates = np.split(known["candidate_ids"], known["candidate_cu"][1:-1])
     for number, query in list(enumerate(np.split(known["query_ids"], known["query_cu"][1:-1])))[::4]:
         mine = np.flatnonzero(known["query_of"] == number)
@@ -82,15 +63,11 @@ def test_ms_marco(make: Make, load: Any, dtype: str, error: float) -> None:
         assert (np.subtract.outer(ours, ours)[apart] > 0).all()
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> ToyGguf:
-    path = bundle("smollm2") / "model-q4_1.gguf"
-    return ToyGguf(path, path.parent, sha256(path))
-
-
-def test_smollm2_follows_the_reference(load: Any, smollm2: ToyGguf) -> None:
+def test_smollm2_follows_the_reference(default_bundle: Bundles, load: Any) -> None:
     """llama.cpp rounds activations to 8 bits beside Q4_1 weights: the matrix asks for top1 0.95 of the clear tokens."""
-    model, known = load(smollm2, threads=1), fixtures.read(SHIPPED / "smollm2.npz")
+    bundle = default_bundle("smollm2")
+    path = bundle.path("model-q4_1.gguf")
+    model, known = load(ToyGguf(path, bundle.root, sha256(path)), threads=1), fixtures.read(bundle.path("fixtures.npz"))
     prompt = np.array([504, 3575, 282, 4649, 314], dtype=np.int32)  # "The capital of France is"
     assert model.generate(prompt, max_tokens=8, progress=silent()).text.startswith(" Paris.")
     asked = agreed = 0

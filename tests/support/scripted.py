@@ -34,7 +34,7 @@ Actions (objects of one key)
     sleep S             sleep without the GIL;  ``ccall S``: inside a C call without the GIL;  ``spin true``: for ever
                         in a C loop that keeps it
     progress {..}       frames ``completed`` [1, 2, ..] or ``from``, ``to``; ``every`` S between; ``phase``, ``req_id``
-    reply {..}          the legal answer, bent: ``set`` and ``drop`` fields, ``nan`` / ``inf`` index; ``stall``
+    reply {..}          the legal answer, bent: ``set`` and ``drop`` fields, ``nan`` index; ``stall``
                         {after, seconds} inside the payload; ``pause`` S, ``between`` [frames] behind it; ``times`` N
     err {code, msg}     an ERR frame, with any code
     frame OBJECT        any JSON frame; "$req_id" stands for the running request's id
@@ -462,9 +462,8 @@ class ScriptedWorker(Actions, Worker):
         data = msgspec.json.encode(_fill(header, self._request.req_id))
         head = LENGTH.pack(len(data)) + data
         raw = None if answer.payload is None else bytearray(answer.payload)
-        for key in ("nan", "inf"):
-            if raw is not None and key in spec:
-                struct.pack_into("<f", raw, 4 * int(spec[key]), float(key))
+        if raw is not None and "nan" in spec:
+            struct.pack_into("<f", raw, 4 * int(spec["nan"]), float("nan"))
         for _ in range(spec.get("times", 1)):
             self._reply_stream(head, raw, spec)
         self._over()
