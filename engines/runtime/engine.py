@@ -147,8 +147,6 @@ class Model(ABC):
 class Engine(ABC):
     """One kind of worker. Constructing it and :meth:`identity` must not import the native library."""
 
-    name: ClassVar[str]
-    """HELLO engine name."""
     serves: ClassVar[frozenset[type[Request]]]
     """Request types beyond LOAD, UNLOAD and PING; others are drained and answer ``unsupported_request``."""
     max_models: ClassVar[int | None] = None

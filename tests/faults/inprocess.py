@@ -15,8 +15,7 @@ import socket
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -97,10 +96,7 @@ class ThreadProcess:
         self,
         command: Sequence[str],
         *,
-        env: Mapping[str, str],
-        cwd: Path | None,
-        output: Callable[..., None],
-        on_exit: Callable[[], None] | None = None,
+        on_exit: Callable[[], None] = lambda: None,
         **_: Any,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -148,10 +144,8 @@ class ThreadProcess:
 
     def _end(self, status: int) -> None:
         self._thread.join(JOIN_S)
-        if not self.exited.done():
-            self.exited.set_result(status)
-            if self._on_exit is not None:
-                self._on_exit()
+        self.exited.set_result(status)
+        self._on_exit()
 
     # --- what WorkerProcess offers -----------------------------------------------------------------------------------
 
@@ -177,15 +171,9 @@ class ThreadProcess:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     async def wait(self, limit: float) -> bool:
-        if self.running and limit > 0.15:
-            await asyncio.wait({self.exited}, timeout=limit)
-        elif self.running:
-            # The grace after the end of a stream: a thread ends within a few turns of the loop, or not by itself.
-            await asyncio.wait({self.exited}, timeout=0.02)
+        # The grace after the end of a stream: a thread ends within a few turns of the loop, or not by itself.
+        await asyncio.wait({self.exited}, timeout=limit if limit > 0.15 else 0.02)
         return not self.running
-
-    async def drain(self, limit: float = 0.0) -> None:
-        pass
 
     async def destroy(self) -> bool:
         self.kill()

@@ -75,19 +75,22 @@ def test_kqueue_waits_for_eof_and_ignores_data_edges(monkeypatch: pytest.MonkeyP
 # --- the watcher's rule ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wakes", [False, True])
 @pytest.mark.parametrize("stopped", [False, True])
-def test_the_watcher_acts_only_inside_a_request_and_never_once_stopped(stopped: bool) -> None:
-    gone = threading.Event()
-    acted = threading.Event()
+def test_the_watcher_acts_only_inside_a_request_and_never_once_stopped(stopped: bool, wakes: bool) -> None:
+    gone, acted = threading.Event(), threading.Event()
+    told: list[threading.Event] = []
     exits: list[int] = []
-    watcher = PeerWatcher(
-        lambda busy: gone.wait(10) and None, lambda status: (exits.append(status), acted.set()), wakes=True
-    )
-    watcher.stop()  # one that was never started
-    watcher = PeerWatcher(
-        lambda busy: gone.wait(10) and None, lambda status: (exits.append(status), acted.set()), wakes=True
-    )
+
+    def wait_gone(busy: threading.Event) -> None:
+        told.append(busy)
+        gone.wait(10)
+
+    watcher = PeerWatcher(wait_gone, lambda status: (exits.append(status), acted.set()), wakes=wakes)
     watcher.start()
+    with watcher:
+        assert told[0].is_set() is wakes, "a transport that sleeps on the event is woken, no other pays for it"
+    assert not told[0].is_set()
     gone.set()
     assert not acted.wait(0.05)  # the main thread is in a read, and sees a torn frame better than we do
     if stopped:
