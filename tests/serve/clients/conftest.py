@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
@@ -80,7 +81,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No client may look for anything but the server that it is given."""
+    """No client may look for anything but the server that it is given, or leave an event loop of its own open."""
+    asyncio.set_event_loop(None)
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
