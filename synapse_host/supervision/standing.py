@@ -57,6 +57,11 @@ class Standing:
         self.refusal = None
         self.quarantine.clear()
 
+    def probed(self) -> None:
+        """Clear refusal and strikes: a fresh worker was accepted and has served, which opens any lane."""
+        self.refusal = None
+        self.quarantine.probed()
+
     def charge(self, death: Death, stage: str, exchange: Exchange | None) -> EngineCrashed:
         """Count a death as a strike, on the request it happened on, and return what its caller hears."""
         now = self._loop.time()

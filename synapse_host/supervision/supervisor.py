@@ -275,7 +275,7 @@ class Supervisor:
                 self._turns.pass_on()
                 raise
             outcome = await self._serve(build, deadline, "probe", probing=True)
-            self._quarantine.probed()
+            self._standing.probed()
             return outcome
 
     async def recycle(self) -> bool:

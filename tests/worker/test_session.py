@@ -15,7 +15,7 @@ import pytest
 
 from synapse_host.errors import LaneRefused, QueueFull
 from synapse_host.worker import handshake, listener
-from tests.support.lanes import CUDA, FAST, crash, on, serve, spawns, until
+from tests.support.lanes import CUDA, FAST, crash, embed, on, serve, spawns, until
 
 pytestmark = pytest.mark.process
 
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.process
 
 async def test_a_deployment_error_refuses_the_lane_until_unload(make, tmp_path):
     state = tmp_path / "state"
-    lane = make({"hello": [{"hello": {"v": 2}}], "state": str(state)})
+    bad = {"hello": [{"hello": {"v": 2}}]}
+    lane = make({"state": str(state), "generations": [bad, bad, bad, {}]})
     for _ in range(3):
         with pytest.raises(LaneRefused) as caught:
             await serve(lane)
@@ -42,6 +43,10 @@ async def test_a_deployment_error_refuses_the_lane_until_unload(make, tmp_path):
     with pytest.raises(LaneRefused):
         await lane.load()
     assert spawns(state) == 3
+    # So is a probe, and its success opens the lane.
+    await lane.probe(embed([1]))
+    await serve(lane)
+    assert (lane.health()["state"], spawns(state)) == ("idle", 4)
 
 
 async def test_a_kernel_revision_that_changes_between_generations_is_refused(make, tmp_path):
