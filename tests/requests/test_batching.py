@@ -124,21 +124,18 @@ def test_alone_the_rows_keep_the_numbers_that_the_caller_knows_them_by() -> None
 
 
 @pytest.mark.process
-def test_small_calls_come_between_the_exchanges_of_a_large_one(tmp_path: Path) -> None:
+async def test_small_calls_come_between_the_exchanges_of_a_large_one(tmp_path: Path) -> None:
     folder = write_bundle(tmp_path / "toy", model_id="toy")
     matrix = write_matrix(tmp_path, {"rules": [on("EMBED_BATCH", {"sleep": 0.1})]})
     large, small = [[7, 1 + n % 9] for n in range(2000)], [[8, n] for n in range(1, 6)]
 
-    async def main() -> None:
-        async with Host.open(matrix, {"toy": folder}) as host, asyncio.timeout(120):
-            counts = host.counters["embed"].shared.counts
-            big = asyncio.create_task(host.embed_ids("toy", large))
-            while not sum(counts):
-                await asyncio.sleep(0.005)
-            found = await asyncio.gather(*(host.embed_ids("toy", [row]) for row in small))
-            assert not big.done() and sum(counts) <= 4
-            for row, vectors in zip(small, found, strict=True):
-                assert vectors.tolist() == [expected_vector(row)]
-            assert (await big).tolist() == [expected_vector(row) for row in large]
-
-    asyncio.run(main())
+    async with Host.open(matrix, {"toy": folder}) as host, asyncio.timeout(120):
+        counts = host.counters["embed"].shared.counts
+        big = asyncio.create_task(host.embed_ids("toy", large))
+        while not sum(counts):
+            await asyncio.sleep(0.005)
+        found = await asyncio.gather(*(host.embed_ids("toy", [row]) for row in small))
+        assert not big.done() and sum(counts) <= 4
+        for row, vectors in zip(small, found, strict=True):
+            assert vectors.tolist() == [expected_vector(row)]
+        assert (await big).tolist() == [expected_vector(row) for row in large]
