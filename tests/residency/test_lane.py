@@ -263,17 +263,6 @@ async def test_rows_are_packed_only_where_advertised_and_measured(
     assert not any(slot.leases for slot in one.core.slots.values())
 
 
-async def test_singles_are_served_while_a_packed_width_compiles(ane: Callable[..., Any], tmp_path: Path) -> None:
-    """It holds the worker's stream, but no request waits for its function; and a guess that fails costs no caller."""
-    err = on("ANE_ADMIT_PACKED", {"sleep": 0.3}, {"err": {"code": "ane_resources_exhausted"}})
-    one, supervisor, lane = ane({"packed": True, "rules": [err]})
-    for _ in range(4):
-        await serve_rows(lane, [1, 2], [3, 4], [5, 6])
-    await until(lambda: not one.core.busy("ane") and len(one.core.slots) == 1)
-    assert supervisor.counters.requests["ane_admit_packed", "ane_resources_exhausted"] == 1, "once is enough"
-    assert supervisor.generation == 1 and resident(one.core, "ane") == shapes(128)
-
-
 async def test_a_packed_exchange_takes_at_most_64_rows(ane: Callable[..., Any], tmp_path: Path) -> None:
     """200 rows of 2 tokens: passes of 64 rows, one an exchange, and nobody is lost or doubled."""
     _, supervisor, lane = ane({"packed": True})
