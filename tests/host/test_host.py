@@ -80,23 +80,32 @@ async def test_texts_become_vectors_in_input_order(bench: Bench) -> None:
         assert result.tokens == 3 + 16
 
 
+async def test_any_number_of_texts_is_one_call(bench: Bench) -> None:
+    texts = [WORDS[4 + number % 6] for number in range(2 * encoders.CHUNK)] + ["a " * 40]
+    async with bench.model("toy").host() as host:
+        result = await host.embed_result("toy", texts, truncate=True, offset=5)
+        assert result.vectors[:-1].tolist() == [vector([CLS, 4 + number % 6, SEP]) for number in range(len(texts) - 1)]
+        assert (result.truncated, result.tokens) == ([len(texts) + 4], 3 * (len(texts) - 1) + 16)
+        with pytest.raises(SequenceTooLong) as caught:
+            await host.embed_result("toy", texts, offset=5)
+        assert caught.value.details["index"] == len(texts) + 4
+
+
 async def test_a_prompt_of_the_model_is_put_before_its_texts(bench: Bench) -> None:
-    few, many = ["a", "b"], ["a"] * (encoders.CHUNK + 1)
     plain, asked = vector([CLS, A, SEP]), vector([CLS, QUERY, A, SEP])
     prompts = {"query": "query ", "doc": "b "}
     bench.model("toy", prompts=prompts, default_prompt="query").model("free", prompts=prompts)
     async with bench.host() as host:
-        for texts in (few, many):
-            for model, prompt, expected in (
-                ("toy", None, asked),
-                ("toy", "none", plain),
-                ("toy", "doc", vector([CLS, B, A, SEP])),
-                ("free", None, plain),
-                ("free", "query", asked),
-            ):
-                assert (await host.embed(model, texts, prompt=prompt))[0].tolist() == expected
-            with pytest.raises(InvalidRequest, match="doc, query, none"):
-                await host.embed("toy", texts, prompt="passage")
+        for model, prompt, expected in (
+            ("toy", None, asked),
+            ("toy", "none", plain),
+            ("toy", "doc", vector([CLS, B, A, SEP])),
+            ("free", None, plain),
+            ("free", "query", asked),
+        ):
+            assert (await host.embed(model, ["a"], prompt=prompt)).tolist() == [expected]
+        with pytest.raises(InvalidRequest, match="doc, query, none"):
+            await host.embed("toy", ["a"], prompt="passage")
         assert (await host.embed_ids("toy", [[A]])).tolist() == [vector([A])], "ids are sent as they are"
 
 
