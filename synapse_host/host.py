@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import UNSET
 
-from engines.bundle.manifest import Bundle
 from synapse_host.certificates.standing import speeds as speeds_here
 from synapse_host.config import HostConfig
 from synapse_host.lanes import Lanes
@@ -49,30 +48,19 @@ __all__ = ["EmbedResult", "Generation", "Host", "Piece", "RerankResult", "open_b
 class Host:
     """A running set of lanes. Make it with :meth:`open`; every call may come from several tasks at once."""
 
-    def __init__(
-        self,
-        *,
-        matrix: HardwareMatrix,
-        bundles: Mapping[str, Bundle],
-        profile: hardware.HostProfile,
-        config: HostConfig,
-        runtime: RuntimeDirectory,
-        qualifying: bool = False,
-    ) -> None:
+    def __init__(self, matrix: HardwareMatrix, lanes: Lanes) -> None:
         self.matrix = matrix
-        self.profile = profile
-        self.config = config
-        self.bundles = dict(bundles)
-        self.runtime = runtime
-        self._encoders = encoders.Encoders(self.bundles)
-        self._renderer = Renderer(runtime.path)
-        self._lanes = Lanes(
-            matrix=matrix, bundles=self.bundles, profile=profile, config=config, runtime=runtime, qualifying=qualifying
-        )
-        self.assignments = self._lanes.assignments
-        self.counters = self._lanes.counters
+        self.profile = lanes.profile
+        self.config = lanes.config
+        self.bundles = lanes.bundles
+        self.runtime = lanes.runtime
+        self._encoders = encoders.Encoders(lanes.bundles)
+        self._renderer = Renderer(lanes.runtime.path)
+        self._lanes = lanes
+        self.assignments = lanes.assignments
+        self.counters = lanes.counters
         """What each lane has done, for :mod:`synapse_host.serve.metrics`."""
-        self.logs = self._lanes.logs
+        self.logs = lanes.logs
         """The last output of each lane's workers."""
 
     @classmethod
@@ -104,11 +92,11 @@ class Host:
         loaded = pinned(loaded, config.engines, profile=profile, bundles=bundles.values())
         runtime = RuntimeDirectory.open(config.runtime_dir)
         try:
-            host = cls(
+            lanes = Lanes(
                 matrix=loaded, bundles=bundles, profile=profile, config=config, runtime=runtime, qualifying=qualifying
             )
+            host = cls(loaded, lanes)
             try:
-                await host._lanes.open()
                 yield host
             finally:
                 await host.aclose()
@@ -192,8 +180,9 @@ class Host:
         """Return the vectors of rows of token ids (special tokens included), float32 (n, dims)."""
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")
+        columns = width(assignment.bundle.manifest, dimensions)
         checked = await encoders.checked(rows, until, lambda: check_rows(rows, assignment))
-        return await embedding.embed(self._lanes, assignment, checked, until, dimensions)
+        return await embedding.embed(self._lanes, assignment, checked, until, columns)
 
     @memory.typed
     async def embed_packed(
@@ -376,7 +365,7 @@ class Host:
 
     async def ping(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> dict[str, Any]:
         """PING the lane's worker now, in turn, and return its refreshed health; spawns nothing."""
-        return await self._lanes.ping(self._lanes.find_any(model, lane), deadline)
+        return await self._lanes.ping(self._lanes.find_any(model, lane), absolute(deadline))
 
     @memory.typed
     async def probe(self, lane_id: str, *, deadline: float | None = None) -> None:

@@ -22,7 +22,6 @@ from synapse_host.placement.assignment import Assignment, assign, find
 from synapse_host.supervision.health import Health, LaneHealth
 from synapse_host.supervision.queueing import Permits
 from synapse_host.supervision.supervisor import Supervisor
-from synapse_host.text.validate import absolute
 from synapse_host.worker.counters import LaneCounters
 from synapse_host.worker.output import LogRing
 from synapse_host.worker.startup import LaneContext
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Lanes:
-    """All lanes of one host. Use it from the event loop that opened it."""
+    """All lanes of one host. Make and use it on one event loop."""
 
     def __init__(
         self,
@@ -58,6 +57,9 @@ class Lanes:
         qualifying: bool = False,
     ) -> None:
         self.config = config
+        self.bundles = bundles
+        self.profile = profile
+        self.runtime = runtime
         self.assignments = assign(matrix, profile=profile, bundles=bundles)
         self.counters = {lane_id: LaneCounters() for lane_id in self.assignments}
         self.logs = {lane_id: LogRing(config.log_ring_bytes) for lane_id in self.assignments}
@@ -65,9 +67,6 @@ class Lanes:
         """The books of the Neural Engine's lanes, once one of them was used."""
         self.dense: dict[str, Sequence[Weights]] = {}
         """The dense layers of the models that have been asked for vectors."""
-        self._bundles = bundles
-        self._profile = profile
-        self._runtime = runtime
         self._certificates = LaneCertificates(matrix, config, qualifying=qualifying)
         self._permits = Permits(config.permits)
         self._supervisors: dict[str, Supervisor] = {}
@@ -75,10 +74,6 @@ class Lanes:
         self._lane_lock: LaneLock | None = None
         self._closed = False
         self._pid = os.getpid()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def open(self) -> None:
-        """Bind to the running loop."""
         self._loop = asyncio.get_running_loop()
 
     async def aclose(self, *, drain: float) -> None:
@@ -105,11 +100,11 @@ class Lanes:
     def find(self, model: str, lane: str | None, task: str) -> Assignment:
         """Return the lane that serves *task* with this model; errors as :func:`placement.assignment.find`."""
         self._check_loop()
-        return find(self.assignments, self._bundles, model=model, lane=lane, task=task)
+        return find(self.assignments, self.bundles, model=model, lane=lane, task=task)
 
     def find_any(self, model: str, lane: str | None) -> Assignment:
         """Return the lane that serves the model's own task."""
-        bundle = self._bundles.get(model) if isinstance(model, str) else None
+        bundle = self.bundles.get(model) if isinstance(model, str) else None
         return self.find(model, lane, bundle.manifest.task if bundle else "")
 
     def by_id(self, lane_id: str) -> Assignment:
@@ -129,7 +124,7 @@ class Lanes:
             running = asyncio.get_running_loop()
         except RuntimeError:
             return  # lane_of: it waits for nothing.
-        if self._loop is not None and running is not self._loop and not self._closed:
+        if running is not self._loop and not self._closed:
             raise InvalidRequest("this host runs on another event loop; call it there, or use SyncHost from any thread")
 
     # --- what serves it ----------------------------------------------------------------------------------------------
@@ -147,7 +142,7 @@ class Lanes:
             from synapse_host.residency.types import Limits
 
             # A quarter of the memory at most: the weights of every resident function count whole (ane.md 4).
-            self.residency = self.residency or ResidencyShell(Limits(nbytes=self._profile.ram_total // 4))
+            self.residency = self.residency or ResidencyShell(Limits(nbytes=self.profile.ram_total // 4))
             costs = partial(self._certificates.costs, assignment)
             lane = self._runged[assignment.lane_id] = RungedLane(self.residency, supervisor, artifact, costs=costs)
         return lane
@@ -166,7 +161,7 @@ class Lanes:
                 self._lane_lock = self._lane_lock or LaneLock()
                 spec = replace(spec, stdin=self._lane_lock.fileno())
             lane_id = assignment.lane_id
-            context = LaneContext(spec, self.config, self._runtime, self.counters[lane_id], self.logs[lane_id])
+            context = LaneContext(spec, self.config, self.runtime, self.counters[lane_id], self.logs[lane_id])
             admit = partial(self._certificates.admit, assignment)
             supervisor = Supervisor(context, permits=self._permits, admit=admit)
             self._supervisors[assignment.lane_id] = supervisor
@@ -183,7 +178,7 @@ class Lanes:
             here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
             here = None
-        if loop is None or here is loop or not loop.is_running():
+        if here is loop or not loop.is_running():
             return read()  # A loop that doesn't run changes nothing.
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -195,20 +190,19 @@ class Lanes:
 
         try:
             loop.call_soon_threadsafe(run)
+        except RuntimeError:
+            return read()  # The loop was closed in this moment.
+        try:
             return answer.result(READ_S)
         except TimeoutError as exc:
             raise DeadlineExceeded(f"the host's loop was busy for {READ_S:g} s", details={"stage": "health"}) from exc
-        except RuntimeError:
-            if answer.done():
-                raise
-            return read()  # The loop was closed in this moment.
 
     # --- how it is ---------------------------------------------------------------------------------------------------
 
-    async def ping(self, assignment: Assignment, deadline: Any) -> dict[str, Any]:
+    async def ping(self, assignment: Assignment, until: float | None) -> dict[str, Any]:
         """PING a lane's worker and return its refreshed health; a lane that wasn't used stays as it is."""
         supervisor = self._supervisors.get(assignment.lane_id)
-        return _resting(assignment) if supervisor is None else await supervisor.ping(absolute(deadline))
+        return _resting(assignment) if supervisor is None else await supervisor.ping(until)
 
     def health(self) -> dict[str, Any]:
         """Return the cached state of every lane. On the loop's thread: see :meth:`on_loop`."""

@@ -171,15 +171,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _heed_signals() -> None:
     """Undo what nohup or a shell's ``&`` ignores: every process that a test starts would ignore it as well."""
-    defaults: dict[str, Any] = {
-        "SIGINT": signal.default_int_handler,
-        "SIGTERM": signal.SIG_DFL,
-        "SIGHUP": signal.SIG_DFL,
-    }
-    for name, default in defaults.items():
-        number = getattr(signal, name, None)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number is not None and signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, default)
+            signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,7 +18,6 @@ from synapse_host.requests.parts import Part, collect, cut, whole
 from synapse_host.results import EmbedResult
 from synapse_host.text.background import beside
 from synapse_host.text.encoders import checked
-from synapse_host.text.validate import width
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Manifest
@@ -35,14 +34,11 @@ def request(manifest: Manifest, part: Part) -> Batch:
     return Batch(part.lengths, part.ids, pooling, manifest.worker_normalizes, part.rows.start)
 
 
-async def embed(
-    lanes: Lanes, assignment: Assignment, rows: Rows, until: float | None, dimensions: int | None = None
-) -> FloatArray:
-    """Return the rows' vectors, float32 (n, dims), in as many exchanges as they need; see :func:`shortened`."""
+async def embed(lanes: Lanes, assignment: Assignment, rows: Rows, until: float | None, columns: int) -> FloatArray:
+    """Return the rows' vectors, float32 (n, columns), in as many exchanges as they need; see :func:`shortened`."""
     manifest = assignment.bundle.manifest
     dims = manifest.worker_dims
     limits = {"reply_row_bytes": ITEM_BYTES * dims, "max_frame": lanes.config.max_frame}
-    columns = width(manifest, dimensions)
     layers = await _layers(lanes, assignment)
     parts = await checked(rows.lengths, until, lambda: cut(rows, **limits, noun="text"))
     serving = lanes.serving(assignment)
@@ -84,17 +80,17 @@ async def embed_chunks(
     chunks: AsyncGenerator[Rows, None],
     count: int,
     until: float | None,
-    dimensions: int,
+    columns: int,
 ) -> EmbedResult:
     """Return the vectors of *count* rows that come in *chunks*, one after another."""
     import numpy as np
 
-    answer: FloatArray = np.empty((count, dimensions), np.float32)
+    answer: FloatArray = np.empty((count, columns), np.float32)
     truncated = list[int]()
     done = tokens = 0
     async with aclosing(chunks):
         async for rows in chunks:
-            vectors = await embed(lanes, assignment, rows, until, dimensions)
+            vectors = await embed(lanes, assignment, rows, until, columns)
             answer[done : done + len(vectors)] = vectors
             truncated += rows.truncated
             done += len(vectors)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final, Protocol, TypeVar, assert_never
 
 from engines.protocol.errors import ErrorCode
-from synapse_host.errors import WORKER_ERRORS, DeadlineExceeded, EngineCrashed, ShapeCompiling, SynapseError
+from synapse_host.errors import WORKER_ERRORS, EngineCrashed, ShapeCompiling, SynapseError
 from synapse_host.residency.core import Residency
 from synapse_host.residency.types import (
     Action,
@@ -195,16 +195,11 @@ class ResidencyShell:
             future.set_result(None) if error is None else future.set_exception(error)
 
     def _late(self, ticket: int, key: Key) -> None:
-        error: SynapseError
+        error: SynapseError = refusals.late(key.worker, "ane_admit", f" of {key.kind} {key.tokens}")
         if self.core.compiling(ticket):
             error = ShapeCompiling(
                 f"lane {key.worker} is compiling {key.kind} {key.tokens}; it goes on, try again",
                 details={"lane_id": key.worker, "shape": key.tokens},
-            )
-        else:
-            error = DeadlineExceeded(
-                f"lane {key.worker}: the deadline passed waiting for {key.kind} {key.tokens}",
-                details={"lane_id": key.worker, "stage": "ane_admit"},
             )
         self._answer(ticket, error)
 

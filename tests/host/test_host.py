@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 import time
 from collections.abc import Awaitable
@@ -28,7 +27,6 @@ from synapse_host.errors import (
 )
 from synapse_host.host import Host, open_bundles
 from synapse_host.results import sigmoid
-from synapse_host.sync import SyncHost
 from synapse_host.text import encoders, limits, validate
 from tests.conftest import children
 from tests.support.scripted import expected_score, expected_sequence_score, expected_vector
@@ -82,24 +80,32 @@ async def test_texts_become_vectors_in_input_order(bench: Bench) -> None:
         assert result.tokens == 3 + 16
 
 
+async def test_any_number_of_texts_is_one_call(bench: Bench) -> None:
+    texts = [WORDS[4 + number % 6] for number in range(2 * encoders.CHUNK)] + ["a " * 40]
+    async with bench.model("toy").host() as host:
+        result = await host.embed_result("toy", texts, truncate=True, offset=5)
+        assert result.vectors[:-1].tolist() == [vector([CLS, 4 + number % 6, SEP]) for number in range(len(texts) - 1)]
+        assert (result.truncated, result.tokens) == ([len(texts) + 4], 3 * (len(texts) - 1) + 16)
+        with pytest.raises(SequenceTooLong) as caught:
+            await host.embed_result("toy", texts, offset=5)
+        assert caught.value.details["index"] == len(texts) + 4
+
+
 async def test_a_prompt_of_the_model_is_put_before_its_texts(bench: Bench) -> None:
-    few, many = ["a", "b"], ["a"] * (encoders.CHUNK + 1)
     plain, asked = vector([CLS, A, SEP]), vector([CLS, QUERY, A, SEP])
     prompts = {"query": "query ", "doc": "b "}
     bench.model("toy", prompts=prompts, default_prompt="query").model("free", prompts=prompts)
     async with bench.host() as host:
-        for texts in (few, many):
-            for model, prompt, expected in (
-                ("toy", None, asked),
-                ("toy", "none", plain),
-                ("toy", "doc", vector([CLS, B, A, SEP])),
-                ("free", None, plain),
-                ("free", "query", asked),
-            ):
-                assert (await host.embed(model, texts, prompt=prompt))[0].tolist() == expected
-                assert (await host.embed_result(model, texts, prompt=prompt)).vectors[0].tolist() == expected
-            with pytest.raises(InvalidRequest, match="doc, query, none"):
-                await host.embed("toy", texts, prompt="passage")
+        for model, prompt, expected in (
+            ("toy", None, asked),
+            ("toy", "none", plain),
+            ("toy", "doc", vector([CLS, B, A, SEP])),
+            ("free", None, plain),
+            ("free", "query", asked),
+        ):
+            assert (await host.embed(model, ["a"], prompt=prompt)).tolist() == [expected]
+        with pytest.raises(InvalidRequest, match="doc, query, none"):
+            await host.embed("toy", ["a"], prompt="passage")
         assert (await host.embed_ids("toy", [[A]])).tolist() == [vector([A])], "ids are sent as they are"
 
 
@@ -361,54 +367,6 @@ async def test_another_event_loop_is_told_so(bench: Bench) -> None:
         await asyncio.to_thread(elsewhere)
         assert len(ends) == 4 and all("another event loop" in str(end) for end in ends), ends
         assert (await host.embed("toy", ["a"])).shape == (1, 8)
-
-
-async def test_a_cancelled_caller_leaves_the_lane_usable(bench: Bench) -> None:
-    script = {"rules": [{"on": "EMBED_BATCH", "first_id": 99, "do": [{"sleep": 0.5}]}]}
-
-    async with bench.model("toy").host(script) as host:
-        task = asyncio.ensure_future(host.embed_ids("toy", [[99]] * 1500))
-        await asyncio.sleep(0.2)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert (await host.embed_ids("toy", [[1]])).tolist() == [vector([1])]
-        assert host.health()["lanes"]["embed"]["strikes"] == 0
-
-
-def test_the_sync_host_makes_the_same_calls(bench: Bench) -> None:
-    path = write_matrix(bench.root)
-    bench.model("toy").model("judge", task="rerank").model("writer", task="generate", frame=False)
-    with SyncHost.open(path, bench.models) as host:
-        host.load("toy")
-        assert host.embed("toy", ["a"]).tolist() == [vector([CLS, A, SEP])]
-        assert host.embed_ids("toy", [[7]]).tolist() == [vector([7])]
-        assert host.embed_result("toy", ["a"], prompt="none").lane == "embed"
-        assert host.rerank("judge", "query", ["a"]).shape == (1,)
-        assert host.rerank_result("judge", "query", ["a"]).order == [0]
-        assert host.rerank_ids("judge", [QUERY], [[A]]).shape == (1,)
-        assert host.generate("writer", "a", max_tokens=2).n_gen == 2
-        assert host.generate_ids("writer", [A], 2).n_prompt == 1
-        assert host.health()["lanes"]["embed"]["worker_pid"] is not None
-        assert host.explain("embed")[0]["placement"] == "scripted"
-        assert host.ping("toy")["models"] == ["toy"]
-        with pytest.raises(UnknownModel):
-            host.embed("other", ["a"])
-        host.probe("embed")
-        host.unload("toy")
-
-
-def test_the_sync_host_has_every_call_of_the_host_with_the_same_arguments() -> None:
-    calls = {name for name, value in vars(Host).items() if callable(value) and not name.startswith("_")}
-    calls -= {"aclose", "on_loop"}  # its block closes it, and its loop is its own business
-    for name in calls:
-        ours, theirs = inspect.signature(getattr(SyncHost, name)), inspect.signature(getattr(Host, name))
-        assert list(ours.parameters.values()) == list(theirs.parameters.values()), name
-        if not name.endswith("_stream"):
-            assert ours.return_annotation == theirs.return_annotation, name
-    opened, theirs = inspect.signature(SyncHost.open), inspect.signature(Host.open)
-    arguments = list(theirs.parameters.values())
-    assert list(opened.parameters.values()) == [each for each in arguments if each.name != "qualifying"]
 
 
 def test_health_is_read_on_the_loop_from_any_thread_and_after_its_end(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -24,32 +23,26 @@ def full(*_: object) -> None:
 
 
 @pytest.mark.process
-def test_a_request_without_room_is_told_and_the_next_one_is_served(
+async def test_a_request_without_room_is_told_and_the_next_one_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        models = {"toy": write_bundle(tmp_path / "toy", model_id="toy")}
-        async with Host.open(write_matrix(tmp_path), models, HostConfig(shutdown_grace=5)) as host:
-            with monkeypatch.context() as patch:
-                patch.setattr(batching, "buffer", full)
-                with pytest.raises(OOM, match="the host has no memory") as caught:
-                    await host.embed("toy", ["a"])
-            assert caught.value.transient and caught.value.retry_after_ms == 250 and caught.value.exit_code == 1
-            assert (await host.embed("toy", ["a"])).shape == (1, 8)
-
-    asyncio.run(main())
+    models = {"toy": write_bundle(tmp_path / "toy", model_id="toy")}
+    async with Host.open(write_matrix(tmp_path), models, HostConfig(shutdown_grace=5)) as host:
+        with monkeypatch.context() as patch:
+            patch.setattr(batching, "buffer", full)
+            with pytest.raises(OOM, match="the host has no memory") as caught:
+                await host.embed("toy", ["a"])
+        assert caught.value.transient and caught.value.retry_after_ms == 250 and caught.value.exit_code == 1
+        assert (await host.embed("toy", ["a"])).shape == (1, 8)
 
 
-def test_a_stream_tells_it_behind_what_it_gave() -> None:
+async def test_a_stream_tells_it_behind_what_it_gave() -> None:
     @typed_stream
     async def stream() -> AsyncGenerator[int, None]:
         yield 1
         full()
 
-    async def main() -> None:
-        numbers = stream()
-        assert await anext(numbers) == 1
-        with pytest.raises(OOM):
-            await anext(numbers)
-
-    asyncio.run(main())
+    numbers = stream()
+    assert await anext(numbers) == 1
+    with pytest.raises(OOM):
+        await anext(numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 
 from synapse_host import sync
-from synapse_host.errors import InvalidRequest
+from synapse_host.config import HostConfig
+from synapse_host.errors import InvalidRequest, UnknownModel
+from synapse_host.host import Host
 from synapse_host.sync import SyncHost
 from tests.support.small_bundle import write_bundle, write_matrix
 
@@ -194,33 +197,6 @@ def test_closing_answers_the_calls_of_other_threads(tmp_path: Path) -> None:
     assert len(ends) == 4 and all(getattr(end, "code", None) is not None for end in ends), ends
 
 
-def test_a_closed_host_says_so(toy: tuple[Path, Path]) -> None:
-    matrix, model = toy
-    with SyncHost.open(matrix, {"toy": model}) as host:
-        pass
-    calls: list[Any] = [
-        lambda: host.embed("toy", ["a"]),
-        lambda: host.health(),
-        lambda: host.load("toy"),
-        lambda: host.unload("toy"),
-    ]
-    for call in calls:
-        with pytest.raises(InvalidRequest, match="this host is closed"):
-            call()
-
-
-def test_the_hosts_own_thread_cannot_wait_for_itself(toy: tuple[Path, Path]) -> None:
-    with SyncHost.open(toy[0], {"toy": toy[1]}) as host:
-        loop = host._thread._loop
-
-        async def inside() -> str:
-            with pytest.raises(InvalidRequest) as refused:
-                host.embed("toy", ["a"])
-            return str(refused.value)
-
-        assert "own thread" in asyncio.run_coroutine_threadsafe(inside(), loop).result(30)
-
-
 @pytest.mark.parametrize("installed", [True, False])
 def test_uvloop_is_taken_where_it_is_installed(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = asyncio.new_event_loop()
@@ -230,3 +206,42 @@ def test_uvloop_is_taken_where_it_is_installed(installed: bool, monkeypatch: pyt
     assert (loop is made) is installed
     loop.close()
     made.close()
+
+
+def test_the_same_calls_until_it_is_closed(toy: tuple[Path, Path]) -> None:
+    matrix, model = toy
+    writer = write_bundle(matrix.parent / "writer", task="generate", frame=False)
+    with SyncHost.open(matrix, {"toy": model, "writer": writer}, HostConfig(slice=2)) as host:
+        host.load("toy")
+        assert host.embed("toy", ["a"]).shape == (1, 8)
+        assert host.lane_of("toy").lane_id == host.explain("embed")[0]["lane"] == "embed"
+        assert host.health()["lanes"]["embed"]["worker_pid"] is not None
+        assert [piece.n_gen for piece in host.generate_stream("writer", "a", max_tokens=4)] == [2, 4]
+        first = host.generate_stream("writer", "a", max_tokens=4)
+        next(first)
+        first.close()
+        left = host.generate_stream("writer", "a", max_tokens=4)
+        next(left)
+        with pytest.raises(UnknownModel):
+            host.embed("other", ["a"])
+
+        async def inside(_: Host) -> str:
+            with pytest.raises(InvalidRequest) as refused:
+                host.embed("toy", ["a"])
+            return refused.value.message
+
+        assert "own thread" in host.call(inside)
+    left.close()
+    calls: list[Any] = [lambda: host.embed("toy", ["a"]), host.health, lambda: host.load("toy")]
+    for call in calls:
+        with pytest.raises(InvalidRequest, match="this host is closed"):
+            call()
+
+
+def test_every_call_of_the_host_with_the_same_arguments() -> None:
+    calls = {name for name, value in vars(Host).items() if callable(value) and not name.startswith("_")}
+    for name in calls - {"aclose", "on_loop"}:  # its block closes it, and its loop is its own business
+        ours, theirs = inspect.signature(getattr(SyncHost, name)), inspect.signature(getattr(Host, name))
+        assert list(ours.parameters.values()) == list(theirs.parameters.values()), name
+    opened, theirs = inspect.signature(SyncHost.open), inspect.signature(Host.open)
+    assert [*opened.parameters] == [name for name in theirs.parameters if name != "qualifying"]

@@ -84,7 +84,7 @@ def test_payloads_arrive_whole_and_belong_to_their_receiver() -> None:
 
 
 def test_send_returns_the_payload_itself() -> None:
-    host = ready(Role.HOST)
+    host = ready()
     array = ids(1000)
     head, body = host.send(embed(1000), array)
     assert np.shares_memory(np.frombuffer(body, np.int32), array)
@@ -193,7 +193,7 @@ def test_a_fault_is_counted_under_its_reason(data: bytes, eof: bool, reason: str
 
 
 def test_a_fault_names_the_state_keeps_the_cause_and_does_not_quote_a_whole_frame() -> None:
-    host = ready(Role.HOST)
+    host = ready()
     host.send(m.Ping(req_id="p"))
     with pytest.raises(RemoteProtocolError, match="malformed frame while exchange running: ") as caught:
         receive(host, framed(b'{"type":"ERR","code":"' + b"x" * 50_000 + b'","msg":""}'))
@@ -201,7 +201,7 @@ def test_a_fault_names_the_state_keeps_the_cause_and_does_not_quote_a_whole_fram
 
 
 def test_events_before_a_fault_can_be_pulled() -> None:
-    host = ready(Role.HOST)
+    host = ready()
     host.send(embed(1), ids(1))
     data = framed(encode(m.Progress(req_id="e", completed=1, phase=m.Phase.INFERENCE))) + framed(b"junk")
     buffer = host.get_buffer()

@@ -31,33 +31,6 @@ def other(req_id: str, model_ref: str) -> Any:
     raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("leader", "waiting", "count"),
-    [
-        (call(3), [], 0),
-        (call(3), [call(3), call(4)], 2),
-        (call(3), [call(3), call(5)], 1),  # eleven tokens
-        (call(3), [call(8), call(1)], 0),  # in order of arrival: the small one doesn't pass the large one
-        (call(20), [call(1)], 0),  # too large already
-        (call(1), [call(1, 1), call(1), call(1)], 2),  # four rows
-        (call(1), [call(1), call(1, pooling=CLS), call(1)], 1),
-        (call(1), [call(1, normalize=False)], 0),
-        (call(1, pooling=None), [call(1, pooling=None), call(1)], 1),
-        (call(1), [call(1), other, call(1)], 1),
-    ],
-)
-def test_who_goes_along(leader: Batch, waiting: list[Any], count: int) -> None:
-    assert leader.company(waiting, rows=4, tokens=10) == count
-
-
-def test_a_suspect_shares_with_nobody() -> None:
-    bad, good = call(2, start=50), call(2)
-    alone = {bad.fingerprint(): None}
-    assert bad.company([good], rows=9, tokens=99, alone=alone) == 0
-    assert good.company([good, bad, good], rows=9, tokens=99, alone=alone) == 1
-    assert call(2, start=50).fingerprint() == bad.fingerprint() != good.fingerprint()
-
-
 CALLS = st.builds(
     lambda lengths, pooling, normalize, start: call(*lengths, pooling=pooling, normalize=normalize, start=start),
     st.lists(st.integers(1, 6), min_size=1, max_size=4),
@@ -124,21 +97,18 @@ def test_alone_the_rows_keep_the_numbers_that_the_caller_knows_them_by() -> None
 
 
 @pytest.mark.process
-def test_small_calls_come_between_the_exchanges_of_a_large_one(tmp_path: Path) -> None:
+async def test_small_calls_come_between_the_exchanges_of_a_large_one(tmp_path: Path) -> None:
     folder = write_bundle(tmp_path / "toy", model_id="toy")
     matrix = write_matrix(tmp_path, {"rules": [on("EMBED_BATCH", {"sleep": 0.1})]})
     large, small = [[7, 1 + n % 9] for n in range(2000)], [[8, n] for n in range(1, 6)]
 
-    async def main() -> None:
-        async with Host.open(matrix, {"toy": folder}) as host, asyncio.timeout(120):
-            counts = host.counters["embed"].shared.counts
-            big = asyncio.create_task(host.embed_ids("toy", large))
-            while not sum(counts):
-                await asyncio.sleep(0.005)
-            found = await asyncio.gather(*(host.embed_ids("toy", [row]) for row in small))
-            assert not big.done() and sum(counts) <= 4
-            for row, vectors in zip(small, found, strict=True):
-                assert vectors.tolist() == [expected_vector(row)]
-            assert (await big).tolist() == [expected_vector(row) for row in large]
-
-    asyncio.run(main())
+    async with Host.open(matrix, {"toy": folder}) as host, asyncio.timeout(120):
+        counts = host.counters["embed"].shared.counts
+        big = asyncio.create_task(host.embed_ids("toy", large))
+        while not sum(counts):
+            await asyncio.sleep(0.005)
+        found = await asyncio.gather(*(host.embed_ids("toy", [row]) for row in small))
+        assert not big.done() and sum(counts) <= 4
+        for row, vectors in zip(small, found, strict=True):
+            assert vectors.tolist() == [expected_vector(row)]
+        assert (await big).tolist() == [expected_vector(row) for row in large]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import aclosing
+import codecs
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from synapse_host.config import HostConfig
 from synapse_host.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, SequenceTooLong, SynapseError
 from synapse_host.host import Host
 from synapse_host.requests.generate import Spoken
-from synapse_host.sync import SyncHost
 from tests.support.lanes import on
 from tests.support.small_bundle import write_bundle, write_matrix
 
@@ -58,37 +58,38 @@ def test_however_it_is_cut_the_text_is_that_of_one_long_generation(
     assert spoken.text == "".join(pieces) and bytes(spoken.ids) == said[:needed]
 
 
+@pytest.mark.parametrize("stop", [5, ["a", 1], "", ["x" * 300], ["a"] * 17, b"a", None])
+def test_what_is_no_stop_string_is_refused(stop: Any) -> None:
+    with pytest.raises(InvalidRequest, match="stop"):
+        Spoken(None, stop)
+
+
 def _certain(said: bytes) -> str:
-    import codecs
 
     return codecs.getincrementaldecoder("utf-8")("replace").decode(said)
 
 
 # --- over a real worker ----------------------------------------------------------------------------------------------
 
-Work = Callable[[Host], Coroutine[Any, Any, Any]]
-
 
 @pytest.fixture
 def tell(tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that opens a host whose worker tells STORY, and runs some work on it."""
+    """Return what opens a host whose worker tells STORY, its model loaded."""
 
-    def run(work: Work, *rules: Any, slice: int = 16, bundle: Any = None, config: Any = None, **options: Any) -> Any:
+    @asynccontextmanager
+    async def opened(
+        *rules: Any, slice: int = 16, bundle: Any = None, config: Any = None, **options: Any
+    ) -> AsyncIterator[Host]:
         folder = write_bundle(
             tmp_path / "w", model_id="w", task="generate", of_bytes=True, **{"max_tokens": 4096, **(bundle or {})}
         )
-        script = {"story": BYTES.hex(), "rules": list(rules), **options}
-        matrix = write_matrix(tmp_path, script, runtime_config=config or {})
+        matrix = write_matrix(tmp_path, {"story": BYTES.hex(), "rules": list(rules), **options}, runtime_config=config or {})
+        found = HostConfig(slice=slice, shutdown_grace=5, queue_limit=2)
+        async with Host.open(matrix, {"w": folder}, found) as host, asyncio.timeout(120):
+            await host.load("w")
+            yield host
 
-        async def main() -> Any:
-            found = HostConfig(slice=slice, shutdown_grace=5, queue_limit=2)
-            async with Host.open(matrix, {"w": folder}, found) as host, asyncio.timeout(120):
-                await host.load("w")
-                return await work(host)
-
-        return asyncio.run(main())
-
-    return run
+    return opened
 
 
 def requests(host: Host) -> int:
@@ -97,8 +98,8 @@ def requests(host: Host) -> int:
 
 @pytest.mark.process
 @pytest.mark.parametrize("slice", [1, 16, 4096])
-def test_every_size_of_slice_says_the_same(tell: Any, slice: int) -> None:
-    async def work(host: Host) -> None:
+async def test_every_size_of_slice_says_the_same(tell: Any, slice: int) -> None:
+    async with tell(slice=slice) as host:
         whole = await host.generate("w", "Erzähl!", max_tokens=None)
         assert (whole.text, whole.n_gen, whole.finish_reason) == (STORY, len(BYTES), "stop")
         assert bytes(whole.generated_token_ids) == BYTES and whole.n_prompt == len("Erzähl!".encode()) + 1
@@ -110,12 +111,10 @@ def test_every_size_of_slice_says_the_same(tell: Any, slice: int) -> None:
         assert cut.n_gen == len(STORY[: end + 1].encode())
         assert host.counters["generate"].requests == {("load", "ok"): 1, ("generate", "ok"): 3}
 
-    tell(work, slice=slice)
-
 
 @pytest.mark.process
-def test_a_stream_says_it_in_pieces_of_whole_characters(tell: Any) -> None:
-    async def work(host: Host) -> None:
+async def test_a_stream_says_it_in_pieces_of_whole_characters(tell: Any) -> None:
+    async with tell() as host:
         pieces = [piece async for piece in host.generate_stream("w", "x", stop="no such")]
         assert "".join(piece.text for piece in pieces) == STORY and len(pieces) == len(BYTES) // 16 + 1
         assert not any("\ufffd" in piece.text for piece in pieces)
@@ -125,30 +124,26 @@ def test_a_stream_says_it_in_pieces_of_whole_characters(tell: Any) -> None:
             assert (await anext(stream)).n_gen == 16
         assert host.counters["generate"].requests["generate", "cancelled"] == 1
 
-    tell(work)
-
 
 @pytest.mark.process
-def test_callers_take_turns_and_no_full_queue_ends_who_was_let_in(tell: Any) -> None:
+async def test_callers_take_turns_and_no_full_queue_ends_who_was_let_in(tell: Any) -> None:
     order: list[int] = []
 
     async def one(host: Host, number: int) -> None:
         async for _ in host.generate_stream("w", "x", max_tokens=64):
             order.append(number)
 
-    async def work(host: Host) -> None:
+    async with tell() as host:
         # One runs and two may wait: every later slice of the three comes to a full queue.
         await asyncio.gather(*(one(host, number) for number in range(3)))
         assert order == [0, 1, 2] * 4
 
-    tell(work)
-
 
 @pytest.mark.process
-def test_a_deadline_and_a_caller_who_leaves_end_with_the_slice(tell: Any) -> None:
+async def test_a_deadline_and_a_caller_who_leaves_end_with_the_slice(tell: Any) -> None:
     slow = on("GENERATE", {"sleep": 3}, nth=[3, 5])
 
-    async def work(host: Host) -> None:
+    async with tell(slow) as host:
         with pytest.raises(DeadlineExceeded) as caught:
             await host.generate("w", "x", max_tokens=None, deadline=2)
         details = caught.value.details
@@ -162,8 +157,6 @@ def test_a_deadline_and_a_caller_who_leaves_end_with_the_slice(tell: Any) -> Non
         assert requests(host) == sent + 3, "the one who left was served on"
         assert host.health()["lanes"]["generate"]["strikes"] == 0
 
-    tell(work, slow)
-
 
 @pytest.mark.process
 @pytest.mark.parametrize(
@@ -173,8 +166,8 @@ def test_a_deadline_and_a_caller_who_leaves_end_with_the_slice(tell: Any) -> Non
         ({"err": {"code": "oom", "msg": "no room"}}, SynapseError, "oom"),
     ],
 )
-def test_an_error_in_the_middle_carries_the_text_so_far(tell: Any, action: Any, kind: Any, code: str) -> None:
-    async def work(host: Host) -> None:
+async def test_an_error_in_the_middle_carries_the_text_so_far(tell: Any, action: Any, kind: Any, code: str) -> None:
+    async with tell(on("GENERATE", action, nth=3)) as host:
         seen = ""
         with pytest.raises(kind) as caught:
             async for piece in host.generate_stream("w", "x"):
@@ -188,8 +181,6 @@ def test_an_error_in_the_middle_carries_the_text_so_far(tell: Any, action: Any, 
             await host.generate("w", "x" * 5000)
         assert "text" not in early.value.details
 
-    tell(work, on("GENERATE", action, nth=3))
-
 
 @pytest.mark.process
 @pytest.mark.parametrize(
@@ -200,52 +191,23 @@ def test_an_error_in_the_middle_carries_the_text_so_far(tell: Any, action: Any, 
     ],
     ids=["no tokenizer", "a worker that names no ids"],
 )
-def test_what_can_not_be_cut_is_asked_for_at_once(tell: Any, bundle: Any, rules: Any) -> None:
-    async def work(host: Host) -> None:
+async def test_what_can_not_be_cut_is_asked_for_at_once(tell: Any, bundle: Any, rules: Any) -> None:
+    async with tell(*rules, bundle=bundle) as host:
         found = await host.generate_ids("w", [START], None, stop="🌞")
         assert (found.text, found.finish_reason) == (STORY[: STORY.index("🌞")], "stop")
         assert (await host.generate_ids("w", [START], 40)).text == BYTES[:40].decode("utf-8", "replace")
 
-    tell(work, *rules, bundle=bundle)
-
 
 @pytest.mark.process
-def test_the_context_is_the_limit_and_the_matrix_may_say_less(tell: Any) -> None:
-    async def work(host: Host) -> None:
+async def test_the_context_is_the_limit_and_the_matrix_may_say_less(tell: Any) -> None:
+    async with tell(bundle={"max_tokens": 40}) as host:
         found = await host.generate_ids("w", [START] * 30, None)
         assert (found.n_gen, found.finish_reason) == (10, "length")
         with pytest.raises(SequenceTooLong):
             await host.generate_ids("w", [START] * 30, 11)
         with pytest.raises(SequenceTooLong):
             await host.generate_ids("w", [START] * 40, None)
-
-    async def less(host: Host) -> None:
+    async with tell(config={"microllm_max_tokens": "5"}) as host:
         assert (await host.generate_ids("w", [START], None)).n_gen == 5
         with pytest.raises(InvalidRequest, match="microllm_max_tokens"):
             await host.generate_ids("w", [START], 6)
-
-    tell(work, bundle={"max_tokens": 40})
-    tell(less, config={"microllm_max_tokens": "5"})
-
-
-@pytest.mark.process
-def test_what_is_no_stop_string_is_refused(tell: Any) -> None:
-    async def work(host: Host) -> None:
-        stops: list[Any] = [5, ["a", 1], "", ["x" * 300], ["a"] * 17, b"a", None]
-        for stop in stops:
-            with pytest.raises(InvalidRequest, match="stop"):
-                await host.generate("w", "x", stop=stop)
-        assert requests(host) == 0
-
-    tell(work)
-
-
-@pytest.mark.process
-def test_the_blocking_host_streams_too(tmp_path: Path) -> None:
-    folder = write_bundle(tmp_path / "w", model_id="w", task="generate", of_bytes=True, max_tokens=4096)
-    with SyncHost.open(write_matrix(tmp_path, {"story": BYTES.hex()}), {"w": folder}) as host:
-        assert "".join(piece.text for piece in host.generate_stream("w", "x")) == STORY
-        for piece in host.generate_stream("w", "x"):
-            assert piece.n_gen == 16
-            break
-        assert host.generate("w", "x", max_tokens=3, stop="!").n_gen == 3

@@ -30,64 +30,55 @@ def some_parts(count: int) -> list[Part]:
     return [Part(range(2 * n, 2 * n + 2), [1, 1], np.array([2 * n, 2 * n + 1], np.int32)) for n in range(count)]
 
 
-def test_answers_lie_where_their_rows_are_whoever_is_first() -> None:
-    async def main() -> None:
-        started: list[int] = []
-        first_may_end = asyncio.Event()
+async def test_answers_lie_where_their_rows_are_whoever_is_first() -> None:
+    started: list[int] = []
+    first_may_end = asyncio.Event()
 
-        async def send(part: Part) -> np.ndarray:
-            started.append(part.rows.start)
-            if part.rows.start == 0:
-                await first_may_end.wait()
-            elif part.rows.start == 2:
-                first_may_end.set()
-            return np.stack([part.ids, part.ids], axis=1).astype(np.float32)
+    async def send(part: Part) -> np.ndarray:
+        started.append(part.rows.start)
+        if part.rows.start == 0:
+            await first_may_end.wait()
+        elif part.rows.start == 2:
+            first_may_end.set()
+        return np.stack([part.ids, part.ids], axis=1).astype(np.float32)
 
-        answer = await collect(some_parts(4), send, 2)
-        assert answer.tolist() == [[n, n] for n in range(8)]
-        assert started == [0, 2, 4, 6]
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+    answer = await collect(some_parts(4), send, 2)
+    assert answer.tolist() == [[n, n] for n in range(8)]
+    assert started == [0, 2, 4, 6]
 
 
-def test_no_more_than_ahead_are_under_way() -> None:
-    async def main() -> None:
-        running = most = 0
+async def test_no_more_than_ahead_are_under_way() -> None:
+    running = most = 0
 
-        async def send(part: Part) -> np.ndarray:
-            nonlocal running, most
-            running += 1
-            most = max(most, running)
-            for _ in range(3):
-                await asyncio.sleep(0)
-            running -= 1
-            return part.ids.astype(np.float32)
+    async def send(part: Part) -> np.ndarray:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        running -= 1
+        return part.ids.astype(np.float32)
 
-        assert (await collect(some_parts(6), send)).tolist() == list(range(12))
-        assert most == AHEAD
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+    assert (await collect(some_parts(6), send)).tolist() == list(range(12))
+    assert most == AHEAD
 
 
-def test_the_first_failure_cancels_what_is_under_way_and_starts_nothing_more() -> None:
-    async def main() -> None:
-        started: list[int] = []
-        cancelled: list[int] = []
+async def test_the_first_failure_cancels_what_is_under_way_and_starts_nothing_more() -> None:
+    started: list[int] = []
+    cancelled: list[int] = []
 
-        async def send(part: Part) -> np.ndarray:
-            started.append(part.rows.start)
-            if part.rows.start == 0:
-                await asyncio.sleep(0)
-                raise InvalidRequest("no")
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                cancelled.append(part.rows.start)
-                raise
-            raise AssertionError
+    async def send(part: Part) -> np.ndarray:
+        started.append(part.rows.start)
+        if part.rows.start == 0:
+            await asyncio.sleep(0)
+            raise InvalidRequest("no")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(part.rows.start)
+            raise
+        raise AssertionError
 
-        with pytest.raises(InvalidRequest):
-            await collect(some_parts(4), send)
-        assert (started, cancelled) == ([0, 2], [2])
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+    with pytest.raises(InvalidRequest):
+        await collect(some_parts(4), send)
+    assert (started, cancelled) == ([0, 2], [2])

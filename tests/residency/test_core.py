@@ -156,7 +156,7 @@ def test_a_resident_shape_bypasses_the_queue_unless_the_head_waits_for_a_lease()
 # --- exhaustion ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("then", ["admitted", "exhausted", "the eviction fails"])
+@pytest.mark.parametrize("then", ["admitted", "exhausted", "the eviction fails", "its worker breaks"])
 def test_resource_exhaustion_evicts_cross_worker_lru_and_retries_once(then: str) -> None:
     core = fleet("b", "a")
     lease = admit(core, key(128))
@@ -166,6 +166,11 @@ def test_resource_exhaustion_evicts_cross_worker_lru_and_retries_once(then: str)
     if then == "the eviction fails":
         core.evict_failed(victim.slot, 0)
         assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, key(512)), Restart("b")]
+        return
+    if then == "its worker breaks":
+        core.fault("a", 1, 0)
+        core.evicted(victim.slot)
+        assert core.take() == [] and charged(core)[0] == 1 and ticket in core.tickets, "it waits for the next worker"
         return
     core.evicted(victim.slot)
     assert only(core, Admit).slot == first.slot
@@ -178,6 +183,16 @@ def test_resource_exhaustion_evicts_cross_worker_lru_and_retries_once(then: str)
     assert charged(core)[0] == 2, "charged until the exit is confirmed"
     core.release(lease)
     assert core.take() == [Restart("a")]
+
+
+@pytest.mark.parametrize("exhausted", [True, False])
+def test_an_admission_that_fails_for_nobody_restarts_only_a_broken_worker(exhausted: bool) -> None:
+    core = fleet()
+    left = core.request(key(256), 0)
+    admission = only(core, Admit)
+    core.release(left)
+    core.admit_failed(admission.slot, 0, exhausted=exhausted)
+    assert core.take() == ([] if exhausted else [Restart("a")])
 
 
 # --- recovery --------------------------------------------------------------------------------------------------------
@@ -224,7 +239,7 @@ def test_exit_confirmation_timeout_retains_reservations_and_never_spawns_replace
     waiting = core.request(key(256), 0)
     core.take()
     core.fault("a", 1, 0)
-    core.take()
+    assert core.take() == [Restart("a")], "the admission on the broken wire isn't waited for"
     core.unconfirmed("a")
     assert core.take() == [Refused(waiting, Refusal.CLOSED, key(256))] and charged(core)[1] == 44
     late = core.request(key(128), 1)
@@ -258,7 +273,7 @@ def test_a_worker_that_does_not_come_up_refuses_its_waiters_and_the_next_request
     assert core.take() == [Revive("a")]
 
 
-def test_a_replacement_goes_before_tickets_that_wait_for_room() -> None:
+def test_a_worker_that_waits_for_room_goes_before_tickets_that_came_later() -> None:
     core = fleet("a", "b", limits=Limits(executables=44))
     core.fault("a", 1, 0)
     core.request(key(128), 0)
@@ -266,6 +281,12 @@ def test_a_replacement_goes_before_tickets_that_wait_for_room() -> None:
     core.take()
     core.exited("a")
     assert core.take() == [Revive("a")] and waiting in core.tickets
+    core = fleet(limits=Limits(executables=66))
+    for tokens in (128, 256):
+        admit(core, key(tokens))
+    ask(core, "b", QWEN)
+    core.request(key(512), 0)
+    assert core.take() == [], "a smaller one may not take the room"
 
 
 def test_a_parked_worker_goes_when_its_last_exchange_ended_and_stays_down_until_its_next_request() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import NamedTuple
 
 from engines.protocol.connection import Connection
@@ -45,11 +44,10 @@ class Outcome(NamedTuple):
 class HostEnd:
     """The host's end of a connected socket."""
 
-    def __init__(self, sock: socket.socket, *, max_frame: int = DEFAULT_MAX_FRAME) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.socket.settimeout(TIMEOUT_S)
-        self.connection = Connection(Role.HOST, max_frame=max_frame)
-        self.hello: Hello | None = None
+        self.connection = Connection(Role.HOST, max_frame=DEFAULT_MAX_FRAME)
 
     def event(self) -> Event:
         """Return the next event; RemoteProtocolError and PeerClosed come as the connection says."""
@@ -68,12 +66,10 @@ class HostEnd:
         for buffer in self.connection.send(message, payload):
             self.socket.sendall(buffer)
 
-    def shake_hands(self, *, max_frame: int = DEFAULT_MAX_FRAME) -> Hello:
+    def shake_hands(self) -> Hello:
         """Read HELLO, answer ACK, return HELLO."""
         event = self.event()
         assert isinstance(event, HelloReceived), event
-        self.hello = event.hello
-        self.connection.max_frame = min(max_frame, self.connection.max_frame)
         self.send(HelloAck(v=3, accept=True, max_frame=self.connection.max_frame))
         return event.hello
 
@@ -111,7 +107,6 @@ class WorkerThread:
         *,
         clock: Callable[[], float] | None = None,
         wrap: Callable[[socket.socket], socket.socket] = lambda sock: sock,
-        max_frame: int = DEFAULT_MAX_FRAME,
     ) -> None:
         ours, theirs = socket.socketpair()
         self.end = HostEnd(ours)
@@ -120,14 +115,7 @@ class WorkerThread:
         self.status: int | None = None
         self.bug: BaseException | None = None
         extra = {} if clock is None else {"clock": clock}
-        self.worker = Worker(
-            SocketTransport(wrap(theirs)),
-            engine,
-            engine.identity(),
-            max_frame=max_frame,
-            exit=self.exits.append,
-            **extra,
-        )
+        self.worker = Worker(SocketTransport(wrap(theirs)), engine, engine.identity(), exit=self.exits.append, **extra)
         self._thread = threading.Thread(target=self._run, name="worker-under-test", daemon=True)
         self._thread.start()
 
@@ -159,9 +147,7 @@ class WorkerThread:
     def __enter__(self) -> WorkerThread:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end.close()
         self.join()
         self.worker_socket.close()

@@ -83,11 +83,11 @@ def make_hello(**changes: object) -> Hello:
     return Hello(**(fields | changes))  # type: ignore[arg-type]
 
 
-def ready(role: Role, *, engine: str = LLAMA_ENGINE, max_frame: int = DEFAULT_MAX_FRAME) -> Connection:
-    """Return one end that has its handshake behind it."""
-    pair = ConnectionPair(engine=engine, host_max_frame=max_frame, worker_max_frame=max_frame)
+def ready() -> Connection:
+    """Return a host's end that has its handshake behind it."""
+    pair = ConnectionPair()
     pair.handshake()
-    return pair.host if role is Role.HOST else pair.worker
+    return pair.host
 
 
 class ConnectionPair:
@@ -97,27 +97,19 @@ class ConnectionPair:
         self,
         *,
         cut: Cut = whole,
-        engine: str = LLAMA_ENGINE,
         host_max_frame: int = DEFAULT_MAX_FRAME,
         worker_max_frame: int = DEFAULT_MAX_FRAME,
         worker_allocate: Allocate = allocate_fresh,
     ) -> None:
         self.cut = cut
-        self.engine = engine
         self.host = Connection(Role.HOST, max_frame=host_max_frame)
         self.worker = Connection(Role.WORKER, max_frame=worker_max_frame, allocate=worker_allocate)
         self.host_events: list[Event] = []
         self.worker_events: list[Event] = []
 
-    def end(self, role: Role) -> Connection:
-        """Return the end of *role*."""
-        return self.host if role is Role.HOST else self.worker
-
-    def handshake(self, hello: Hello | None = None) -> None:
+    def handshake(self) -> None:
         """Exchange HELLO and HELLO_ACK."""
-        if hello is None:
-            hello = make_hello(engine=EngineInfo(engine=self.engine, version="0.3.0"), max_frame=self.worker.max_frame)
-        self.worker_sends(hello)
+        self.worker_sends(make_hello(max_frame=self.worker.max_frame))
         self.host_sends(HelloAck(v=VERSION, accept=True, max_frame=self.host.max_frame))
         assert self.host.state is State.IDLE and self.worker.state is State.IDLE
 
@@ -131,9 +123,7 @@ class ConnectionPair:
 
     def deliver(self, to: Role, data: bytes) -> list[Event]:
         """Let *to* receive arbitrary bytes, cut; return its events."""
-        connection = self.end(to)
-        events: list[Event] = []
-        for piece in self.cut(data):
-            events += receive(connection, piece)
-        (self.host_events if to is Role.HOST else self.worker_events).extend(events)
+        connection, seen = (self.host, self.host_events) if to is Role.HOST else (self.worker, self.worker_events)
+        events = [event for piece in self.cut(data) for event in receive(connection, piece)]
+        seen += events
         return events
