@@ -73,6 +73,8 @@ NUMBERS: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = [
     (kept, ([9], [5]), 0.0),
     (kept, ([5, 2, 0], [5]), 1.0),
     (kept, ([5, 6], [5]), 0.5),
+    (kept, ([2, 0], []), 1.0),
+    (kept, ([2, 0], [5]), 0.0),
 ]
 
 
