@@ -285,8 +285,7 @@ def prefix_share(inputs: GenerateInputs) -> float | None:
         wanted = reference if stop is None else reference[:stop]
         pairs = enumerate(zip(wanted, greedy, strict=False))
         kept = next((i for i, (a, b) in pairs if a != b), min(len(wanted), len(greedy)))
-        entire = kept == len(wanted) and (stop is None or len(greedy) == stop)
-        shares.append(1.0 if entire else kept / max(1, len(wanted)))
+        shares.append(kept / len(wanted) if wanted else float(not greedy))
     return mean(shares)
 
 

@@ -73,6 +73,8 @@ NUMBERS: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = [
     (kept, ([9], [5]), 0.0),
     (kept, ([5, 2, 0], [5]), 1.0),
     (kept, ([5, 6], [5]), 0.5),
+    (kept, ([2, 0], []), 1.0),
+    (kept, ([2, 0], [5]), 0.0),
 ]
 
 
@@ -89,6 +91,7 @@ def test_rank_overlaps_of_swapped_neighbours() -> None:
     angles = np.radians([0, 28, 30, 60, 100])
     moved = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     assert metrics.rank_overlaps(reference, moved).tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]
+    assert metrics.rank_overlaps(reference[:3], moved[:3]).tolist() == [1.0, 0.0, 1.0]
     for n in range(3):  # too few to rank
         assert metrics.rank_overlaps(np.ones((n, 3)), -np.ones((n, 3))).tolist() == [1.0] * n
 
@@ -107,7 +110,7 @@ def test_rank_overlaps_take_a_tenth_of_the_rows() -> None:
     ("batch", "own", "best"),
     [
         # Rows that changed places, and a row that became another.
-        (np.eye(4)[[1, 0, 2, 3]], [0, 0, 1, 1], [1, 1, 1, 1]),
+        (np.eye(4)[[1, 0, 0, 3]], [0, 0, 0, 1], [1, 1, 1, 1]),
         ([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0.4], [0, 0, 0, 2]], [1, 1, 0.9285, 1], [1, 1, 0.9285, 1]),
     ],
 )

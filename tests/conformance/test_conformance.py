@@ -34,7 +34,7 @@ from engines.protocol.messages import (
     encode,
 )
 from tests.conformance.registry import ENGINES, LOW_ID, VOCABULARY, EngineUnderTest, Subject
-from tests.support.worker_client import ROOT, WorkerClient, ids_bytes, require_loaded
+from tests.support.worker_client import ROOT, Exchange, WorkerClient, ids_bytes, require_loaded
 
 pytestmark = [
     pytest.mark.process,
@@ -98,6 +98,14 @@ def rows_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 def items(lengths: list[int]) -> list[Item]:
     return [Item(id=str(n), n_tokens=length) for n, length in enumerate(lengths)]
+
+
+def rerank(client: WorkerClient, engine: EngineUnderTest, ref: str, documents: list[list[int]]) -> Exchange:
+    if Rerank in engine.serves:
+        return client.rerank(ref, [5, 6], documents)
+    segments = [Segment(n_tokens=len(row)) for row in documents]
+    request = RerankSequences(req_id=client.next_id(), model_ref=ref, sequences=segments)
+    return client.call(request, ids_bytes(documents))
 
 
 # --- handshake and the ends of a life ---------------------------------------------------------------------------------
@@ -272,11 +280,7 @@ def test_bad_batches_are_typed_and_the_same_process_answers_the_next(worker: Wor
 
 def test_an_embedder_does_not_rerank(worker: WorkerClient, engine: EngineUnderTest, subject: Subject) -> None:
     ref = load(worker, subject)
-    if Rerank in engine.serves:
-        assert worker.rerank(ref, [5, 6], [[7], [8, 9]]).code == "operation_mismatch"
-    else:
-        request = RerankSequences(req_id="x", model_ref=ref, sequences=[Segment(n_tokens=2)])
-        assert worker.call(request, ids_bytes([[5, 6]])).code == "operation_mismatch"
+    assert rerank(worker, engine, ref, [[7], [8, 9]]).code == "operation_mismatch"
     worker.ping()
 
 
@@ -320,12 +324,7 @@ def test_rerank(engine: EngineUnderTest, start: Start, tmp_path: Path) -> None:
     rows = rows_of([3, 9, 1, 20, 9, 2])
 
     def score(documents: list[list[int]]) -> np.ndarray:
-        if Rerank in engine.serves:
-            return client.rerank(ref, [5, 6], documents).floats
-        request = RerankSequences(
-            req_id=client.next_id(), model_ref=ref, sequences=[Segment(n_tokens=len(row)) for row in documents]
-        )
-        return client.call(request, ids_bytes(documents)).floats
+        return rerank(client, engine, ref, documents).floats
 
     scores = score(rows)
     assert scores.shape == (6,) and np.isfinite(scores).all() and np.ptp(scores) > 0.01
