@@ -124,6 +124,11 @@ def test_chunks_give_every_slot_as_many_tokens(lengths: list[int], cap: int, slo
     assert sorted(chunk.tokens for chunk in inputs.plan_chunks(lengths, cap=cap, slots=slots)) == tokens
 
 
+def test_gather_lays_rows_end_to_end() -> None:
+    found = inputs.gather(batch_of([[1, 2, 3], [4], [5, 6]]), (2, 0))
+    assert [row.tolist() for row in found.rows()] == [[5, 6], [1, 2, 3]]
+
+
 def test_pooling_worked_example() -> None:
     lengths = [3, 1, 2]
     bounds = np.cumsum([0, *lengths]).astype(np.int32)
