@@ -23,7 +23,7 @@ async def r12(ground: Arena, mebibytes: int) -> None:
     finished = [ground.file("done1"), ground.file("done2")]
     wait, *done = {"wait_for": str(go)}, *({"touch": str(path)} for path in finished)
     script = {
-        "background": [{"thread": [wait, {"stdout": pour}, done[0]]}, wait, {"stderr": pour}, done[1]],
+        "ready": [{"thread": [wait, {end: pour}, told]} for end, told in zip(("stdout", "stderr"), done, strict=True)],
         "rules": [{"first_id": 50, "do": [{"signal": "SIGKILL"}]}],
     }
     path = ground.file("script.json")
@@ -38,7 +38,7 @@ async def r12(ground: Arena, mebibytes: int) -> None:
             watch = Stopwatch()
             await ground.history.embed(lane)
             row.took(*watch.read())
-            most = max(most, len(ring))
+            most = max(most, sum(len(data) for _, data in ring.since(0)[0]))
         await until(lambda: ring.written >= 2 * size, "the last bytes")
         by_stream: dict[str, bytes] = {"stdout": b"", "stderr": b""}
         for stream, data in ring.since(0)[0]:

@@ -11,11 +11,9 @@ from typing import NamedTuple
 
 from engines.protocol.connection import Connection
 from engines.protocol.messages import (
-    DEFAULT_MAX_FRAME,
     AnyReply,
     AnyRequest,
     Buffer,
-    Hello,
     HelloAck,
     Load,
     Loaded,
@@ -45,11 +43,10 @@ class Outcome(NamedTuple):
 class HostEnd:
     """The host's end of a connected socket."""
 
-    def __init__(self, sock: socket.socket, *, max_frame: int = DEFAULT_MAX_FRAME) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.socket.settimeout(TIMEOUT_S)
-        self.connection = Connection(Role.HOST, max_frame=max_frame)
-        self.hello: Hello | None = None
+        self.connection = Connection(Role.HOST)
 
     def event(self) -> Event:
         """Return the next event; RemoteProtocolError and PeerClosed come as the connection says."""
@@ -68,14 +65,11 @@ class HostEnd:
         for buffer in self.connection.send(message, payload):
             self.socket.sendall(buffer)
 
-    def shake_hands(self, *, max_frame: int = DEFAULT_MAX_FRAME) -> Hello:
-        """Read HELLO, answer ACK, return HELLO."""
+    def shake_hands(self) -> None:
+        """Read HELLO and answer ACK."""
         event = self.event()
         assert isinstance(event, HelloReceived), event
-        self.hello = event.hello
-        self.connection.max_frame = min(max_frame, self.connection.max_frame)
         self.send(HelloAck(v=3, accept=True, max_frame=self.connection.max_frame))
-        return event.hello
 
     def finish(self) -> Outcome:
         """Read until the terminal reply of the running exchange."""
@@ -111,7 +105,6 @@ class WorkerThread:
         *,
         clock: Callable[[], float] | None = None,
         wrap: Callable[[socket.socket], socket.socket] = lambda sock: sock,
-        max_frame: int = DEFAULT_MAX_FRAME,
     ) -> None:
         ours, theirs = socket.socketpair()
         self.end = HostEnd(ours)
@@ -124,7 +117,6 @@ class WorkerThread:
             SocketTransport(wrap(theirs)),
             engine,
             engine.identity(),
-            max_frame=max_frame,
             exit=self.exits.append,
             **extra,
         )
