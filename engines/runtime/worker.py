@@ -37,11 +37,13 @@ from engines.protocol.messages import (
     AnyRequest,
     EngineInfo,
     Hello,
+    HelloAck,
     Phase,
     Progress,
+    Shutdown,
     phases,
 )
-from engines.protocol.rules import AckReceived, PeerClosed, RequestReceived, Role, ShutdownReceived
+from engines.protocol.rules import PeerClosed, RequestReceived, Role
 from engines.runtime.dispatch import Answer, Dispatcher
 from engines.runtime.progress import ProgressReporter
 from engines.runtime.transport import (
@@ -120,8 +122,8 @@ class Worker:
         transport.set_deadline(None)
         if isinstance(event, PeerClosed):
             return False
-        assert isinstance(event, AckReceived), f"{event} before HELLO_ACK"
-        self.dispatcher.max_frame = event.ack.max_frame
+        assert isinstance(event, HelloAck), f"{event} before HELLO_ACK"
+        self.dispatcher.max_frame = event.max_frame
         return True
 
     def serve(self) -> None:
@@ -146,7 +148,7 @@ class Worker:
             match event:
                 case RequestReceived(request=request, payload=payload):
                     self.exchange(request, payload)
-                case ShutdownReceived():
+                case Shutdown():
                     self.dispatcher.close()
                     self.engine.close()
                     return

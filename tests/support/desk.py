@@ -14,13 +14,14 @@ from engines.protocol.messages import (
     AnyReply,
     AnyRequest,
     Buffer,
+    Hello,
     HelloAck,
     Load,
     Loaded,
     Progress,
     Shutdown,
 )
-from engines.protocol.rules import Event, HelloReceived, ProgressReceived, ReplyReceived, ReplyStarted, Role
+from engines.protocol.rules import Event, ReplyReceived, ReplyStarted, Role
 from engines.runtime import main as runtime_main
 from engines.runtime.engine import Engine
 from engines.runtime.transport import SocketTransport
@@ -67,8 +68,8 @@ class HostEnd:
 
     def shake_hands(self) -> None:
         """Read HELLO and answer ACK."""
-        event = self.event()
-        assert isinstance(event, HelloReceived), event
+        hello = self.event()
+        assert isinstance(hello, Hello), hello
         self.send(HelloAck(v=3, accept=True, max_frame=self.connection.max_frame))
 
     def finish(self) -> Outcome:
@@ -77,8 +78,8 @@ class HostEnd:
         while True:
             event = self.event()
             match event:
-                case ProgressReceived():
-                    progress.append(event.progress)
+                case Progress():
+                    progress.append(event)
                 case ReplyReceived():
                     return Outcome(event.reply, event.payload, progress)
                 case ReplyStarted():

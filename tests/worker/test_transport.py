@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from engines.protocol.connection import Connection
-from engines.protocol.messages import EmbedBatch, HelloAck, Item, Load, Loaded, Pooling, Vectors
-from engines.protocol.rules import AckReceived, HelloReceived, ReplyReceived, RequestReceived, Role
+from engines.protocol.messages import EmbedBatch, Hello, HelloAck, Item, Load, Loaded, Pooling, Vectors
+from engines.protocol.rules import ReplyReceived, RequestReceived, Role
 from engines.runtime.engine import EngineIdentity
 from engines.runtime.main import connect
 from engines.runtime.transport import Channel as WorkerChannel
@@ -116,7 +116,7 @@ class WorkerSide:
 
     def greet(self) -> None:
         self.channel.send(hello(EngineIdentity("llama.cpp-worker", "1"), NONCE))
-        assert isinstance(self.channel.receive(), AckReceived)
+        assert isinstance(self.channel.receive(), HelloAck)
 
     def request(self) -> RequestReceived:
         event = self.channel.receive()
@@ -126,7 +126,7 @@ class WorkerSide:
 
 async def shake_hands(side: HostSide) -> None:
     event = await side.events.get()
-    assert isinstance(event, HelloReceived) and event.hello.nonce == NONCE
+    assert isinstance(event, Hello) and event.nonce == NONCE
     side.channel.send(HelloAck(v=3, accept=True, max_frame=side.channel.connection.max_frame))
 
 
